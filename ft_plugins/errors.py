@@ -1,0 +1,78 @@
+"""The exception tree. Every message names what was expected, what was found and what to do.
+
+    FtError
+    ├── ConfigError            a key is unknown, misspelt, ineffective or contradicts another
+    ├── TopologyError          parallel sizes, order or nodes that cannot be laid out
+    ├── InventoryError         training state that cannot be captured or does not match what was captured
+    ├── BudgetError            the memory for protection is not there
+    ├── SegmentError           a segment of shared memory is not what its reader expects
+    │   └── CorruptSlotError   bytes do not match the digest taken when they were captured
+    ├── FencedError            this incarnation has been superseded by a newer one
+    ├── ProtocolError          a peer sent something malformed, or did not answer in time
+    ├── ProtectionError        protection was required and cannot be had
+    ├── ResumeError            what was captured does not belong to this job as it is now
+    ├── BusyError              another ft-run owns this job on this node
+    ├── UnsupportedError       a framework feature that cannot be followed, by name
+    └── PatchError             a patch of an upstream framework no longer applies
+
+`EXIT_REFUSED` is the exit status of a worker that ended with an `FtError` which a restart cannot cure;
+the agent does not restart after it.
+"""
+
+EXIT_REFUSED = 78  # EX_CONFIG of sysexits.h
+
+
+class FtError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(FtError):
+    """A key is unknown, misspelt, ineffective or contradicts another."""
+
+
+class TopologyError(FtError):
+    """Parallel sizes, order or nodes that cannot be laid out."""
+
+
+class InventoryError(FtError):
+    """Training state that cannot be captured, or that does not match what was captured."""
+
+
+class BudgetError(FtError):
+    """The memory for protection is not there."""
+
+
+class SegmentError(FtError):
+    """A segment of shared memory is not what its reader expects."""
+
+
+class CorruptSlotError(SegmentError):
+    """Bytes do not match the digest taken when they were captured."""
+
+
+class FencedError(FtError):
+    """This incarnation has been superseded by a newer one and may not write any more."""
+
+
+class ProtocolError(FtError):
+    """A peer sent something malformed, or did not answer in time."""
+
+
+class ProtectionError(FtError):
+    """Protection was required and cannot be had."""
+
+
+class ResumeError(FtError):
+    """What was captured does not belong to this job as it is now."""
+
+
+class BusyError(FtError):
+    """Another ft-run owns this job on this node."""
+
+
+class UnsupportedError(FtError):
+    """A framework feature that cannot be followed, by name."""
+
+
+class PatchError(FtError):
+    """A patch of an upstream framework no longer applies."""

@@ -1,0 +1,85 @@
+"""What happened, when and to whom: one append-only stream per node; sinks subscribe.
+
+Invariant: an event is one line of JSON, written with one `write` to a file opened with O_APPEND, so that lines of
+the agent, the SMP and the trainers of a node never interleave. The stream outlives incarnations and answers
+'where did the downtime go?'.
+
+In: `Events.emit(name, **fields)`. Out: `Event` objects to every subscriber; `read(path)` gives them back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened. `time` is seconds since the epoch; `rank` is None for agent and SMP."""
+
+    name: str
+    time: float
+    node: str = ""
+    rank: int | None = None
+    pid: int = 0
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """The event as one line of JSON, without the newline."""
+        return json.dumps(
+            {"time": self.time, "name": self.name, "node": self.node, "rank": self.rank, "pid": self.pid, **self.fields},
+            default=str,
+        )
+
+
+Sink = Callable[[Event], None]
+
+
+class Events:
+    """The stream as one process sees it: knows who speaks, passes every event to its sinks in order."""
+
+    def __init__(self, node: str = "", rank: int | None = None) -> None:
+        self.node = node
+        self.rank = rank
+        self._sinks: list[Sink] = []
+
+    def subscribe(self, sink: Sink) -> None:
+        """Call `sink` with every event from now on."""
+        self._sinks.append(sink)
+
+    def emit(self, name: str, **fields: Any) -> Event:
+        """Report `name`, in the form `subject.verb` (`capture.commit`, `smp.lost`), with its facts."""
+        event = Event(name, time.time(), self.node, self.rank, os.getpid(), fields)
+        for sink in self._sinks:
+            sink(event)
+        return event
+
+
+def file_sink(path: Path) -> Sink:
+    """A sink that appends to `path` (created 0600). One `write` a line; a full disk loses lines, never the job."""
+
+    def write(event: Event) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, (event.line() + "\n").encode())
+        finally:
+            os.close(fd)
+
+    return write
+
+
+def read(path: Path) -> Iterator[Event]:
+    """The events of a file in the order in which they were written; a last line cut short is left out."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            return
+        entry = json.loads(line)
+        known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
+        yield Event(**known, fields=entry)

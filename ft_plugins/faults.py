@@ -1,0 +1,78 @@
+"""Fault points: named places in production code at which a test can kill, stop or alter. Off unless armed.
+
+Invariant: an unarmed `reach` is one dictionary lookup and changes nothing.
+
+A specification is `point@condition,...:action`, several joined by `;`. Conditions compare the facts that the point
+reports and the ambient ones (`rank`, `restart`) as text; all must hold. Actions: `kill` (SIGKILL to self), `stop`
+(SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError); any other word is returned to the point, which knows what
+it means (`inf` at `update.gradients`, `skip` at `fence.kill`). Example, a kill in the sixth iteration of rank 3, in
+the first incarnation only: `iteration.forward@iteration=6,rank=3,restart=0:kill`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One armed fault: where, under which conditions, what."""
+
+    point: str
+    conditions: tuple[tuple[str, str], ...]
+    action: str
+
+    def applies(self, facts: dict[str, str]) -> bool:
+        """Whether every condition equals the fact of that name."""
+        return all(facts.get(key) == value for key, value in self.conditions)
+
+
+_armed: dict[str, list[Fault]] = {}
+_ambient: dict[str, str] = {}
+
+
+def parse(specification: str) -> list[Fault]:
+    """The faults of a specification. Raises ConfigError naming the part that cannot be read."""
+    faults = []
+    for part in filter(None, (piece.strip() for piece in specification.split(";"))):
+        place, colon, action = part.rpartition(":")
+        point, _, conditions = place.partition("@")
+        pairs = [condition.partition("=") for condition in filter(None, conditions.split(","))]
+        if not (colon and point and action) or any(not (key and equals and value) for key, equals, value in pairs):
+            raise ConfigError(f"fault '{part}' cannot be read: expected point@fact=value,...:action")
+        faults.append(Fault(point, tuple((key, value) for key, _, value in pairs), action))
+    return faults
+
+
+def arm(specification: str, **ambient: object) -> None:
+    """Arm the faults of `specification` in this process, in place of any armed before; '' disarms."""
+    _armed.clear()
+    _ambient.clear()
+    _ambient.update({key: str(value) for key, value in ambient.items()})
+    for fault in parse(specification):
+        _armed.setdefault(fault.point, []).append(fault)
+
+
+def reach(point: str, **facts: object) -> str | None:
+    """Report that `point` was reached. Returns the word of an armed action that the point itself carries out."""
+    if point not in _armed:
+        return None
+    known = _ambient | {key: str(value) for key, value in facts.items()}
+    for fault in _armed[point]:
+        if fault.applies(known):
+            match fault.action:
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "exit":
+                    os._exit(1)
+                case "raise":
+                    raise RuntimeError(f"fault injected at {point} ({known})")
+                case word:
+                    return word
+    return None
