@@ -1,0 +1,1 @@
+"""Framework adapters: each implements `model.host.Host` for one framework."""

@@ -1,0 +1,74 @@
+"""The protocol between a framework adapter (the host) and everything that protects it (the hooks).
+
+Iterations are counted from 1: `iteration_begin(k)` opens the k-th, `iteration_end(k)` is the version point at which k
+iterations are completed, skipped updates included. A version's iteration is that k.
+
+    host:   topology, inventory, tensors, fingerprint, small_state      facts, asked by the session
+            restore, restore_position                                   state handed back
+            install                                                     'call these hooks from now on'
+    hooks:  iteration_begin, before_update, after_update, iteration_end, shutdown
+
+Order in one iteration: iteration_begin(k), forward and backward, before_update(k), the optimizer's step,
+after_update(k), the framework's own bookkeeping (scheduler, counters), iteration_end(k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from .inventory import Inventory
+from .topology import Topology
+
+
+class Hooks(Protocol):
+    """What the host calls. `step` is the 1-based iteration."""
+
+    def iteration_begin(self, step: int) -> None: ...
+    def before_update(self, step: int) -> None: ...
+    def after_update(self, step: int) -> None: ...
+    def iteration_end(self, step: int) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class Host(Protocol):
+    """What a framework adapter offers; built after the framework has built model and optimizer."""
+
+    framework: str  # for people: 'megatron-core 0.16.1'
+    rank: int
+
+    def topology(self) -> Topology:
+        """Where every rank of the job stands."""
+        ...
+
+    def inventory(self) -> Inventory:
+        """What this rank's state is made of. Optimizer moments exist already: adapters create them eagerly."""
+        ...
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors, by item name; dense in memory. Restoring copies into them in place."""
+        ...
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What must be equal for captured state to belong to this job: architecture, precision, parallel sizes and
+        order, optimizer kind, seed, batch sizes, data path with size and digest of its first MiB. Plain values."""
+        ...
+
+    def small_state(self) -> dict[str, Any]:
+        """Counters, optimizer scalars, scheduler, scaler, data position, RNG: at the version point, for the codec."""
+        ...
+
+    def restore(self, small: Mapping[str, Any]) -> None:
+        """The item tensors hold the version: set counters, scheduler and scalars, redo every side effect of the
+        framework's own load and rebuild what is derivable (low-precision copies, gathered parameters)."""
+        ...
+
+    def restore_position(self, small: Mapping[str, Any]) -> None:
+        """Right before the first iteration: the data position, then RNG last."""
+        ...
+
+    def install(self, hooks: Hooks) -> None:
+        """Call `hooks` from now on."""
+        ...

@@ -1,0 +1,95 @@
+"""What a rank needs to resume exactly: one item per tensor, with its bytes, its replica set and what may change it.
+
+Invariant: facts only. An inventory is computed once, after the framework has built model and optimizer, holds no tensor,
+and is equal on every restart of the same job. Items are in a fixed order (by name), so that the ranks of a replica set
+cut the same byte stream at the same places. Small state (counters, scheduler, RNG, data position) is no item: it is
+copied whole by every rank at the version point.
+
+In: what an adapter knows. Out: `Inventory`, read by snapshot.layout, recovery and the golden comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from ..errors import InventoryError
+
+
+class Span(str, Enum):
+    """What a rank is doing at a moment of an iteration; an item names the spans that may change it."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SEND = "send"
+    RECV = "recv"
+    REDUCE = "reduce"
+    UPDATE = "update"
+    BETWEEN = "between"  # between two iterations: scheduler, evaluation, data loader
+
+
+class Role(str, Enum):
+    """What an item is to training."""
+
+    PARAMETER = "parameter"
+    MAIN_PARAMETER = "main_parameter"  # the optimizer's fp32 copy, or its shard of one
+    MOMENT = "moment"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of the training state as this rank holds it.
+
+    `replicas` are the global ranks that hold identical bytes under the same name, this one included, ascending; a
+    tensor that data parallelism shards is unique: a set of one. `layer` is the global layer number where it has one.
+    """
+
+    name: str
+    dtype: str  # as torch prints it, without 'torch.'
+    shape: tuple[int, ...]
+    nbytes: int
+    role: Role
+    replicas: tuple[int, ...]
+    layer: int | None = None
+    changed_by: frozenset[Span] = frozenset({Span.UPDATE})
+
+    @property
+    def background(self) -> bool:
+        """Whether it may be captured behind the next iteration's compute: only the update changes it."""
+        return self.changed_by <= {Span.UPDATE}
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All items of one rank, by name ascending."""
+
+    rank: int
+    items: tuple[Item, ...]
+
+    @classmethod
+    def of(cls, rank: int, items: Iterable[Item]) -> Inventory:
+        """The inventory of `rank`. Raises InventoryError for a name that occurs twice or a set without the rank."""
+        ordered = tuple(sorted(items, key=lambda item: item.name))
+        for left, right in zip(ordered, ordered[1:], strict=False):
+            if left.name == right.name:
+                raise InventoryError(f"rank {rank}: two items are called '{left.name}'; names must be unique")
+        for item in ordered:
+            if rank not in item.replicas or tuple(sorted(set(item.replicas))) != item.replicas:
+                raise InventoryError(
+                    f"rank {rank}: item '{item.name}' has replicas {item.replicas}; expected ascending ranks with {rank}"
+                )
+        return cls(rank, ordered)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items together, as held (not as captured: replicated items are captured once per set)."""
+        return sum(item.nbytes for item in self.items)
+
+    def replica_sets(self) -> dict[tuple[int, ...], tuple[Item, ...]]:
+        """The items by replica set, sets in ascending order, items in the inventory's order."""
+        sets: dict[tuple[int, ...], list[Item]] = {}
+        for item in self.items:
+            sets.setdefault(item.replicas, []).append(item)
+        return {replicas: tuple(sets[replicas]) for replicas in sorted(sets)}

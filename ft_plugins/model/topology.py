@@ -1,0 +1,4 @@
+"""Placeholder while the module is being written."""
+
+
+class Topology: ...

@@ -1,0 +1,1 @@
+"""From survivors and versions to a restored rank: a pure plan, and the executor that carries it out."""

@@ -1,0 +1,1 @@
+"""The snapshot management process (SMP), one per node: owns the segments, outlives training."""
