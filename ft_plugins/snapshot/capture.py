@@ -1,0 +1,186 @@
+"""Device -> segment, in buckets, behind the next iteration's compute; fenced before the next update.
+
+Invariant: what lands in a slot is the state at the version point. Items that anything but the update may change are
+copied before `start` returns; the others by a thread that `wait` joins before the update runs. At every bucket edge the
+fencing token is checked: an incarnation that has been superseded writes at most the bucket it was in. The trainer writes
+the SMP's slot itself; nothing is copied twice and no message is sent.
+
+Digests are taken of the bytes as they lie in the slot. Only a bucket that a superseded writer may still be in (the
+cursor of a slot found DIRTY at start) is digested from its source, so that a late write shows.
+
+In: segment, layout, live tensors, token. Out: sealed slots; `Commit` per version.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from .. import faults
+from ..errors import FencedError, InventoryError
+from .copiers import Copier, copier_for, flat_bytes
+from .layout import Bucket, Layout
+from .segment import Segment
+from .slots import SlotState, Version, choose
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A version that became CLEAN. Seconds from the version point to the seal."""
+
+    version: Version
+    slot: int
+    nbytes: int
+    seconds: float
+
+
+class Capture:
+    """Captures one rank's share, one version at a time. Guards a thread and the slot it writes."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        layout: Layout,
+        tensors: Mapping[str, torch.Tensor],
+        token: int,
+        committed: Callable[[Commit], None] = lambda commit: None,
+    ) -> None:
+        """`committed` is called on the capture thread. Raises InventoryError when tensors and layout do not agree."""
+        self._segment = segment
+        self._layout = layout
+        self._token = token
+        self._committed = committed
+        self._tensors = {piece.item: tensors[piece.item] for bucket in layout.buckets for piece in bucket.pieces}
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self._flat = {name: flat_bytes(name, tensor) for name, tensor in self._tensors.items()}
+        devices = {tensor.device for tensor in self._tensors.values()}
+        if len({device for device in devices if device.type != "cpu"}) > 1:
+            raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
+        self._copiers: dict[torch.device, Copier] = {
+            device: copier_for(device, segment.bytes.ctypes.data, segment.bytes.nbytes) for device in devices
+        }
+        # A writer that was stopped in mid-bucket may wake once: these buckets are digested from their source.
+        self._suspect = {
+            (slot.index, segment.cursor(slot.index)) for slot in segment.slots() if slot.state is SlotState.DIRTY
+        }
+        self._pending: tuple[int, Version, float] | None = None
+        self._failure: BaseException | None = None
+        self._work = threading.Semaphore(0)
+        self._idle = threading.Event()
+        self._idle.set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="ftp-capture", daemon=True)
+        self._thread.start()
+
+    def start(self, version: Version, small: bytes) -> None:
+        """Begin capturing `version`: synchronous items and small state now, the rest behind what follows.
+
+        Raises what the previous capture ended with, FencedError when superseded, InventoryError when a tensor moved.
+        """
+        self.wait()
+        started = time.perf_counter()
+        for name, tensor in self._tensors.items():
+            if tensor.data_ptr() != self._addresses[name]:
+                raise InventoryError(
+                    f"rank {self._layout.rank}: item '{name}' was moved to other memory since the start; expected it in place"
+                )
+        self._check_token()
+        for copier in self._copiers.values():
+            copier.ready()
+        index = choose(self._segment.slots())
+        faults.reach("capture.begin", iteration=version.iteration, slot=index)
+        self._segment.dirty(index, version, self._token)
+        self._segment.write_small(index, small)
+        for number, bucket in enumerate(self._layout.synchronous):
+            self._copy(index, number, bucket, version)
+        self._pending = (index, version, started)
+        self._idle.clear()
+        self._work.release()
+
+    def wait(self) -> float:
+        """The fence: until the running capture is sealed. Returns the seconds waited; raises what it ended with."""
+        started = time.perf_counter()
+        self._idle.wait()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the thread after the running capture, and let go of tensors and pinned memory."""
+        self._closing = True
+        self._work.release()
+        self._thread.join()
+        for copier in self._copiers.values():
+            copier.close()
+        self._flat.clear()
+        self._tensors.clear()
+
+    def _run(self) -> None:
+        while True:
+            self._work.acquire()
+            if self._pending is None:
+                if self._closing:
+                    return
+                continue
+            try:
+                self._background(*self._pending)
+            except BaseException as failure:  # carried to the fence, where the training thread meets it
+                self._failure = failure
+            finally:
+                self._pending = None
+                self._idle.set()
+
+    def _background(self, index: int, version: Version, started: float) -> None:
+        offset = len(self._layout.synchronous)
+        for number, bucket in enumerate(self._layout.background, start=offset):
+            self._copy(index, number, bucket, version)
+        self._check_token()
+        faults.reach("capture.seal.before", iteration=version.iteration, slot=index)
+        self._segment.set_cursor(index, None)
+        self._segment.seal(index)
+        faults.reach("capture.seal.after", iteration=version.iteration, slot=index)
+        self._committed(Commit(version, index, self._layout.nbytes, time.perf_counter() - started))
+
+    def _copy(self, index: int, number: int, bucket: Bucket, version: Version) -> None:
+        """One bucket: token, copy, digest."""
+        self._check_token()
+        self._segment.set_cursor(index, number)
+        area = self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes]
+        target = torch.from_numpy(area)
+        pieces: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for piece in bucket.pieces:
+            flat = self._flat[piece.item]
+            destinations, sources = pieces.setdefault(flat.device, ([], []))
+            destinations.append(target[piece.offset - bucket.offset :][: piece.nbytes])
+            sources.append(flat[piece.item_offset : piece.item_offset + piece.nbytes])
+        for device, (destinations, sources) in pieces.items():
+            half = len(sources) // 2
+            if faults.reach("capture.bucket.middle", iteration=version.iteration, bucket=number) and half:
+                raise InventoryError("unreachable")
+            self._copiers[device].copy(destinations, sources)
+        suspect = (index, number) in self._suspect
+        self._segment.digests(index)[number] = self._source_digest(bucket) if suspect else xxhash.xxh3_64_intdigest(area)
+        faults.reach("capture.bucket", iteration=version.iteration, bucket=number, slot=index)
+
+    def _source_digest(self, bucket: Bucket) -> int:
+        """The digest that the bucket's bytes have at their source; the gaps between pieces are zeros."""
+        digest, at = xxhash.xxh3_64(), bucket.offset
+        for piece in bucket.pieces:
+            digest.update(bytes(piece.offset - at))
+            source = self._flat[piece.item][piece.item_offset : piece.item_offset + piece.nbytes]
+            digest.update(source.cpu().numpy())
+            at = piece.offset + piece.nbytes
+        return digest.intdigest()
+
+    def _check_token(self) -> None:
+        found = self._segment.token
+        if found != self._token:
+            raise FencedError(
+                f"rank {self._layout.rank}: this incarnation (token {self._token}) was superseded (token {found}); it may not write"
+            )

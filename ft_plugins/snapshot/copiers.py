@@ -1,0 +1,93 @@
+"""How a bucket's bytes get from the tensors into the slot: one small class per kind of device.
+
+Invariant: when `copy` returns, the destination holds the bytes. The interpreter's lock is let go once per bucket, not
+once per tensor: beside a Python-bound step each re-entry can cost milliseconds.
+
+In: flat uint8 views of sources and destinations. Out: bytes in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..errors import InventoryError
+
+
+class Copier(Protocol):
+    """Copies the pieces of one bucket."""
+
+    def ready(self) -> None:
+        """Called on the training thread at the version point: what was written before must be seen by `copy`."""
+        ...
+
+    def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source into its destination (uint8, same sizes), and wait until that is done."""
+        ...
+
+    def close(self) -> None:
+        """Give back what was claimed for copying."""
+        ...
+
+
+class HostCopier:
+    """From host memory, by one native call per bucket."""
+
+    def ready(self) -> None:
+        return
+
+    def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(list(destinations), list(sources))
+
+    def close(self) -> None:
+        return
+
+
+class CudaCopier:
+    """From device memory over a side stream; the segment is registered as pinned, so copies are asynchronous DMA."""
+
+    def __init__(self, device: torch.device, address: int, nbytes: int) -> None:
+        """Register `nbytes` at `address` (the mapped segment) with the CUDA runtime."""
+        self._device = device
+        self._address = address
+        self._stream = torch.cuda.Stream(device)
+        self._event = torch.cuda.Event()
+        status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        if int(status) != 0:
+            raise InventoryError(f"{device}: the segment could not be registered as pinned memory (CUDA error {int(status)})")
+
+    def ready(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._event)
+            for destination, source in zip(destinations, sources, strict=True):
+                destination.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+def copier_for(device: torch.device, address: int, nbytes: int) -> Copier:
+    """The copier for tensors on `device` into the segment mapped at `address`."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return CudaCopier(device, address, nbytes)
+    if device.type != "cpu":
+        raise InventoryError(f"tensors on {device.type} cannot be captured; expected cpu or cuda")
+    return HostCopier()
+
+
+def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a dense tensor as one uint8 view, in the order in which they lie in memory.
+
+    Raises InventoryError for a tensor with gaps or overlaps: its bytes cannot be taken or put back as they lie.
+    """
+    detached = tensor.detach()
+    if not torch._prims_common.is_non_overlapping_and_dense(detached):
+        raise InventoryError(f"item '{name}': shape {tuple(tensor.shape)} with strides {tensor.stride()} is not dense in memory")
+    flat = detached.as_strided((detached.numel(),), (1,))
+    return flat.view(torch.uint8)

@@ -1,0 +1,322 @@
+"""A rank's named shared memory: one header, three slots, each with its own header, digests, small state and data.
+
+Invariant: a slot's header is the truth about the slot. It says DIRTY before the first byte changes, and CLEAN only
+after everything else is in place, with a seal over version, digests and small state written last; so a process that
+dies at any instruction leaves the old version or none, never a torn one. A header that does not match its seal is read
+as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once by the SMP and reused over restarts.
+
+    file   = header page | slot 0 | slot 1 | slot 2
+    header = magic, sizes, layout digest, token, lineage, completed, owner, fingerprint
+    slot   = header page (state, version, token, small size, cursor, seal) | digest table | small state | data
+
+In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery), `sweep` (CLI and next start).
+Files in /dev/shm are mapped directly: multiprocessing.shared_memory would unlink them behind our back.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..errors import BudgetError, CorruptSlotError, SegmentError
+from .slots import SLOTS, Slot, SlotState, Version, check_transition
+
+SHM = Path("/dev/shm")
+PAGE = 4096
+_MAGIC = int.from_bytes(b"FTPSEG01", "little")
+_FINGERPRINT = 1024  # offset in the header page: length, then JSON
+_FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
+
+# Words of the header page and of a slot's header page, each 8 bytes: a store of one is indivisible.
+_HEADER = {
+    name: index
+    for index, name in enumerate(
+        ["magic", "nbytes", "small_nbytes", "buckets", "layout", "rank", "token", "lineage", "completed", "owner_pid", "owner_started"]
+    )
+}
+_SLOT = {name: index for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal"])}
+NO_CURSOR = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a segment has to hold, in bytes per slot."""
+
+    nbytes: int  # captured tensors
+    small_nbytes: int  # room for small state
+    buckets: int
+    layout: int  # digest of the layout: two layouts of one size do not share a segment
+
+    @property
+    def table_room(self) -> int:
+        return _pages(8 * self.buckets)
+
+    @property
+    def small_room(self) -> int:
+        return _pages(self.small_nbytes)
+
+    @property
+    def slot_room(self) -> int:
+        """Bytes of one slot: what is captured, its digests and small state, and the slot's header, in whole pages."""
+        return PAGE + self.table_room + self.small_room + _pages(self.nbytes)
+
+    @property
+    def total(self) -> int:
+        """Bytes of the file."""
+        return PAGE + SLOTS * self.slot_room
+
+
+def path_of(job: str, node: str, rank: int) -> Path:
+    """The file of a rank's segment."""
+    return SHM / f"ftp-{job}-{node}-r{rank}"
+
+
+def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) -> None:
+    """Allocate a segment and fault all of its pages in. Raises BudgetError when the memory is not there."""
+    text = json.dumps(fingerprint, sort_keys=True).encode()
+    if len(text) > _FINGERPRINT_ROOM:
+        raise SegmentError(f"rank {rank}: the job's fingerprint has {len(text)} bytes; at most {_FINGERPRINT_ROOM} fit")
+    free = os.statvfs(path.parent)
+    available = free.f_bavail * free.f_frsize
+    if available < shape.total:
+        raise BudgetError(
+            f"rank {rank}: protection needs {shape.total} bytes in {path.parent} ({SLOTS} slots of {shape.slot_room}), "
+            f"but only {available} are free there; enlarge that mount (docker: --shm-size, Kubernetes: an emptyDir "
+            f"with medium Memory and a sizeLimit) or remove stale segments with 'ft-plugins sweep'"
+        )
+    building = path.with_name(path.name + ".new")
+    fd = os.open(building, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            os.posix_fallocate(fd, 0, shape.total)
+        except OSError as error:
+            raise BudgetError(f"rank {rank}: {path.parent} could not give {shape.total} bytes: {error.strerror}") from error
+        with mmap.mmap(fd, PAGE) as page:
+            words = np.frombuffer(page, dtype=np.uint64, count=len(_HEADER))
+            for name, value in (
+                ("nbytes", shape.nbytes),
+                ("small_nbytes", shape.small_nbytes),
+                ("buckets", shape.buckets),
+                ("layout", shape.layout),
+                ("rank", rank),
+                ("magic", _MAGIC),
+            ):
+                words[_HEADER[name]] = value
+            del words
+            page[_FINGERPRINT : _FINGERPRINT + 8 + len(text)] = len(text).to_bytes(8, "little") + text
+        os.rename(building, path)
+    except BaseException:
+        building.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+class Segment:
+    """A mapped segment. Its properties read and write shared memory; nothing is cached."""
+
+    def __init__(self, path: Path, *, populate: bool = False) -> None:
+        """Map `path`. `populate` maps every page at once, so that no first touch costs a fault in the step path.
+
+        Raises SegmentError when the file is missing or is not a segment of this version.
+        """
+        self.path = path
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SegmentError(f"segment {path}: {error.strerror}; the SMP of this node creates it at attach") from error
+        try:
+            found = os.fstat(fd)
+            if found.st_size < PAGE:
+                raise SegmentError(f"segment {path} has {found.st_size} bytes: not a segment")
+            self.resident_bytes = found.st_blocks * 512  # the kernel's figure
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+            self._map = mmap.mmap(fd, found.st_size, flags=flags)
+        finally:
+            os.close(fd)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self._header = self.bytes[: 8 * len(_HEADER)].view(np.uint64)
+        if int(self._header[0]) != _MAGIC:
+            raise SegmentError(f"segment {path} was written by another version of ft_plugins or is damaged; 'ft-plugins sweep' removes it")
+        self.shape = Shape(*(self._word(name) for name in ("nbytes", "small_nbytes", "buckets", "layout")))
+        if self.shape.total != found.st_size:
+            raise SegmentError(f"segment {path} has {found.st_size} bytes where its header tells {self.shape.total}")
+        self._slot_words = [
+            self.bytes[self._slot_start(i) : self._slot_start(i) + 8 * len(_SLOT)].view(np.uint64) for i in range(SLOTS)
+        ]
+
+    def close(self) -> None:
+        """Unmap. Views handed out must be gone; those that live on keep the mapping until they go."""
+        del self.bytes, self._header, self._slot_words
+        try:
+            self._map.close()
+        except BufferError:  # a view is still held (a capture being torn down); the mapping goes with it
+            return
+
+    # ---- header ----
+
+    def _word(self, name: str) -> int:
+        return int(self._header[_HEADER[name]])
+
+    @property
+    def rank(self) -> int:
+        """The logical rank whose state this is."""
+        return self._word("rank")
+
+    @property
+    def token(self) -> int:
+        """The fencing token of the incarnation that may write."""
+        return self._word("token")
+
+    @token.setter
+    def token(self, value: int) -> None:
+        self._header[_HEADER["token"]] = value
+
+    @property
+    def lineage(self) -> int:
+        """The newest lineage that was opened; 0 before the first."""
+        return self._word("lineage")
+
+    @property
+    def completed(self) -> int:
+        """The last iteration whose end this rank has reached, in any incarnation."""
+        return self._word("completed")
+
+    @completed.setter
+    def completed(self, value: int) -> None:
+        self._header[_HEADER["completed"]] = value
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """(pid, start time in clock ticks) of the trainer that attached last; (0, 0) for none."""
+        return self._word("owner_pid"), self._word("owner_started")
+
+    @owner.setter
+    def owner(self, value: tuple[int, int]) -> None:
+        self._header[_HEADER["owner_pid"]], self._header[_HEADER["owner_started"]] = value
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the job whose state this is."""
+        length = int.from_bytes(self.bytes[_FINGERPRINT : _FINGERPRINT + 8].tobytes(), "little")
+        start = _FINGERPRINT + 8
+        return dict(json.loads(self.bytes[start : start + min(length, _FINGERPRINT_ROOM)].tobytes()))
+
+    def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int]) -> None:
+        """Grow `lineage` from `base`: the slots in `voided` can no longer be restored. Idempotent; void first, so
+        that a death in between leaves `base` the newest."""
+        for index in voided:
+            self.dirty(index, None, self.token)
+        self.completed = base.iteration if base else 0
+        self._header[_HEADER["lineage"]] = lineage
+
+    # ---- slots ----
+
+    def _slot_start(self, index: int) -> int:
+        return PAGE + index * self.shape.slot_room
+
+    def _area(self, index: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        start = self._slot_start(index) + PAGE + offset
+        return self.bytes[start : start + nbytes]
+
+    def digests(self, index: int) -> npt.NDArray[np.uint64]:
+        """The digest table of a slot, a view: one xxh3-64 per bucket."""
+        return self._area(index, 0, 8 * self.shape.buckets).view(np.uint64)
+
+    def data(self, index: int) -> npt.NDArray[np.uint8]:
+        """The data area of a slot, a view."""
+        return self._area(index, self.shape.table_room + self.shape.small_room, self.shape.nbytes)
+
+    def small(self, index: int) -> bytes:
+        """The small state of a slot."""
+        length = min(int(self._slot_words[index][_SLOT["small"]]), self.shape.small_nbytes)
+        return self._area(index, self.shape.table_room, length).tobytes()
+
+    def write_small(self, index: int, encoded: bytes) -> None:
+        """Put small state into a DIRTY slot. Raises SegmentError when it has outgrown its room."""
+        if len(encoded) > self.shape.small_nbytes:
+            raise SegmentError(
+                f"rank {self.rank}: small state has grown to {len(encoded)} bytes; {self.shape.small_nbytes} were claimed at start"
+            )
+        self._area(index, self.shape.table_room, len(encoded))[:] = np.frombuffer(encoded, dtype=np.uint8)
+        self._slot_words[index][_SLOT["small"]] = len(encoded)
+
+    def cursor(self, index: int) -> int | None:
+        """The bucket that was being written when a capture into this slot was last at a bucket edge; None for none."""
+        value = int(self._slot_words[index][_SLOT["cursor"]])
+        return None if value == NO_CURSOR else value
+
+    def set_cursor(self, index: int, bucket: int | None) -> None:
+        """Say which bucket is being written."""
+        self._slot_words[index][_SLOT["cursor"]] = NO_CURSOR if bucket is None else bucket
+
+    def slot(self, index: int) -> Slot:
+        """What the slot's header says; a header whose seal does not fit is DIRTY."""
+        words = self._slot_words[index]
+        state = SlotState(int(words[_SLOT["state"]])) if int(words[_SLOT["state"]]) <= SlotState.CLEAN else SlotState.DIRTY
+        version = Version(int(words[_SLOT["lineage"]]), int(words[_SLOT["iteration"]]))
+        if state is SlotState.CLEAN and int(words[_SLOT["seal"]]) != self._seal(index):
+            state = SlotState.DIRTY
+        return Slot(index, state, version if state is not SlotState.EMPTY else None, int(words[_SLOT["token"]]))
+
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots."""
+        return tuple(self.slot(index) for index in range(SLOTS))
+
+    def dirty(self, index: int, version: Version | None, token: int) -> None:
+        """The slot holds nothing restorable from now on; `version` is about to be written, None for none."""
+        check_transition(self.slot(index).state, SlotState.DIRTY)
+        words = self._slot_words[index]
+        words[_SLOT["state"]] = SlotState.DIRTY
+        words[_SLOT["seal"]] = 0
+        words[_SLOT["lineage"]], words[_SLOT["iteration"]] = (version.lineage, version.iteration) if version else (0, 0)
+        words[_SLOT["token"]] = token
+
+    def seal(self, index: int) -> None:
+        """Everything of the slot's version is in place: it becomes CLEAN. The last store is the state."""
+        words = self._slot_words[index]
+        check_transition(SlotState(int(words[_SLOT["state"]])), SlotState.CLEAN)
+        words[_SLOT["seal"]] = self._seal(index)
+        words[_SLOT["state"]] = SlotState.CLEAN
+
+    def _seal(self, index: int) -> int:
+        digest = xxhash.xxh3_64(self._slot_words[index][_SLOT["lineage"] : _SLOT["cursor"]].tobytes())
+        digest.update(self.digests(index))
+        digest.update(self.small(index))
+        return digest.intdigest()
+
+    def verify(self, index: int, buckets: Sequence[tuple[int, int]]) -> None:
+        """Compare every bucket (offset, nbytes) of the data area with its digest. Raises CorruptSlotError."""
+        data, digests = self.data(index), self.digests(index)
+        for number, (offset, nbytes) in enumerate(buckets):
+            if xxhash.xxh3_64_intdigest(data[offset : offset + nbytes]) != int(digests[number]):
+                raise CorruptSlotError(
+                    f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) does not match its digest"
+                )
+
+
+def segments_of(job: str, node: str) -> list[Path]:
+    """The segments of a job on a node, by rank."""
+    found = [path for path in SHM.glob(f"ftp-{job}-{node}-r*") if path.name.rsplit("-r", 1)[1].isdigit()]
+    return sorted(found, key=lambda path: int(path.name.rsplit("-r", 1)[1]))
+
+
+def remove(job: str, node: str) -> int:
+    """Remove the segments of a job on a node, half-made ones too. Returns how many."""
+    paths = [*segments_of(job, node), *SHM.glob(f"ftp-{job}-{node}-r*.new")]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
