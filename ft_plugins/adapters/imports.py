@@ -1,0 +1,100 @@
+"""Post-import hooks: run a callback when somebody imports a module, without importing it ourselves.
+
+Invariant: a module that is never imported costs one dictionary lookup per import of anything else; a callback runs once,
+right after the module's own code and before the importing statement returns, so that `from module import name` binds
+what the callback left there. An error in a callback fails the import.
+
+In: `on_import(name, callback)`, `instead_of_import(name, build)`. Out: modules as the callbacks left them. The only
+state is the finder itself, which lives in `sys.meta_path` as long as the interpreter does.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+Callback = Callable[[ModuleType], None]
+Build = Callable[[ModuleType], None]
+
+
+def on_import(name: str, callback: Callback) -> None:
+    """Call `callback(module)` right after `name` has executed, or at once if it is already imported."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        callback(module)
+    else:
+        _finder().callbacks.setdefault(name, []).append(callback)
+
+
+def instead_of_import(name: str, build: Build) -> None:
+    """When `name` is imported, its own code is not executed: `build(module)` fills an empty module of that name."""
+    _finder().builders[name] = build
+
+
+def _finder() -> PostImportFinder:
+    """The one finder of this interpreter, put in front of the others when it is first needed."""
+    for finder in sys.meta_path:
+        if isinstance(finder, PostImportFinder):
+            return finder
+    finder = PostImportFinder()
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+class PostImportFinder(importlib.abc.MetaPathFinder):
+    """Finds nothing by itself: for the names it was told of, it wraps what the finders behind it found."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callback]] = {}
+        self.builders: dict[str, Build] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of `fullname` with a loader that calls back; None for every other name."""
+        if fullname in self.builders:
+            return importlib.machinery.ModuleSpec(fullname, _BuildingLoader(self.builders[fullname]), origin="stub")
+        if fullname not in self.callbacks:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(fullname, path, target) if find is not None and finder is not self else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _CallingLoader(spec.loader, self)
+                return spec
+        return None
+
+
+class _BuildingLoader(importlib.abc.Loader):
+    """Fills a module by a function in place of a file."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._build(module)
+
+
+class _CallingLoader(importlib.abc.Loader):
+    """The real loader, plus the callbacks after it. Gives its place back to the real loader before they run."""
+
+    def __init__(self, loader: Any, finder: PostImportFinder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        for callback in self._finder.callbacks.pop(module.__name__, []):
+            callback(module)

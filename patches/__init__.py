@@ -1,0 +1,80 @@
+"""Changes to upstream frameworks at run time: the CPU device shim for Megatron.
+
+Invariant: nothing is touched where there is a CUDA device. Every change is a declared `Patch` (upstream module, symbol,
+versions it was checked with, reason); one that no longer applies raises PatchError when its module is imported. Applying
+twice is the same as applying once.
+
+In: two functions that register post-import hooks (adapters.imports), so that modules are patched right after they
+execute and before anybody takes names from them. Out: upstream modules that run on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from . import (
+    megatron_distrib_optimizer,
+    megatron_fused_kernels,
+    megatron_jit,
+    megatron_optimizer,
+    megatron_rng,
+    megatron_schedules,
+    multiprocessing_spawn,
+    torch_cuda,
+    torch_dataloader,
+    torch_factories,
+    typing_override,
+)
+from .declared import APPLIED, Patch, Stub
+
+OnImport = Callable[[str, Callable[[ModuleType], None]], None]
+
+
+def cpu_patches(device_count: int = 1) -> tuple[Patch, ...]:
+    """The shim's patches, in the order in which they are registered."""
+    return (
+        *typing_override.patches(),
+        *multiprocessing_spawn.patches(),
+        *torch_cuda.patches(device_count),
+        *torch_factories.patches(),
+        *torch_dataloader.patches(),
+        *megatron_jit.patches(),
+        *megatron_rng.patches(),
+        *megatron_schedules.patches(),
+        *megatron_optimizer.patches(),
+        *megatron_distrib_optimizer.patches(),
+        *megatron_fused_kernels.patches(),
+    )
+
+
+def cpu_stubs() -> tuple[Stub, ...]:
+    """The modules that are replaced as a whole, where what they need is not installed."""
+    return tuple(stub for stub in megatron_fused_kernels.stubs() if importlib.util.find_spec(stub.needs) is None)
+
+
+def is_applied() -> bool:
+    """Whether the shim is active in this process: torch.cuda answers for the CPU."""
+    return "is_available" in torch.cuda.__dict__.get(APPLIED, ())
+
+
+def apply_cpu(on_import: OnImport, instead_of_import: OnImport, device_count: int = 1) -> bool:
+    """Make Megatron run on the CPU, with `device_count` pretended devices on this node (one per local rank).
+
+    False, and nothing is changed, where there is a CUDA device; False also where it was applied before.
+    Raises PatchError for a module already imported that has drifted; others raise when they are imported.
+    """
+    if is_applied() or torch.cuda.is_available():
+        return False
+    for stub in cpu_stubs():
+        instead_of_import(stub.module, stub.fill)
+    for patch in cpu_patches(device_count):
+        importlib.import_module(patch.module) if patch.distribution != "megatron-core" else None
+        on_import(patch.module, lambda module, patch=patch: patch.apply(module) and None)  # type: ignore[misc]
+    return True
+
+
+__all__ = ["Patch", "Stub", "apply_cpu", "cpu_patches", "cpu_stubs", "is_applied"]

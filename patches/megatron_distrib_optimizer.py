@@ -1,0 +1,111 @@
+"""Megatron's distributed optimizer over torch's own Adam saves, loads and resumes exactly.
+
+Upstream file: megatron/core/optimizer/distrib_optimizer.py. With Transformer Engine or apex the inner optimizer is
+FusedAdam, which counts steps per group. Without them it is torch's Adam, which counts them in a tensor per parameter;
+each patch here is a place where the code does not follow that difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .declared import Patch
+
+MODULE = "megatron.core.optimizer.distrib_optimizer"
+VERSIONS = ("0.16.1",)
+
+
+def is_torch_adam(optimizer: Any) -> bool:
+    """Whether the inner optimizer of a Megatron optimizer is torch's own."""
+    return isinstance(getattr(optimizer, "optimizer", None), torch.optim.Adam | torch.optim.AdamW)
+
+
+def with_whole_state(inner: torch.optim.Optimizer) -> None:
+    """Give every parameter of torch's Adam the state that its first step would give it, where it is missing."""
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moment not in state:
+                    state[moment] = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
+
+
+def with_own_steps(inner: torch.optim.Optimizer) -> None:
+    """Give every parameter a step tensor of its own: a shared one is incremented once per parameter."""
+    for state in inner.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].detach().clone()
+
+
+def before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """state_dict, which takes the step from the state and asserts that it found exactly one."""
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if is_torch_adam(self):
+            with_whole_state(self.optimizer)
+        return original(self)
+
+    return state_dict
+
+
+def unsharing_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """load_state_dict, which puts one and the same step tensor into the state of every parameter."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        loaded = original(self, state_dict)
+        if is_torch_adam(self):
+            with_own_steps(self.optimizer)
+        return loaded
+
+    return load_state_dict
+
+
+def leaving_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """_set_main_param_and_optimizer_states, which copies 'step' from a source that has none, or an older one, and
+    writes into fp32 shards that are views of parameters with a gradient."""
+
+    @functools.wraps(original)
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Mapping[str, Any]) -> Any:
+        with torch.no_grad():
+            if not is_torch_adam(self):
+                return original(self, model_param, tensors)
+            group_index, group_order = self.model_param_group_index_map[model_param]
+            main_param = self.optimizer.param_groups[group_index]["params"][group_order]
+            state = self.optimizer.state[main_param]
+            return original(self, model_param, {**tensors, **{k: state[k] for k in ("step",) if k in state}})
+
+    return _set_main_param_and_optimizer_states
+
+
+def patches() -> tuple[Patch, ...]:
+    """The patches of DistributedOptimizer."""
+    return (
+        Patch(
+            *("megatron-core", MODULE, "DistributedOptimizer.state_dict", VERSIONS),
+            reason="'assert len(steps) == 1' fails before the first step, when torch_dist is loaded",
+            replace=before_first_step,
+            parameters=("self",),
+            contains=("assert len(steps) == 1",),
+        ),
+        Patch(
+            *("megatron-core", MODULE, "DistributedOptimizer.load_state_dict", VERSIONS),
+            reason="one shared step tensor is incremented once per parameter after a resume",
+            replace=unsharing_step,
+            parameters=("self", "state_dict"),
+            contains=('s["step"] = step',),
+        ),
+        Patch(
+            *("megatron-core", MODULE, "DistributedOptimizer._set_main_param_and_optimizer_states", VERSIONS),
+            reason="copies into views of parameters that require a gradient, and a 'step' that is missing or stale",
+            replace=leaving_step,
+            parameters=("self", "model_param", "tensors"),
+            contains=("dst_tensors[key].copy_(tensors[key])",),
+        ),
+    )

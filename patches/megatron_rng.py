@@ -1,0 +1,72 @@
+"""Megatron's RNG tracker gets and sets the CPU's default generator, from which dropout draws here.
+
+Upstream file: megatron/core/tensor_parallel/random.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from .declared import Patch
+
+MODULE = "megatron.core.tensor_parallel.random"
+WARNING = "CPU RNG state changed within GPU RNG context"
+
+
+def get_state(original: object) -> Callable[..., torch.Tensor]:
+    """_get_cuda_rng_state: a copy of the generator's state."""
+
+    def _get_cuda_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        if graph_safe:
+            raise UnsupportedError("an RNG tracker for CUDA graphs needs a CUDA device; run without CUDA graphs")
+        return torch.default_generator.get_state()
+
+    return _get_cuda_rng_state
+
+
+def set_state(original: object) -> Callable[..., None]:
+    """_set_cuda_rng_state: the generator takes the state; the given tensor stays the caller's."""
+
+    def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        if graph_safe:
+            raise UnsupportedError("an RNG tracker for CUDA graphs needs a CUDA device; run without CUDA graphs")
+        torch.default_generator.set_state(new_state)
+
+    return _set_cuda_rng_state
+
+
+def quiet_logging(original: Any) -> Any:
+    """The module's `logging`, with its logger told not to repeat a warning that is true of every fork here."""
+    logger = original.getLogger(MODULE)
+    logger.addFilter(_is_not_the_warning)
+    return original
+
+
+def _is_not_the_warning(record: logging.LogRecord) -> bool:
+    return record.getMessage() != WARNING
+
+
+def patches() -> tuple[Patch, ...]:
+    """The patches of the two functions through which the tracker reaches the device's generator."""
+    reason = "the tracker must fork the generator that dropout draws from: on the CPU the default one"
+    versions = ("0.16.1",)
+    return (
+        Patch(
+            *("megatron-core", MODULE, "_get_cuda_rng_state", versions, reason, get_state),
+            parameters=("device", "clone", "graph_safe"),
+        ),
+        Patch(
+            *("megatron-core", MODULE, "_set_cuda_rng_state", versions, reason, set_state),
+            parameters=("new_state", "device", "graph_safe"),
+        ),
+        Patch(
+            *("megatron-core", MODULE, "logging", versions),
+            reason=f"fork() warns '{WARNING}' at every fork, as there is one generator",
+            replace=quiet_logging,
+        ),
+    )

@@ -1,0 +1,46 @@
+"""The output of a pipeline stage keeps its storage until its send is over.
+
+Upstream file: megatron/core/pipeline_parallel/schedules.py. The interleaved schedule frees an output's storage while its
+isend may still be reading it. CUDA's stream order makes that harmless; gloo's sender thread reads freed memory (seen
+as NaN losses).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .declared import Patch
+
+
+def keeping_storage(original: Callable[..., None]) -> Callable[..., None]:
+    """deallocate_output_tensor that hangs the old storage on the tensor.
+
+    The work object of an isend holds the tensor until it is waited for, and the schedule holds it until its backward,
+    which needs a gradient that the receiver can only send after having received: the storage outlives the send.
+    """
+
+    @functools.wraps(original)
+    def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+        storage = out.untyped_storage() if isinstance(out, torch.Tensor) and deallocate_pipeline_outputs else None
+        original(out, deallocate_pipeline_outputs)
+        if storage is not None:
+            out.storage_being_sent = storage
+
+    return deallocate_output_tensor
+
+
+def patches() -> tuple[Patch, ...]:
+    """The patch of deallocate_output_tensor."""
+    return (
+        Patch(
+            *("megatron-core", "megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", ("0.16.1",)),
+            reason="an output freed before its isend is waited for is read after it was freed, under gloo",
+            replace=keeping_storage,
+            parameters=("out", "deallocate_pipeline_outputs"),
+            contains=("out.data = torch.empty((1,)",),
+        ),
+    )

@@ -1,0 +1,113 @@
+"""Tensors asked for on 'cuda', or on a device number, are made on the CPU; the pinning of memory is left out.
+
+Upstream: torch's tensor factories, torch.Tensor and torch.nn.Module. Only the device argument is touched: a call that
+names no device, or names the CPU, reaches torch unchanged. `Tensor.type()` answers as if the tensor were on the device,
+because Megatron decides by that string what is a parameter of which precision.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .declared import Patch
+
+VERSIONS = ("2.13.0",)
+CREATE = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full"),
+    *("full_like", "linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint"),
+    *("randint_like", "randn", "randn_like", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices"),
+    *("zeros", "zeros_like"),
+)
+CREATE_FROM = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "new_empty_strided")
+
+
+def is_device(value: object) -> bool:
+    """Whether `value` names a CUDA device: 'cuda', 'cuda:1', torch.device('cuda') or a number."""
+    match value:
+        case bool():
+            return False
+        case int():
+            return True
+        case str():
+            return value.split(":")[0] == "cuda"
+        case torch.device():
+            return value.type == "cuda"
+    return False
+
+
+def create_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The factory, with device and pin_memory as this machine has them."""
+
+    @functools.wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and is_device(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if kwargs and kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return original(*args, **kwargs)
+
+    return create
+
+
+def move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.to, whose device may also be the first positional argument."""
+
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and is_device(args[0]):
+            args = ("cpu", *args[1:])
+        if kwargs and is_device(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        moved: torch.Tensor = original(self, *args, **kwargs)
+        return moved
+
+    return to
+
+
+def itself(original: object) -> Callable[..., torch.Tensor]:
+    """Tensor.cuda and Tensor.pin_memory: the tensor is there already."""
+
+    def here(self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return self
+
+    return here
+
+
+def type_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.type: 'torch.cuda.FloatTensor' for 'torch.FloatTensor', both as an answer and as a request."""
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return original(self).replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else original(self)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        return original(self, dtype, *args, **kwargs)
+
+    return type_
+
+
+def patches() -> tuple[Patch, ...]:
+    """The patches of factories, methods that create or move a tensor, and the type string."""
+    device = "Megatron names 'cuda' or torch.cuda.current_device() as the device of what it creates and moves"
+    return (
+        *(Patch("torch", "torch", name, VERSIONS, device, create_on_cpu) for name in CREATE),
+        *(Patch("torch", "torch", f"Tensor.{name}", VERSIONS, device, create_on_cpu) for name in CREATE_FROM),
+        Patch("torch", "torch", "Tensor.to", VERSIONS, device, move_to_cpu),
+        Patch("torch", "torch", "Tensor.cuda", VERSIONS, device, itself),
+        Patch("torch", "torch", "Tensor.pin_memory", VERSIONS, "there is no device to pin memory for", itself),
+        Patch(
+            *("torch", "torch", "Tensor.record_stream", VERSIONS),
+            reason="a CPU tensor has no allocator that needs to know of streams",
+            replace=lambda _: lambda self, stream: None,
+        ),
+        Patch(
+            *("torch", "torch", "Tensor.type", VERSIONS),
+            reason="optimizers and clip_grad_by_total_norm_fp32 compare the string with 'torch.cuda.FloatTensor'",
+            replace=type_on_device,
+        ),
+    )
