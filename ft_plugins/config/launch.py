@@ -1,0 +1,156 @@
+"""What passes between the processes of a job without a command line: the environment of a worker, the run directory.
+
+Invariant: this is the only module of the package that reads environment variables, and it does so when called, from a
+mapping that a test can give. A launcher's variables are there in full or not at all; a part of them is an error.
+
+In: an environment. Out: `LaunchContext`, the variables for workers, the private run directory of a job on a node.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .schema import NAME_PATTERN, NAME_RULE, Config
+
+_OURS = ("FTP_CONFIG", "FTP_RUN_DIR", "FTP_TOKEN", "FTP_AGENT_PID")
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # every launcher sets these
+_SOCKET = "smp.sock"
+_SOCKET_PATH_BYTES = 107  # sun_path of a Unix socket, without the closing zero
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """What a worker was told by those who started it. Without ft-run, config, run_dir and agent_pid are None."""
+
+    config: Config | None
+    run_dir: Path | None
+    token: int  # fencing token of this incarnation; 0 without ft-run
+    agent_pid: int | None
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int  # torchrun's number of the node
+    restart: int  # incarnations before this one
+
+    def environment(self) -> dict[str, str]:
+        """The variables from which `launch_context` reads this context."""
+        place = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "GROUP_RANK": self.group_rank,
+            "TORCHELASTIC_RESTART_COUNT": self.restart,
+        }
+        told = {name: str(value) for name, value in place.items()}
+        if self.run_dir is None or self.agent_pid is None:
+            return told
+        return told | worker_environment(self.config or Config(), self.run_dir, self.token, self.agent_pid)
+
+
+def worker_environment(config: Config, run_dir: Path, token: int, agent_pid: int) -> dict[str, str]:
+    """The variables that tell a worker what ft-run decided."""
+    return dict(zip(_OURS, (json.dumps(config.block()), str(run_dir), str(token), str(agent_pid)), strict=True))
+
+
+def launch_context(environ: Mapping[str, str] = os.environ) -> LaunchContext:
+    """Read the environment of a worker. A process that no launcher started is rank 0 of 1.
+
+    Raises ConfigError for a variable that is missing beside others, is no number, or is misspelt (FTP_CONFG).
+    """
+    for name in environ:
+        near = difflib.get_close_matches(name, _OURS, 1, 0.85) if name.startswith("FTP_") else []
+        if near and name not in _OURS:
+            raise ConfigError(f"environment variable {name}: unknown; did you mean {near[0]}?")
+    launched = any(name in environ for name in _PLACE)
+    rank, local_rank, world_size, local_world_size = (
+        _number(environ, name, None if launched else usual) for name, usual in zip(_PLACE, (0, 0, 1, 1), strict=True)
+    )
+    by_ft_run = "FTP_RUN_DIR" in environ
+    return LaunchContext(
+        config=_config(environ),
+        run_dir=Path(environ["FTP_RUN_DIR"]) if by_ft_run else None,
+        token=_number(environ, "FTP_TOKEN", None if by_ft_run else 0),
+        agent_pid=_number(environ, "FTP_AGENT_PID", None) if by_ft_run else None,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        group_rank=_number(environ, "GROUP_RANK", rank // max(local_world_size, 1)),
+        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+def run_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's run directories are: `$XDG_RUNTIME_DIR/ft_plugins`, else `<tempdir>/ft_plugins-<uid>`.
+
+    Created 0700. Raises ConfigError if what is there is not a folder of this user that nobody else can enter.
+    """
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/") and os.access(runtime, os.W_OK | os.X_OK):
+        return _private_folder(Path(runtime) / "ft_plugins")
+    return _private_folder(Path(environ.get("TMPDIR") or "/tmp") / f"ft_plugins-{os.getuid()}")
+
+
+def run_directory(job: str, node: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of `job` on `node`: lock, socket, token, events.jsonl. Created 0700. Raises ConfigError."""
+    for flag, name in (("--ftp-job", job), ("--ftp-node-name", node)):
+        if not re.match(NAME_PATTERN, name):
+            raise ConfigError(f"{flag}: expected {NAME_RULE}, found {name!r}")
+    folder = run_root(environ) / job / node
+    length = len(os.fsencode(folder / _SOCKET))
+    if length > _SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"{folder}: the path of a socket in it has {length} bytes, the system allows {_SOCKET_PATH_BYTES}; "
+            "choose a shorter --ftp-job or --ftp-node-name, or a shorter XDG_RUNTIME_DIR"
+        )
+    _private_folder(folder.parent)
+    return _private_folder(folder)
+
+
+def _private_folder(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"{path}: no folder can be made there ({error.strerror}); set XDG_RUNTIME_DIR") from error
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
+        raise ConfigError(
+            f"{path}: expected a folder of user {os.getuid()} with mode 0700, found user {found.st_uid}, "
+            f"mode {mode:04o}; remove it, or point XDG_RUNTIME_DIR to a folder of your own"
+        )
+    return path
+
+
+def _config(environ: Mapping[str, str]) -> Config | None:
+    text = environ.get("FTP_CONFIG")
+    if text is None:
+        return None
+    try:
+        block: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"environment variable FTP_CONFIG: expected JSON, found {text!r} ({error})") from error
+    return Config.from_json(block, whole=False)
+
+
+def _number(environ: Mapping[str, str], name: str, usual: int | None) -> int:
+    text = environ.get(name)
+    if text is None and usual is not None:
+        return usual
+    if text is None or not re.fullmatch(r"-?\d+", text):
+        found = "nothing" if text is None else repr(text)
+        raise ConfigError(
+            f"environment variable {name}: expected an integer, found {found}; start the job with ft-run or torchrun"
+        )
+    return int(text)

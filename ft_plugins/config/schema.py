@@ -1,0 +1,253 @@
+"""The keys: one pydantic model for what a user may decide, one block in it per system.
+
+Invariant: a `Config` is valid and frozen, and remembers which of its keys were given, so that two sources can be merged
+without one silently winning.
+
+A new system is a subclass of `SystemConfig` and one optional field of `Config`: its flags follow (`--<system>` switches
+it on, `--<system>-<key>` sets a key; general keys are `--ftp-<key>`), and so do JSON, environment and documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from .. import faults as fault_points
+from ..errors import ConfigError
+from . import sources
+from .keys import Key, KeyPath, derive
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"  # becomes part of paths and of names in shared memory
+NAME_RULE = "1 to 48 letters, digits, '.', '_' or '-', the first a letter or digit"
+
+_JSON = "ft_plugins"  # name of the block in a DeepSpeed JSON file
+_GENERAL = "ftp"  # flags of keys that belong to no system
+
+
+def _more(unit: str = "", expected: str = "", needs_system: bool = False) -> dict[str, Any]:
+    """What a key says beside its meaning: `expected` replaces the words derived from its type."""
+    return {"unit": unit, "expected": expected, "needs_system": needs_system}
+
+
+def _readable_faults(specification: str) -> str:
+    try:
+        fault_points.parse(specification)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return specification
+
+
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+Faults = Annotated[str, AfterValidator(_readable_faults)]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SystemConfig(_Block):
+    """Base of the block of one system. `protects` says whether it keeps training state safe."""
+
+    protects: ClassVar[bool] = True
+
+
+class ReftConfig(SystemConfig):
+    """REFT: snapshots of each rank's share of the training state in the memory of its node."""
+
+    interval: int = Field(
+        1, ge=1, description="take a snapshot after every so many iterations", json_schema_extra=_more("iterations")
+    )
+    bucket_mib: int = Field(
+        16, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
+    )
+
+
+class Config(_Block):
+    """What a user may decide. `model_fields_set` says what was given; the rest are defaults."""
+
+    job: Name | None = Field(
+        None,
+        description="name of the job; unset: torchrun's rendezvous id, else a digest of the command",
+        json_schema_extra=_more(expected=NAME_RULE),
+    )
+    node_name: Name | None = Field(
+        None,
+        description="name of this node as a failure domain; unset: the host name",
+        json_schema_extra=_more(expected=NAME_RULE),
+    )
+    resume: Literal["auto", "memory", "storage", "fresh"] = Field(
+        "auto",
+        description="resume from the newest version found, from one tier only, or from nothing",
+        json_schema_extra=_more(needs_system=True),
+    )
+    require_protection: bool = Field(
+        False,
+        description="end the job, rather than train on, when protection cannot be had",
+        json_schema_extra=_more(needs_system=True),
+    )
+    orphan_seconds: float = Field(
+        1800.0,
+        ge=0,
+        description="how long snapshots outlive a job that did not end in order",
+        json_schema_extra=_more("seconds", needs_system=True),
+    )
+    max_unprotected_steps: int = Field(
+        1000,
+        ge=1,
+        description="how long to train on after protection was lost, before ending the job",
+        json_schema_extra=_more("iterations", needs_system=True),
+    )
+    faults: Faults = Field(
+        "",
+        description="faults to inject, for tests",
+        json_schema_extra=_more(expected="point@fact=value,...:action;..."),
+    )
+    reft: ReftConfig | None = Field(
+        None, description="switch on REFT: snapshots in host memory, which outlive the training processes"
+    )
+
+    @classmethod
+    def from_json(cls, block: Mapping[str, Any], whole: bool = True) -> Config:
+        """The configuration of an `ft_plugins` JSON block. A system is on with `{...}` or `true`, off with `false`.
+
+        `whole=False` when another source is still to be merged: a key without effect is then left to `merge`.
+        Raises ConfigError.
+        """
+        return _build(sources.read_block(block, keys(), _JSON), _in_json, whole)
+
+    @classmethod
+    def from_flags(cls, argv: Sequence[str], whole: bool = True) -> tuple[Config, list[str]]:
+        """The configuration on a command line, and the other words of it, unchanged and in order.
+
+        Our flags may stand anywhere, as `--flag value` or `--flag=value`. Raises ConfigError, also for an unknown flag
+        that begins like ours and for one that is given twice with different values. `whole`: see `from_json`.
+        """
+        values, rest = sources.read_flags(argv, keys(), _GENERAL)
+        return _build(values, _as_flag, whole), rest
+
+    @classmethod
+    def from_namespace(cls, namespace: argparse.Namespace, whole: bool = True) -> Config:
+        """The configuration in a namespace that was parsed after `add_flags`; None means 'not given'."""
+        found = {key.path: getattr(namespace, key.dest, None) for key in keys()}
+        return _build({path: value for path, value in found.items() if value is not None}, _as_flag, whole)
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """Names of the systems that are on, in the schema's order."""
+        return tuple(key.path[0] for key in keys() if key.system and getattr(self, key.path[0]) is not None)
+
+    @property
+    def protects(self) -> bool:
+        """Whether a system is on that keeps training state safe."""
+        return any(getattr(self, name).protects for name in self.systems)
+
+    def given(self) -> dict[KeyPath, Any]:
+        """What was given, by path; under a system's own path whether it is on."""
+        return {path: value for path, (value, given) in self._values().items() if given}
+
+    def block(self) -> dict[str, Any]:
+        """What was given, as a JSON block: `from_json(config.block())` equals `config`."""
+        return self.model_dump(exclude_unset=True)
+
+    def flags(self) -> list[str]:
+        """What was given, as flags: `from_flags(config.flags())` equals `config`."""
+        known = {key.path: key for key in keys()}
+        words = [(known[path], value) for path, value in self.given().items()]
+        words = [(key, value) for key, value in words if value is not None and value is not False]
+        return [key.flag if key.switch else f"{key.flag}={value}" for key, value in words]
+
+    def table(self) -> str:
+        """The effective configuration, one key a line, to be printed once."""
+        found = self._values()
+        rows = [
+            (key.flag, f"{key.shown(found[key.path][0])} {key.unit}".strip(), "" if found[key.path][1] else "default")
+            for key in keys()
+            if key.path in found
+        ]
+        left, middle = (max(len(row[column]) for row in rows) for column in (0, 1))
+        lines = [f"  {flag:<{left}}  {value:<{middle}}  {origin}".rstrip() for flag, value, origin in rows]
+        return "\n".join(["ft_plugins configuration", *lines])
+
+    def _values(self) -> dict[KeyPath, tuple[Any, bool]]:
+        """Value and whether it was given, for every key of this block and of the systems that are on."""
+        found: dict[KeyPath, tuple[Any, bool]] = {}
+        for key in keys():
+            block = self if len(key.path) == 1 else getattr(self, key.path[0])
+            if block is not None:
+                value = getattr(block, key.path[-1])
+                found[key.path] = (value is not None if key.system else value, key.path[-1] in block.model_fields_set)
+        return found
+
+
+@functools.cache
+def keys() -> tuple[Key, ...]:
+    """All keys in the schema's order, a system's switch before the keys of its block."""
+    return derive(Config, _GENERAL)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag to `parser`, as a group `ft_plugins`; each is None in the namespace unless given.
+
+    Switches abbreviated options off in `parser`: a script's `--ref` must not come to mean our `--reft`.
+    """
+    sources.add_flags(parser, keys())
+
+
+def merge(first: Config, second: Config, names: tuple[str, str] = ("the command line", "the script")) -> Config:
+    """Both together. Raises ConfigError for a key that was given twice with different values, naming both sources."""
+    ours, theirs = first.given(), second.given()
+    for key in keys():
+        if key.path in ours and key.path in theirs and ours[key.path] != theirs[key.path]:
+            raise ConfigError(
+                f"{key.flag} ({_in_json(key)}): {names[0]} says {key.shown(ours[key.path])}, "
+                f"{names[1]} says {key.shown(theirs[key.path])}; give it once"
+            )
+    return _build(ours | theirs, _as_flag, whole=True)
+
+
+Spelling = Callable[[Key], str]
+
+
+def _in_json(key: Key) -> str:
+    return f"{_JSON}.{key.name}"
+
+
+def _as_flag(key: Key) -> str:
+    return key.flag
+
+
+def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
+    """Check `values` against types, ranges and each other. Raises ConfigError in the spelling of their source."""
+    known = {key.path: key for key in keys()}
+    nested: dict[str, Any] = {}
+    for path in sorted(values, key=len):
+        key = known[path]
+        if key.system:
+            nested[path[0]] = {} if values[path] is True else None
+        elif len(path) == 1:
+            nested[path[0]] = values[path]
+        elif nested.get(path[0]) is None:
+            switch = known[path[:1]]
+            raise ConfigError(f"{spell(key)}: has no effect while {spell(switch)} is off; add {switch.flag} or drop it")
+        else:
+            nested[path[0]][path[1]] = values[path]
+    try:
+        config = Config.model_validate(nested)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = known[tuple(str(step) for step in problem["loc"][: 2 if problem["loc"][:2] in known else 1])]
+        raise ConfigError(f"{spell(key)}: {key.complaint(problem)}") from error
+    if whole:
+        _require_effect(config, spell)
+    return config
+
+
+def _require_effect(config: Config, spell: Spelling) -> None:
+    for key in keys():
+        if key.needs_system and not config.protects and config.given().get(key.path, key.default) != key.default:
+            switches = " or ".join(key.flag for key in keys() if key.system)
+            raise ConfigError(f"{spell(key)}: has no effect while no system is on; add {switches} or drop it")

@@ -1,0 +1,127 @@
+"""A command line or a JSON block -> values by key. What looks like ours and is not known is an error with a suggestion.
+
+Invariant: nothing is guessed. A word that is not ours comes out where it stood; a flag that lacks its value never takes
+the next option for it; a key given twice has one value.
+
+In: words or a mapping, and the keys of the schema. Out: `{path: value}`, a system's own path holding True or False.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError
+from .keys import Key, KeyPath
+
+Values = dict[KeyPath, Any]
+
+
+def read_block(block: Any, keys: Sequence[Key], root: str) -> Values:
+    """The values of a JSON block named `root`, not yet checked against types and ranges. Raises ConfigError."""
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"{root}: expected an object, found {block!r}")
+    known = {key.path: key for key in keys}
+    values: Values = {}
+    for name, value in block.items():
+        key = known.get((name,)) or _unknown_name((str(name),), keys, root)
+        if not key.system:
+            values[key.path] = value
+        elif value is None or isinstance(value, bool):
+            values[key.path] = bool(value)
+        elif isinstance(value, Mapping):
+            values[key.path] = True
+            for sub, inner in value.items():
+                values[(known.get((name, sub)) or _unknown_name((name, str(sub)), keys, root)).path] = inner
+        else:
+            raise ConfigError(f"{root}.{name}: expected {key.expected}, found {value!r}")
+    return values
+
+
+def read_flags(argv: Sequence[str], keys: Sequence[Key], general: str) -> tuple[Values, list[str]]:
+    """The values on a command line, checked one by one, and the words that are not ours. Raises ConfigError."""
+    known = {key.flag: key for key in keys}
+    ours = _namespace(keys, general)
+    values: Values = {}
+    rest: list[str] = []
+    words = list(argv)
+    while words:
+        name, equals, text = words[0].partition("=")
+        if not ours.fullmatch(name):
+            rest.append(words.pop(0))
+            continue
+        words.pop(0)
+        key = known.get(name) or _unknown_flag(name, known)
+        value: Any = True
+        if key.switch and equals:
+            raise ConfigError(f"{name}: is a switch and takes no value, found '{text}'")
+        if not key.switch:
+            if not equals:
+                if not words or _is_option(words[0]):
+                    found = repr(words[0]) if words else "nothing"
+                    raise ConfigError(f"{name}: expected {key.expected}, found {found}")
+                text = words.pop(0)
+            value = key.read(text)
+        if values.setdefault(key.path, value) != value:
+            raise ConfigError(f"{name}: given as {key.shown(values[key.path])} and as {key.shown(value)}; give it once")
+    return values, rest
+
+
+def add_flags(parser: argparse.ArgumentParser, keys: Sequence[Key]) -> None:
+    """Add a flag for every key to `parser`; None in the namespace unless given."""
+    parser.allow_abbrev = False
+    group = parser.add_argument_group("ft_plugins", "fault tolerance")
+    for key in keys:
+        if key.switch:
+            text = key.meaning.replace("%", "%%")
+            group.add_argument(key.flag, dest=key.dest, action="store_true", default=None, help=text)
+        else:
+            facts = f"{key.expected}; {f'in {key.unit}; ' if key.unit else ''}default: {key.shown(key.default)}"
+            text = f"{key.meaning} ({facts})".replace("%", "%%")
+            word = key.path[-1].upper()
+            group.add_argument(key.flag, dest=key.dest, type=_argument_type(key), default=None, metavar=word, help=text)
+
+
+def _argument_type(key: Key) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return key.read(text)
+        except ConfigError as error:  # argparse itself names the flag
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{key.flag}: ")) from error
+
+    return read
+
+
+def _namespace(keys: Sequence[Key], general: str) -> re.Pattern[str]:
+    """What must be a flag of ours: `--ftp-...` and `--<system>` with or without more, also with underscores."""
+    systems = "|".join(re.escape(key.path[0]) for key in keys if key.system)
+    return re.compile(rf"--({systems}|({general}|{systems})[-_][\w-]*)")
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and not re.fullmatch(r"-[\d.].*", word)
+
+
+def _unknown_flag(name: str, known: Mapping[str, Key]) -> Key:
+    """Raise for a flag that begins like ours, with the nearest one; the common beginning does not count as near."""
+    start = re.match(r"--[^-_]+[-_]?", name)
+    prefix = start.group().replace("_", "-") if start else ""
+    beside = {flag.removeprefix(prefix): flag for flag in known if flag.startswith(prefix)}
+    near = difflib.get_close_matches(name.replace("_", "-").removeprefix(prefix), beside, 1, 0.6)
+    hint = f"did you mean {beside[near[0]]}?" if near else "known: " + " ".join(beside.values())
+    raise ConfigError(f"{name}: unknown flag; {hint}")
+
+
+def _unknown_name(path: KeyPath, keys: Sequence[Key], root: str) -> Key:
+    """Raise for a name that is not in the schema, with the nearest one: same block first, then anywhere."""
+    beside = {key.path[-1]: key.name for key in keys if key.path[:-1] == path[:-1]}
+    anywhere = {key.path[-1]: key.name for key in keys}
+    spelt = path[-1].lower().replace("-", "_")
+    exact = beside.get(spelt) or anywhere.get(spelt)
+    near = difflib.get_close_matches(spelt, beside, 1, 0.6) or difflib.get_close_matches(spelt, anywhere, 1, 0.6)
+    meant = exact or (anywhere | beside)[near[0]] if exact or near else ""
+    hint = f"did you mean {root}.{meant}?" if meant else "known: " + ", ".join(beside)
+    raise ConfigError(f"{root}.{'.'.join(path)}: unknown key; {hint}")
