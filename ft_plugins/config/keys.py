@@ -7,7 +7,6 @@ In: a pydantic model whose optional sub-models are systems. Out: `Key` objects i
 
 from __future__ import annotations
 
-import functools
 import types
 import typing
 from dataclasses import dataclass
@@ -95,7 +94,9 @@ def _key(path: KeyPath, flag: str, field: FieldInfo, system: bool = False) -> Ke
     extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     flag = flag.replace("_", "-")
     constraints = tuple(field.metadata)
-    annotation: Any = functools.reduce(lambda kind, rule: Annotated[kind, rule], constraints, field.annotation)
+    annotation: Any = field.annotation
+    for rule in constraints:
+        annotation = Annotated[annotation, rule]
     return Key(
         path=path,
         flag=flag,
