@@ -1,4 +1,270 @@
-"""Placeholder while the module is being written."""
+"""Where every rank of the job stands: rank <-> (tp, cp, dp, pp) and (etp, ep, edp, pp), groups, nodes, neighbours.
+
+Invariant: groups and their order equal those of `megatron.core.parallel_state.initialize_model_parallel` for the same
+sizes and `order`; every group is ascending. Pure arithmetic on strides: a question about one rank costs its group's
+size, a question about the job costs one pass over the ranks; nothing is quadratic, so 16,384 ranks are no matter.
+
+A rank has two addresses. Dense layers (attention, MLP, embeddings) are laid out over tp, cp, dp, pp; expert layers over
+etp, ep, edp, pp, with etp the expert tensor parallel size (tp unless given) and edp = world size / (etp ep pp). Both
+give a rank the same pipeline stage.
+
+In: parallel sizes, Megatron's order string, the node (failure domain) of each rank. Out: `Topology`, read by adapters
+(replica sets), snapshot.layout (sharding groups) and everything that places bytes on nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from ..errors import TopologyError
+
+AXES = ("tp", "pp", "dp", "ep", "cp")  # axes that `order` does not name are appended in this order, as Megatron does
+SINGLE_NODE = "node0"
+TABLE_RANKS = 64
 
 
-class Topology: ...
+@dataclass(frozen=True)
+class Coords:
+    """The address of a rank, each index from 0. tp, pp, dp, cp place dense layers; etp, ep, edp (with pp) experts."""
+
+    tp: int
+    pp: int
+    dp: int
+    cp: int = 0
+    ep: int = 0
+    etp: int = 0
+    edp: int = 0
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parallel dimension of a layout: neighbours along it are `stride` ranks apart."""
+
+    name: str
+    size: int
+    stride: int
+
+    def index(self, rank: int) -> int:
+        """Where `rank` stands along this axis."""
+        return rank // self.stride % self.size
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The job's ranks. `vpp` is the number of virtual stages per pipeline rank; `etp` is tp unless given.
+
+    `nodes[rank]` is the node, that is the failure domain, of each rank; empty: all ranks are on one node.
+    Raises TopologyError for sizes, an order or nodes that cannot be laid out, in the cases in which Megatron refuses.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    cp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    order: str = "tp-cp-ep-dp-pp"
+    nodes: tuple[str, ...] = ()
+    etp: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep, "vpp": self.vpp}
+        for name, size in (sizes | {"etp": self.expert_tp}).items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise TopologyError(f"{name}={size!r} is no parallel size: expected an integer of at least 1")
+        self._check_order(sizes)
+        if self.vpp > 1 and self.pp == 1:
+            raise TopologyError(f"vpp={self.vpp} needs pipeline stages, but pp=1: set pp above 1 or vpp to 1")
+        if self.nodes and len(self.nodes) != self.world_size:
+            raise TopologyError(
+                f"{len(self.nodes)} nodes are named for {self.world_size} ranks (tp={self.tp} x pp={self.pp} x "
+                f"dp={self.dp} x cp={self.cp}): name the node of each rank, or none"
+            )
+        self._check_experts()
+
+    def _check_order(self, sizes: Mapping[str, int]) -> None:
+        named = self.order.lower().split("-")
+        unknown = [name for name in named if name not in AXES]
+        if unknown or len(set(named)) != len(named):
+            raise TopologyError(f"order '{self.order}' must name each of {', '.join(AXES)} at most once, joined by '-'")
+        for name in AXES:
+            if name not in named and sizes[name] != 1:
+                raise TopologyError(f"order '{self.order}' leaves out {name}, whose size is {sizes[name]}: add it")
+
+    def _check_experts(self) -> None:
+        expert = self.expert_tp * self.ep * self.pp
+        if self.world_size % expert:
+            raise TopologyError(
+                f"{self.world_size} ranks cannot be divided by etp={self.expert_tp} x ep={self.ep} x pp={self.pp} "
+                f"= {expert} for the experts"
+            )
+        if self.pp == 1:
+            return
+        dense, sparse = self._axis("pp", expert=False), self._axis("pp", expert=True)
+        last = self.order.lower().endswith("pp")
+        if dense.stride != sparse.stride or not (last or self.expert_dp == self.dp):
+            raise TopologyError(
+                f"order '{self.order}' puts the pipeline stages of dense layers {dense.stride} ranks apart and those "
+                f"of experts {sparse.stride}, with dp={self.dp} and expert dp={self.expert_dp}; both must be equal: "
+                f"end the order with pp, or choose ep x etp = tp x cp"
+            )
+
+    # sizes
+
+    @property
+    def expert_tp(self) -> int:
+        """The tensor parallel size of experts."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_dp(self) -> int:
+        """The number of replicas of each expert."""
+        return self.world_size // (self.expert_tp * self.ep * self.pp)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks. Experts are spread over the same ranks: ep does not multiply."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    # addresses
+
+    @cached_property
+    def _dense(self) -> tuple[Axis, ...]:
+        return self._layout({"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp})
+
+    @cached_property
+    def _sparse(self) -> tuple[Axis, ...]:
+        return self._layout({"tp": self.expert_tp, "cp": 1, "ep": self.ep, "dp": self.expert_dp, "pp": self.pp})
+
+    def _layout(self, sizes: Mapping[str, int]) -> tuple[Axis, ...]:
+        named = self.order.lower().split("-")
+        names = [*named, *(name for name in AXES if name not in named)]
+        strides = [prod(sizes[before] for before in names[:place]) for place in range(len(names))]
+        return tuple(Axis(name, sizes[name], stride) for name, stride in zip(names, strides, strict=True))
+
+    def _axis(self, name: str, expert: bool) -> Axis:
+        return next(axis for axis in (self._sparse if expert else self._dense) if axis.name == name)
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise TopologyError(
+                f"rank {rank} is not in this job of {self.world_size} ranks (0 to {self.world_size - 1})"
+            )
+        return rank
+
+    def coords(self, rank: int) -> Coords:
+        """The address of `rank`. Raises TopologyError for a rank outside of the job."""
+        self._checked(rank)
+        dense = {axis.name: axis.index(rank) for axis in self._dense}
+        sparse = {axis.name: axis.index(rank) for axis in self._sparse}
+        return Coords(dense["tp"], dense["pp"], dense["dp"], dense["cp"], sparse["ep"], sparse["tp"], sparse["dp"])
+
+    def rank_of(self, coords: Coords) -> int:
+        """The rank at tp, pp, dp, cp of `coords`; these decide alone. Raises TopologyError for an index too large."""
+        indices = {"tp": coords.tp, "pp": coords.pp, "dp": coords.dp, "cp": coords.cp, "ep": 0}
+        for axis in self._dense:
+            if not 0 <= indices[axis.name] < axis.size:
+                raise TopologyError(f"{axis.name} index {indices[axis.name]} is not below {axis.name}={axis.size}")
+        return sum(axis.stride * indices[axis.name] for axis in self._dense)
+
+    # groups
+
+    def group(self, axes: str, rank: int, expert: bool = False) -> tuple[int, ...]:
+        """The ranks that differ from `rank` at most along `axes` ('dp-cp', 'tp-pp', ...), ascending, `rank` included.
+
+        With `expert`, or if `axes` names ep, axes are those of the expert layout (tp is etp and dp is edp there).
+        Raises TopologyError for an axis that the layout does not have.
+        """
+        self._checked(rank)
+        names = axes.split("-")
+        expert = expert or "ep" in names
+        known = ("tp", "ep", "dp", "pp") if expert else ("tp", "cp", "dp", "pp")
+        if len(set(names)) != len(names) or any(name not in known for name in names):
+            raise TopologyError(
+                f"'{axes}' is no group of {'expert' if expert else 'dense'} layers: join some of {', '.join(known)} by '-'"
+            )
+        ranks = [rank]
+        for axis in self._sparse if expert else self._dense:
+            if axis.name in names:
+                base = -axis.index(rank) * axis.stride
+                ranks = [at + base + axis.stride * index for index in range(axis.size) for at in ranks]
+        return tuple(ranks)
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same dense parameters as `rank`: DP x CP at its tp and pp."""
+        return self.group("dp-cp", rank)
+
+    def expert_replicas(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same expert parameters as `rank`: expert data parallelism at its etp, ep and pp."""
+        return self.group("dp", rank, expert=True)
+
+    def sharding_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """REFT's sharding groups: by (pp, tp), in ascending order, the ranks that share the capture of one state."""
+        members: dict[tuple[int, int], list[int]] = {(p, t): [] for p in range(self.pp) for t in range(self.tp)}
+        tensor, pipeline = self._axis("tp", expert=False), self._axis("pp", expert=False)
+        for rank in range(self.world_size):
+            members[pipeline.index(rank), tensor.index(rank)].append(rank)
+        return {key: tuple(ranks) for key, ranks in members.items()}
+
+    def pipeline_neighbours(self, rank: int) -> tuple[int, int]:
+        """The ranks of the previous and the next stage, as a ring: the first stage's previous one is the last."""
+        stages = self.group("pp", rank)
+        at = stages.index(rank)
+        return stages[at - 1], stages[(at + 1) % self.pp]
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The virtual stages, of pp x vpp in the order of layers, that `rank` computes: pp, pp + PP, pp + 2 PP, ..."""
+        first = self.coords(rank).pp
+        return tuple(first + self.pp * chunk for chunk in range(self.vpp))
+
+    # nodes
+
+    @cached_property
+    def _placed(self) -> dict[str, tuple[int, ...]]:
+        if not self.nodes:
+            return {SINGLE_NODE: tuple(range(self.world_size))}
+        ranks: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            ranks.setdefault(node, []).append(rank)
+        return {node: tuple(placed) for node, placed in ranks.items()}
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Every node once, in the order of their lowest ranks."""
+        return tuple(self._placed)
+
+    def node_of(self, rank: int) -> str:
+        """The failure domain of `rank`."""
+        self._checked(rank)
+        return self.nodes[rank] if self.nodes else SINGLE_NODE
+
+    def ranks_on(self, node: str) -> tuple[int, ...]:
+        """The ranks of `node`, ascending. Raises TopologyError for a node that has none."""
+        if node not in self._placed:
+            raise TopologyError(f"node '{node}' has no rank of this job; its nodes are {', '.join(self.node_names)}")
+        return self._placed[node]
+
+    # for people
+
+    def table(self) -> str:
+        """Sizes, then one line a rank with its address, replicas and node; the first 64 of a larger job."""
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "vpp": self.vpp, "ep": self.ep}
+        sizes |= {"etp": self.expert_tp, "edp": self.expert_dp}
+        lines = [
+            f"{self.world_size} ranks on {len(self._placed)} node(s), order {self.order}: "
+            + " ".join(f"{name}={size}" for name, size in sizes.items()),
+            f"{'rank':>6} {'tp':>4} {'cp':>4} {'dp':>4} {'pp':>4} {'etp':>4} {'ep':>4} {'edp':>4}  {'node':<16} replicas",
+        ]
+        for rank in range(min(self.world_size, TABLE_RANKS)):
+            at, replicas = self.coords(rank), self.replicas(rank)
+            shown = " ".join(map(str, replicas[:8])) + (f" ... ({len(replicas)})" if len(replicas) > 8 else "")
+            lines.append(
+                f"{rank:>6} {at.tp:>4} {at.cp:>4} {at.dp:>4} {at.pp:>4} {at.etp:>4} {at.ep:>4} {at.edp:>4}  "
+                f"{self.node_of(rank):<16} {shown}"
+            )
+        if self.world_size > TABLE_RANKS:
+            lines.append(f"   ... and {self.world_size - TABLE_RANKS} more ranks")
+        return "\n".join(lines)

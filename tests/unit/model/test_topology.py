@@ -1,0 +1,241 @@
+"""Topology: against Megatron's own rank generator, and by its properties."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.errors import TopologyError
+from ft_plugins.model.topology import SINGLE_NODE, Coords, Topology
+
+ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "cp-dp-tp-pp", "pp-tp-cp-dp")
+DENSE_GROUPS = ("tp", "pp", "dp", "cp", "dp-cp", "tp-pp", "tp-dp-cp", "tp-dp", "tp-cp", "cp-dp", "tp-cp-dp-pp")
+EXPERT_GROUPS = ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp", "ep-dp")
+
+
+def megatron(topology: Topology, expert: bool):
+    """Megatron's rank generator for the same job, made as initialize_model_parallel makes it."""
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    tp, ep, cp, dp = (
+        (topology.expert_tp, topology.ep, 1, topology.expert_dp)
+        if expert
+        else (topology.tp, 1, topology.cp, topology.dp)
+    )
+    return parallel_state.RankGenerator(tp=tp, ep=ep, dp=dp, pp=topology.pp, cp=cp, order=topology.order)
+
+
+def groups(topology: Topology, axes: str, expert: bool) -> list[tuple[int, ...]]:
+    """All groups of a kind, each once, in the order of their lowest ranks."""
+    return sorted({topology.group(axes, rank, expert) for rank in range(topology.world_size)})
+
+
+def same_groups(topology: Topology) -> None:
+    for expert, kinds in ((False, DENSE_GROUPS), (True, EXPERT_GROUPS)):
+        theirs = megatron(topology, expert)
+        for axes in kinds:
+            expected = sorted(tuple(ranks) for ranks in theirs.get_ranks(axes))
+            assert groups(topology, axes, expert) == expected, (topology, axes, expert)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tp, pp, dp, cp", list(itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2))))
+def test_dense_groups_are_those_of_megatron(tp: int, pp: int, dp: int, cp: int, order: str) -> None:
+    topology = Topology(tp, pp, dp, cp, order=order, etp=tp * cp)
+    theirs = megatron(topology, expert=False)
+    assert topology.world_size == theirs.world_size
+    for axes in DENSE_GROUPS:
+        assert groups(topology, axes, expert=False) == sorted(tuple(ranks) for ranks in theirs.get_ranks(axes)), axes
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "pp": 2, "dp": 4, "ep": 2},
+        {"tp": 2, "pp": 2, "dp": 4, "ep": 4, "etp": 1},
+        {"tp": 2, "pp": 2, "dp": 4, "ep": 8, "etp": 1},
+        {"tp": 4, "pp": 2, "dp": 2, "ep": 2, "etp": 2},
+        {"tp": 1, "pp": 4, "dp": 4, "ep": 4},
+        {"tp": 2, "pp": 1, "dp": 2, "cp": 2, "ep": 4},
+        {"tp": 2, "pp": 2, "dp": 2, "cp": 2, "ep": 2, "etp": 1},
+        {"tp": 2, "pp": 2, "dp": 3, "ep": 3},
+        {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "etp": 1, "order": "tp-cp-ep-pp-dp"},
+        {"tp": 2, "pp": 2, "dp": 2, "cp": 2, "ep": 4, "etp": 1, "order": "tp-cp-ep-pp-dp"},
+        {"tp": 2, "pp": 2, "dp": 2, "cp": 2, "ep": 2, "etp": 2, "order": "tp-cp-ep-pp-dp"},
+        {"tp": 2, "pp": 2, "dp": 4, "ep": 2, "order": "ep-tp-dp-pp"},
+        {"tp": 2, "pp": 1, "dp": 4, "ep": 2, "order": "dp-ep-tp"},
+        {"tp": 2, "pp": 2, "dp": 2, "order": "dp-pp-tp"},
+    ],
+    ids=str,
+)
+def test_expert_groups_are_those_of_megatron(sizes: dict) -> None:
+    same_groups(Topology(**sizes))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(*[st.integers(1, 4)] * 4),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([None, 1, 2]),
+    st.permutations(["tp", "cp", "ep", "dp", "pp"]),
+)
+def test_whatever_can_be_laid_out_is_laid_out_as_megatron_does_and_megatron_refuses_the_rest(
+    dense: tuple[int, int, int, int], ep: int, etp: int | None, axes: list[str]
+) -> None:
+    tp, pp, dp, cp = dense
+    order = "-".join(axes)
+    try:
+        topology = Topology(tp, pp, dp, cp, ep, order=order, etp=etp)
+    except TopologyError:
+        assert refused_by_megatron(tp, pp, dp, cp, ep, tp if etp is None else etp, order)
+    else:
+        assert not refused_by_megatron(tp, pp, dp, cp, ep, topology.expert_tp, order)
+        same_groups(topology)
+
+
+def refused_by_megatron(tp: int, pp: int, dp: int, cp: int, ep: int, etp: int, order: str) -> bool:
+    """The conditions of initialize_model_parallel (core 0.16.1), in its own terms."""
+    generator = pytest.importorskip("megatron.core.parallel_state").RankGenerator
+    world = tp * pp * dp * cp
+    if world % (etp * ep * pp):
+        return True
+    expert_dp = world // (etp * ep * pp)
+    if not (order.endswith("pp") or pp == 1 or expert_dp == dp):
+        return True
+    dense = generator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    expert = generator(tp=etp, ep=ep, dp=expert_dp, pp=pp, cp=1, order=order)
+    return dense.get_ranks("pp") != expert.get_ranks("pp")
+
+
+sizes = st.integers(1, 5)
+
+
+@given(sizes, sizes, sizes, sizes, st.sampled_from(ORDERS), st.data())
+def test_a_rank_and_its_coordinates_name_each_other(
+    tp: int, pp: int, dp: int, cp: int, order: str, choice: st.DataObject
+) -> None:
+    topology = Topology(tp, pp, dp, cp, order=order, etp=tp * cp)
+    rank = choice.draw(st.integers(0, topology.world_size - 1))
+    at = topology.coords(rank)
+    assert topology.rank_of(at) == rank
+    assert at.tp < tp and at.pp < pp and at.dp < dp and at.cp < cp
+    for axes in DENSE_GROUPS:
+        group = topology.group(axes, rank)
+        assert rank in group and list(group) == sorted(set(group))
+        assert all(topology.group(axes, other) == group for other in group)
+        kept = [name for name in ("tp", "pp", "dp", "cp") if name not in axes.split("-")]
+        assert all(getattr(topology.coords(other), name) == getattr(at, name) for other in group for name in kept)
+
+
+@given(sizes, sizes, sizes, sizes)
+def test_sharding_groups_cut_the_job_into_sets_of_replicas(tp: int, pp: int, dp: int, cp: int) -> None:
+    topology = Topology(tp, pp, dp, cp)
+    groups = topology.sharding_groups()
+    assert list(groups) == sorted(itertools.product(range(pp), range(tp)))
+    assert sorted(rank for ranks in groups.values() for rank in ranks) == list(range(topology.world_size))
+    for (stage, tensor), ranks in groups.items():
+        assert all(topology.replicas(rank) == ranks for rank in ranks)
+        assert {(topology.coords(rank).pp, topology.coords(rank).tp) for rank in ranks} == {(stage, tensor)}
+
+
+def test_megatrons_default_order_puts_tensor_ranks_side_by_side_and_stages_far_apart() -> None:
+    topology = Topology(tp=2, pp=2, dp=2)
+    assert topology.coords(5) == Coords(tp=1, pp=1, dp=0, etp=1)
+    assert topology.replicas(1) == (1, 3)
+    assert topology.sharding_groups() == {(0, 0): (0, 2), (0, 1): (1, 3), (1, 0): (4, 6), (1, 1): (5, 7)}
+    other = Topology(tp=2, pp=2, dp=2, order="tp-cp-ep-pp-dp")
+    assert other.sharding_groups() == {(0, 0): (0, 4), (0, 1): (1, 5), (1, 0): (2, 6), (1, 1): (3, 7)}
+
+
+def test_an_experts_replicas_are_fewer_than_those_of_dense_layers() -> None:
+    topology = Topology(tp=2, pp=1, dp=4, ep=2)
+    assert topology.replicas(0) == (0, 2, 4, 6)
+    assert topology.expert_replicas(0) == (0, 4)
+    assert topology.coords(2).ep == 1 and topology.coords(6).edp == 1
+    assert topology.group("ep", 0) == (0, 2)
+
+
+def test_the_pipeline_is_a_ring() -> None:
+    topology = Topology(tp=2, pp=3, dp=2)
+    assert topology.group("pp", 1) == (1, 5, 9)
+    assert [topology.pipeline_neighbours(rank) for rank in (1, 5, 9)] == [(9, 5), (1, 9), (5, 1)]
+    assert Topology(2, 1, 1).pipeline_neighbours(1) == (1, 1)
+
+
+def test_virtual_stages_are_dealt_to_pipeline_ranks_in_turn() -> None:
+    topology = Topology(tp=1, pp=2, dp=1, vpp=3)
+    assert topology.stages(0) == (0, 2, 4)
+    assert topology.stages(1) == (1, 3, 5)
+
+
+def test_nodes_are_failure_domains() -> None:
+    topology = Topology(2, 2, 1, nodes=("b", "b", "a", "a"))
+    assert topology.node_names == ("b", "a")
+    assert topology.ranks_on("a") == (2, 3)
+    assert topology.node_of(1) == "b"
+    alone = Topology(2, 2, 1)
+    assert alone.ranks_on(SINGLE_NODE) == (0, 1, 2, 3) and alone.node_of(3) == SINGLE_NODE
+    with pytest.raises(TopologyError, match="node 'c' has no rank.*b, a"):
+        topology.ranks_on("c")
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"tp": 0, "pp": 1, "dp": 1}, "tp=0 is no parallel size"),
+        ({"tp": 1, "pp": 1, "dp": 1.5}, "dp=1.5 is no parallel size"),
+        ({"tp": 1, "pp": 1, "dp": 1, "etp": 0}, "etp=0 is no parallel size"),
+        ({"tp": 1, "pp": 1, "dp": 2, "vpp": 2}, "vpp=2 needs pipeline stages, but pp=1"),
+        ({"tp": 2, "pp": 2, "dp": 2, "nodes": ("a",) * 4}, "4 nodes are named for 8 ranks"),
+        ({"tp": 2, "pp": 2, "dp": 2, "order": "tp-dp"}, "leaves out pp, whose size is 2"),
+        ({"tp": 2, "pp": 2, "dp": 2, "order": "tp-dp-pp-dp"}, "at most once"),
+        ({"tp": 2, "pp": 2, "dp": 2, "order": "tp-data-pp"}, "must name each of tp, pp, dp, ep, cp"),
+        ({"tp": 2, "pp": 2, "dp": 2, "ep": 4}, "8 ranks cannot be divided by etp=2 x ep=4 x pp=2 = 16"),
+        ({"tp": 2, "pp": 2, "dp": 4, "ep": 2, "order": "tp-cp-ep-pp-dp"}, "2 ranks apart and those of experts 4"),
+        ({"tp": 2, "pp": 2, "dp": 2, "order": "tp-pp-dp", "cp": 2}, "leaves out cp, whose size is 2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_laid_out_is_refused_with_the_numbers(sizes: dict, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        Topology(**sizes)
+
+
+def test_ranks_indices_and_axes_that_do_not_exist_are_refused() -> None:
+    topology = Topology(2, 2, 2)
+    for ask in (topology.coords, topology.node_of, lambda rank: topology.group("tp", rank)):
+        for rank in (-1, 8):
+            with pytest.raises(TopologyError, match=f"rank {rank} is not in this job of 8 ranks"):
+                ask(rank)
+    with pytest.raises(TopologyError, match="pp index 2 is not below pp=2"):
+        topology.rank_of(Coords(0, 2, 0))
+    with pytest.raises(TopologyError, match="'cp-ep' is no group of expert layers"):
+        topology.group("cp-ep", 0)
+    with pytest.raises(TopologyError, match="'dp-dp' is no group of dense layers"):
+        topology.group("dp-dp", 0)
+
+
+def test_sixteen_thousand_ranks_are_laid_out_in_a_moment() -> None:
+    nodes = tuple(f"node{rank // 8}" for rank in range(16384))
+    began = time.process_time()
+    topology = Topology(tp=8, pp=16, dp=64, cp=2, ep=8, etp=1, nodes=nodes)
+    groups = topology.sharding_groups()
+    for rank in range(topology.world_size):
+        at = topology.coords(rank)
+        assert topology.rank_of(at) == rank
+        assert rank in topology.ranks_on(topology.node_of(rank))
+        assert topology.pipeline_neighbours(rank)[1] in topology.group("pp", rank)
+    assert len(groups) == 128 and {len(ranks) for ranks in groups.values()} == {128}
+    assert topology.replicas(0) == groups[0, 0]
+    assert time.process_time() - began < 5
+
+
+def test_the_table_shows_sizes_addresses_and_nodes() -> None:
+    table = Topology(2, 2, 2, nodes=("a", "b") * 4).table()
+    assert "8 ranks on 2 node(s), order tp-cp-ep-dp-pp: tp=2 pp=2 dp=2" in table
+    line = table.splitlines()[2 + 5]
+    assert line.split() == ["5", "1", "0", "0", "1", "1", "0", "0", "b", "5", "7"]
+    assert "... and 1984 more ranks" in Topology(8, 4, 64).table()
