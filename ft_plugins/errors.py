@@ -23,7 +23,12 @@ EXIT_REFUSED = 78  # EX_CONFIG of sysexits.h
 
 
 class FtError(Exception):
-    """Base of all errors raised on purpose by this package."""
+    """Base of all errors raised on purpose by this package.
+
+    `echo` marks an error that another rank reports: this one ends with it, quietly.
+    """
+
+    echo = False
 
 
 class ConfigError(FtError):

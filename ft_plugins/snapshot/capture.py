@@ -26,7 +26,9 @@ from ..errors import FencedError, InventoryError
 from .copiers import Copier, copier_for, flat_bytes
 from .layout import Bucket, Layout
 from .segment import Segment
-from .slots import SlotState, Version, choose
+from .slots import SLOTS, SlotState, Version, choose
+
+_Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Capture:
         self._copiers: dict[torch.device, Copier] = {
             device: copier_for(device, segment.bytes.ctypes.data, segment.bytes.nbytes) for device in devices
         }
+        self._pieces = [[self._plan_pieces(index, bucket) for bucket in layout.buckets] for index in range(SLOTS)]
         # A writer that was stopped in mid-bucket may wake once: these buckets are digested from their source.
         self._suspect = {
             (slot.index, segment.cursor(slot.index)) for slot in segment.slots() if slot.state is SlotState.DIRTY
@@ -118,6 +121,7 @@ class Capture:
         self._thread.join()
         for copier in self._copiers.values():
             copier.close()
+        self._pieces.clear()
         self._flat.clear()
         self._tensors.clear()
 
@@ -151,22 +155,26 @@ class Capture:
         """One bucket: token, copy, digest."""
         self._check_token()
         self._segment.set_cursor(index, number)
-        area = self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes]
-        target = torch.from_numpy(area)
-        pieces: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        faults.reach("capture.bucket.begin", iteration=version.iteration, bucket=number, slot=index)
+        for device, (destinations, sources) in self._pieces[index][number].items():
+            self._copiers[device].copy(destinations, sources)
+        if (index, number) in self._suspect:
+            digest = self._source_digest(bucket)
+        else:
+            digest = xxhash.xxh3_64_intdigest(self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes])
+        self._segment.digests(index)[number] = digest
+        faults.reach("capture.bucket.end", iteration=version.iteration, bucket=number, slot=index)
+
+    def _plan_pieces(self, index: int, bucket: Bucket) -> _Pieces:
+        """Destinations in slot `index` and sources of a bucket, as flat views, by device."""
+        target = torch.from_numpy(self._segment.data(index))
+        pieces: _Pieces = {}
         for piece in bucket.pieces:
             flat = self._flat[piece.item]
             destinations, sources = pieces.setdefault(flat.device, ([], []))
-            destinations.append(target[piece.offset - bucket.offset :][: piece.nbytes])
+            destinations.append(target[piece.offset : piece.offset + piece.nbytes])
             sources.append(flat[piece.item_offset : piece.item_offset + piece.nbytes])
-        for device, (destinations, sources) in pieces.items():
-            half = len(sources) // 2
-            if faults.reach("capture.bucket.middle", iteration=version.iteration, bucket=number) and half:
-                raise InventoryError("unreachable")
-            self._copiers[device].copy(destinations, sources)
-        suspect = (index, number) in self._suspect
-        self._segment.digests(index)[number] = self._source_digest(bucket) if suspect else xxhash.xxh3_64_intdigest(area)
-        faults.reach("capture.bucket", iteration=version.iteration, bucket=number, slot=index)
+        return pieces
 
     def _source_digest(self, bucket: Bucket) -> int:
         """The digest that the bucket's bytes have at their source; the gaps between pieces are zeros."""

@@ -87,7 +87,18 @@ def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     Raises InventoryError for a tensor with gaps or overlaps: its bytes cannot be taken or put back as they lie.
     """
     detached = tensor.detach()
-    if not torch._prims_common.is_non_overlapping_and_dense(detached):
+    if not _dense(detached):
         raise InventoryError(f"item '{name}': shape {tuple(tensor.shape)} with strides {tensor.stride()} is not dense in memory")
     flat = detached.as_strided((detached.numel(),), (1,))
     return flat.view(torch.uint8)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a range of memory once each, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and tensor.numel():
+            if stride != expected:
+                return False
+            expected *= size
+    return True

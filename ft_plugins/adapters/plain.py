@@ -1,0 +1,89 @@
+"""The host for a training loop of torch alone: named tensors, an optional optimizer, counters of the caller's.
+
+Invariant: every tensor is captured under the name that the caller gave it; replicated tensors are cut over all ranks.
+The caller's loop calls the hooks itself.
+
+In: tensors and two functions for small state. Out: a `model.host.Host`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..model.host import Hooks
+from ..model.inventory import Inventory, Item, Role
+from ..model.topology import Topology
+
+
+class PlainHost:
+    """Training state as a dict of tensors, `replicated` over all ranks or each rank's own."""
+
+    framework = f"torch {torch.__version__}"
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        replicated: bool = False,
+        fingerprint: Mapping[str, Any] | None = None,
+        get_state: Callable[[], dict[str, Any]] = dict,
+        set_state: Callable[[Mapping[str, Any]], None] = lambda state: None,
+    ) -> None:
+        """`get_state` and `set_state` carry counters, scheduler and data position, as the codec can encode them."""
+        self.rank = rank
+        self._tensors = dict(tensors)
+        self._world_size = world_size
+        self._replicas = tuple(range(world_size)) if replicated else (rank,)
+        self._fingerprint = dict(fingerprint or {})
+        self._get_state = get_state
+        self._set_state = set_state
+
+    def topology(self) -> Topology:
+        """Data parallelism only."""
+        return Topology(tp=1, pp=1, dp=self._world_size)
+
+    def inventory(self) -> Inventory:
+        """One item per tensor."""
+        return Inventory.of(
+            self.rank,
+            (
+                Item(
+                    name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape),
+                    tensor.numel() * tensor.element_size(), Role.PARAMETER, self._replicas,
+                )
+                for name, tensor in self._tensors.items()
+            ),
+        )  # fmt: skip
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return {"world_size": self._world_size, **self._fingerprint}
+
+    def small_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "caller": self._get_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        return state
+
+    def restore(self, small: Mapping[str, Any]) -> None:
+        self._set_state(small["caller"])
+
+    def restore_position(self, small: Mapping[str, Any]) -> None:
+        random.setstate(small["python"])
+        np.random.set_state(small["numpy"])
+        torch.set_rng_state(small["torch"])
+
+    def install(self, hooks: Hooks) -> None:
+        """The caller's loop calls the hooks."""

@@ -1,0 +1,90 @@
+"""The few collectives that protection needs, as bytes over gloo; outside the step path, at start and restore only.
+
+Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from .. import errors
+from ..errors import FtError
+
+ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
+
+
+class Collective:
+    """All ranks of the job."""
+
+    def __init__(self) -> None:
+        """Uses the default process group where that is gloo, else makes a gloo group beside it."""
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group: dist.ProcessGroup | None = None
+        if not self._alone and dist.get_backend() != "gloo":
+            self._group = dist.new_group(backend="gloo")
+        self.rank = 0 if not dist.is_initialized() else dist.get_rank()
+        self.world_size = 1 if self._alone else dist.get_world_size()
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, by rank."""
+        if self._alone:
+            return [payload]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._group)
+        longest = max(1, max(int(size) for size in sizes))
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else own[:0]
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(found, own, group=self._group)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(found, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Until every rank is here."""
+        self.gather(b"")
+
+    def agree(self, error: FtError | None) -> None:
+        """Raise on every rank when any rank has an error: the lowest such rank its own, the others an echo of it."""
+        found = self.gather(msgpack.packb([type(error).__name__, str(error)] if error else None))
+        for rank, payload in enumerate(found):
+            entry = msgpack.unpackb(payload)
+            if entry is None:
+                continue
+            if error is not None and rank == self.rank:
+                raise error
+            echo = getattr(errors, entry[0])(entry[1])
+            echo.echo = True
+            raise echo
+
+    def exchange_shares(
+        self, replicas: Sequence[int], shares: Sequence[tuple[int, int]], own: npt.NDArray[np.uint8]
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+        """All-gather a replica set's byte stream from its members' shares, in rounds of bounded memory.
+
+        `shares[i]` is the range (start, stop) that `replicas[i]` holds, `own` this rank's bytes. Yields (offset in
+        the stream, bytes) until all of it has passed. Members of the set call together.
+        """
+        if len(replicas) == 1:
+            yield shares[0][0], own
+            return
+        group = dist.new_group(ranks=list(replicas), backend="gloo", use_local_synchronization=True)
+        try:
+            longest = max(stop - start for start, stop in shares)
+            size = max(1, min(ROUND_BYTES, longest))
+            send = torch.zeros(size, dtype=torch.uint8)
+            found = [torch.empty(size, dtype=torch.uint8) for _ in replicas]
+            for at in range(0, longest, size):
+                part = own[at : at + size]
+                send[: len(part)] = torch.from_numpy(part)
+                dist.all_gather(found, send, group=group)
+                for (start, stop), arrived in zip(shares, found, strict=True):
+                    length = min(size, stop - start - at)
+                    if length > 0:
+                        yield start + at, arrived.numpy()[:length]
+        finally:
+            dist.destroy_process_group(group)

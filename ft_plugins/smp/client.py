@@ -1,0 +1,141 @@
+"""What trainers, launcher, recovery and the command line call: requests to the SMP of this node, and its start.
+
+Invariant: every call is bounded in time; a refusal arrives as the error that the SMP raised.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import ProtectionError, ProtocolError
+from ..snapshot import segment as segments
+from ..snapshot.segment import Shape
+from ..snapshot.slots import Version
+from . import liveness, protocol
+
+_SOCKET_PATH_LIMIT = 107  # bytes, of sockaddr_un
+_RETRY_SECONDS = 0.05
+_FAULT_BYTES_PER_SECOND = 50e6  # pessimistic pace at which fresh pages are allocated: bounds the wait for an attach
+
+
+class Client:
+    """A connection to the SMP of `run_dir`. Use as a context manager."""
+
+    def __init__(self, run_dir: Path, timeout: float = 30.0) -> None:
+        """Connect, trying for `timeout` seconds: a lost SMP is being replaced. Raises ProtectionError when there is none."""
+        self._run_dir = run_dir
+        self._timeout = timeout
+        path = run_dir / "smp.sock"
+        if len(str(path).encode()) > _SOCKET_PATH_LIMIT:
+            raise ProtectionError(f"the socket's path {path} is longer than {_SOCKET_PATH_LIMIT} bytes; give a shorter --ftp-job")
+        deadline = time.monotonic() + timeout
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(timeout)
+            try:
+                connection.connect(str(path))
+                break
+            except OSError as error:
+                connection.close()
+                if time.monotonic() >= deadline:
+                    raise ProtectionError(
+                        f"no SMP answers at {path} ({error.strerror}); start the job with ft-run, and see {run_dir / 'smp.log'}"
+                    ) from error
+                time.sleep(_RETRY_SECONDS)
+        self._connection = connection
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+    def _ask(self, name: str, **fields: Any) -> dict[str, Any]:
+        try:
+            protocol.send(self._connection, {"do": name, **fields})
+            reply = protocol.receive(self._connection)
+        except OSError as error:
+            raise ProtocolError(f"the SMP of {self._run_dir} did not answer '{name}': {error}") from error
+        if reply is None:
+            raise ProtocolError(f"the SMP of {self._run_dir} hung up on '{name}'; was it killed?")
+        protocol.raise_refusal(reply)
+        return reply
+
+    def status(self) -> dict[str, Any]:
+        """pid, job, node, token, watched_pid and the segments with their slots."""
+        return self._ask("status")
+
+    def watch(self, pid: int) -> None:
+        """While `pid` lives, the SMP is not orphaned."""
+        self._ask("watch", pid=pid)
+
+    def fence(self) -> int:
+        """Supersede the running incarnation, its trainers gone; returns the new token."""
+        return int(self._ask("fence")["token"])
+
+    def attach(self, rank: int, token: int, shape: Shape, fingerprint: Mapping[str, Any], *, fresh: bool) -> Path:
+        """Create or find this rank's segment. Raises BudgetError, ResumeError (unless `fresh`), FencedError."""
+        fields = {name: getattr(shape, name) for name in ("nbytes", "small_nbytes", "buckets", "layout")}
+        self._connection.settimeout(self._timeout + shape.total / _FAULT_BYTES_PER_SECOND)
+        reply = self._ask(
+            "attach", rank=rank, token=token, shape=fields, fingerprint=dict(fingerprint), pid=os.getpid(), fresh=fresh
+        )
+        self._connection.settimeout(self._timeout)
+        return Path(reply["path"])
+
+    def restore(self, rank: int, token: int, lineage: int, base: Version | None) -> None:
+        """Open `lineage`, growing from `base`, for this rank."""
+        self._ask("restore", rank=rank, token=token, lineage=lineage, base=[base.lineage, base.iteration] if base else None)
+
+    def shutdown(self, rank: int, token: int) -> None:
+        """This rank ends in order."""
+        self._ask("shutdown", rank=rank, token=token)
+
+    def end(self) -> None:
+        """The job is over: segments removed, the SMP ends. Returns when it is gone."""
+        self._ask("end")
+        deadline = time.monotonic() + 10
+        while liveness.held(self._run_dir / "smp.lock"):
+            if time.monotonic() > deadline:
+                raise ProtocolError(f"the SMP of {self._run_dir} did not end within 10 s after it agreed to")
+            time.sleep(_RETRY_SECONDS)
+
+
+def ensure(run_dir: Path, job: str, node: str, orphan_seconds: float, faults: str = "", timeout: float = 30.0) -> int:
+    """Start the node's SMP outside of this process tree, or find it; returns its pid. Raises ProtectionError."""
+    if not liveness.held(run_dir / "smp.lock"):
+        command = [sys.executable, "-m", "ft_plugins.smp.process", "--run-dir", str(run_dir), "--job", job, "--node", node]
+        command += ["--orphan-seconds", str(orphan_seconds), "--faults", faults]
+        with open(run_dir / "smp.log", "ab") as log:
+            started = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout)
+        if started.returncode != 0 and not liveness.held(run_dir / "smp.lock"):
+            raise ProtectionError(f"the SMP of node {node} did not start; see {run_dir / 'smp.log'}")
+    with Client(run_dir, timeout) as client:
+        return int(client.status()["pid"])
+
+
+def sweep(base: Path, older_than_seconds: float) -> list[Path]:
+    """Remove what no living job owns: for every run directory `base`/job/node whose SMP and ft-run are both gone for
+    longer than `older_than_seconds`, its segments. Returns the removed files."""
+    removed: list[Path] = []
+    for run_dir in sorted(base.glob("*/*")):
+        if any(liveness.held(run_dir / name) for name in ("smp.lock", "lock")):
+            continue
+        last = max((path.stat().st_mtime for path in run_dir.iterdir()), default=0.0)
+        if time.time() - last < older_than_seconds:
+            continue
+        removed += segments.segments_of(run_dir.parent.name, run_dir.name)
+        segments.remove(run_dir.parent.name, run_dir.name)
+    return removed

@@ -1,0 +1,89 @@
+"""Who is alive on this node, without signals that miss: processes by pidfd, owners by lock.
+
+Invariant: a pid is never trusted alone; it goes with its start time, so that a number used again is not mistaken for
+the process that had it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def started(pid: int) -> int:
+    """When `pid` was started, in clock ticks since boot; 0 when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    fields = text.rsplit(")", 1)[1].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def kill_and_wait(owners: Iterable[tuple[int, int]], timeout: float) -> list[int]:
+    """SIGKILL each (pid, start time) that still is that process, and wait until all are gone (a stopped process too).
+
+    Returns the pids that were not gone after `timeout` seconds.
+    """
+    waiting: dict[int, int] = {}
+    try:
+        for pid, began in owners:
+            if pid <= 0 or began == 0 or started(pid) != began:
+                continue
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            waiting[descriptor] = pid
+            if started(pid) == began:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        return _wait_gone(waiting, timeout)
+    finally:
+        for descriptor in waiting:
+            os.close(descriptor)
+
+
+def _wait_gone(waiting: dict[int, int], timeout: float) -> list[int]:
+    poller = select.poll()
+    remaining = set(waiting)
+    for descriptor in remaining:
+        poller.register(descriptor, select.POLLIN)
+    deadline = time.monotonic() + timeout
+    while remaining and (left := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poller.poll(left * 1000):
+            poller.unregister(descriptor)
+            remaining.discard(descriptor)
+    return [waiting[descriptor] for descriptor in remaining]
+
+
+def held(lock: Path) -> bool:
+    """Whether a living process holds the lock file `lock`."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def acquire(lock: Path) -> int | None:
+    """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor

@@ -1,0 +1,350 @@
+"""The snapshot management process: owns a node's segments, outlives training, ends in order.
+
+Invariant: nothing that it knows is lost with it. Segments are files in /dev/shm, the token is a file in the run
+directory, owners stand in the segments' headers: a new SMP adopts them all. It imports no torch and holds no device.
+It serves requests one at a time and takes no part in the step path.
+
+In: requests of `protocol`. Out: segments created, lineages opened, superseded trainers killed; events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from .. import faults
+from ..errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
+from ..events import Events, file_sink
+from ..snapshot import segment as segments
+from ..snapshot.segment import Segment, Shape, path_of
+from ..snapshot.slots import Version, void
+from . import liveness, protocol
+
+KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
+WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
+_CONNECTIONS = 4096
+
+
+class SnapshotProcess:
+    """The state of the daemon: which segments there are, the token, whom it watches."""
+
+    def __init__(self, run_dir: Path, job: str, node: str, events: Events) -> None:
+        self._run_dir = run_dir
+        self._job = job
+        self._node = node
+        self._events = events
+        self._lock = threading.Lock()
+        self._token_path = run_dir / "token"
+        self.token = int(self._token_path.read_text()) if self._token_path.exists() else 0
+        self.watched: tuple[int, int] = (0, 0)
+        self.ended = threading.Event()
+        self._segments: dict[int, Segment] = {}
+        for path in segments.segments_of(job, node):
+            try:
+                adopted = Segment(path)
+            except SegmentError as error:  # a foreign or damaged file: reported, and refused at attach
+                events.emit("smp.refused", path=str(path), reason=str(error))
+                continue
+            self._segments[adopted.rank] = adopted
+            self.token = max(self.token, adopted.token)
+        if self._segments:
+            events.emit("smp.adopt", segments=len(self._segments), token=self.token)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one request. Errors of this package become refusals."""
+        name = request.get("do")
+        if name not in protocol.REQUESTS:
+            return protocol.refusal(ProtocolError(f"'{name}' is no request; known are {sorted(protocol.REQUESTS)}"))
+        faults.reach(f"smp.{name}.before")
+        try:
+            with nullcontext() if name == "attach" else self._lock:  # attach takes the lock where it needs it
+                reply = {"ok": True, **getattr(self, f"_{name}")(request)}
+        except FtError as error:
+            self._events.emit("smp.refused", request=name, reason=str(error))
+            reply = protocol.refusal(error)
+        faults.reach(f"smp.{name}.after")
+        return reply
+
+    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "job": self._job,
+            "node": self._node,
+            "token": self.token,
+            "watched_pid": self.watched[0],
+            "segments": [
+                {
+                    "rank": rank,
+                    "path": str(segment.path),
+                    "bytes": segment.shape.total,
+                    "resident_bytes": segment.resident_bytes,
+                    "owner_pid": segment.owner[0],
+                    "completed": segment.completed,
+                    "lineage": segment.lineage,
+                    "slots": [
+                        {
+                            "state": slot.state.name,
+                            "lineage": slot.version.lineage if slot.version else None,
+                            "iteration": slot.version.iteration if slot.version else None,
+                        }
+                        for slot in segment.slots()
+                    ],
+                }
+                for rank, segment in sorted(self._segments.items())
+            ],
+        }
+
+    def _watch(self, request: dict[str, Any]) -> dict[str, Any]:
+        pid = protocol.field(request, "pid", int)
+        self.watched = (pid, liveness.started(pid))
+        return {}
+
+    def _fence(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Supersede the running incarnation: its token is void at once, its trainers are gone before this returns."""
+        self.token += 1
+        building = self._token_path.with_suffix(".new")
+        building.write_text(str(self.token))
+        building.replace(self._token_path)
+        for segment in self._segments.values():
+            segment.token = self.token
+        if faults.reach("fence.kill", token=self.token) != "skip":
+            owners = [segment.owner for segment in self._segments.values()]
+            alive = liveness.kill_and_wait(owners, KILL_SECONDS)
+            if alive:
+                raise FencedError(
+                    f"node {self._node}: trainers {alive} of the superseded incarnation were not gone {KILL_SECONDS:.0f} s after "
+                    "SIGKILL (a hung device or file system?); nobody may capture before they are"
+                )
+        for segment in self._segments.values():
+            segment.owner = (0, 0)
+        self._events.emit("smp.fence", token=self.token)
+        return {"token": self.token}
+
+    def _check_token(self, request: dict[str, Any]) -> int:
+        rank, token = protocol.field(request, "rank", int), protocol.field(request, "token", int)
+        if token != self.token:
+            raise FencedError(f"rank {rank}: token {token} was superseded by {self.token}; this incarnation may not go on")
+        return int(rank)
+
+    def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
+        rank = self._check_token(request)
+        fields = protocol.field(request, "shape", dict)
+        if sorted(fields) != ["buckets", "layout", "nbytes", "small_nbytes"] or not all(type(v) is int and v >= 0 for v in fields.values()):
+            raise ProtocolError(f"rank {rank}: attach with shape {fields}")
+        shape = Shape(**fields)
+        fingerprint = protocol.field(request, "fingerprint", dict)
+        pid = protocol.field(request, "pid", int)
+        fresh = protocol.field(request, "fresh", bool)
+        path = path_of(self._job, self._node, rank)
+        with self._lock:
+            found = self._segments.get(rank)
+            if found is None and path.exists() and not fresh:
+                raise SegmentError(
+                    f"rank {rank}: {path} is there but is no segment of this version; "
+                    "'ft-plugins sweep' or --ftp-resume fresh removes it"
+                )
+            if found is not None and not fresh:
+                _check_same_job(rank, found, shape, fingerprint)
+            if found is not None and (found.shape != shape or found.fingerprint != fingerprint):
+                self._segments.pop(rank).close()
+                found = None
+        if found is None:  # outside of the lock: allocating takes seconds, and the ranks of a node do it side by side
+            path.unlink(missing_ok=True)
+            segments.create(path, shape, rank, fingerprint)
+            found = Segment(path)
+        with self._lock:
+            self._check_token(request)  # once more: a fence may have passed meanwhile
+            self._segments[rank] = found
+            found.token = self.token
+            found.owner = (pid, liveness.started(pid))
+        return {"path": str(path), "resident_bytes": found.resident_bytes}
+
+    def _restore(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Open a lineage for one rank's segment: what is newer than its base is void."""
+        rank = self._check_token(request)
+        lineage = protocol.field(request, "lineage", int)
+        base = Version(*request["base"]) if request.get("base") is not None else None
+        found = self._segments.get(rank)
+        if found is None:
+            raise ProtocolError(f"rank {rank}: restore before attach")
+        found.open_lineage(lineage, base, void(found.slots(), base))
+        return {}
+
+    def _shutdown(self, request: dict[str, Any]) -> dict[str, Any]:
+        """This rank has ended in order."""
+        rank = self._check_token(request)
+        if rank in self._segments:
+            self._segments[rank].owner = (0, 0)
+        return {}
+
+    def _end(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.finish("in order")
+        return {}
+
+    def finish(self, reason: str) -> None:
+        """Remove the segments; the daemon ends."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        removed = segments.remove(self._job, self._node)
+        self._events.emit("smp.end", reason=reason, segments=removed)
+        self.ended.set()
+
+
+def _check_same_job(rank: int, found: Segment, shape: Shape, fingerprint: dict[str, Any]) -> None:
+    """Raises ResumeError when a segment holds the state of another job, or of this job laid out otherwise."""
+    before = found.fingerprint
+    if before != fingerprint:
+        differing = ", ".join(
+            f"{key}: {before.get(key)!r} -> {fingerprint.get(key)!r}"
+            for key in sorted(before.keys() | fingerprint.keys())
+            if before.get(key) != fingerprint.get(key)
+        )
+        remedy = "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
+        raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
+    if found.shape != shape:
+        raise ResumeError(
+            f"rank {rank}: the state in memory was laid out otherwise ({found.shape.nbytes} bytes in {found.shape.buckets} buckets, "
+            f"now {shape.nbytes} in {shape.buckets}: nodes, bucket size or model changed); --ftp-resume fresh drops it"
+        )
+
+
+class _Server:
+    """Accepts on the Unix socket; a thread per connection, requests serialised by the process's lock."""
+
+    def __init__(self, path: Path, process: SnapshotProcess, events: Events) -> None:
+        path.unlink(missing_ok=True)  # of a dead predecessor: the lock is ours
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o177)
+        try:
+            self._socket.bind(str(path))
+        finally:
+            os.umask(before)
+        self._socket.listen(128)
+        self._path = path
+        self._process = process
+        self._events = events
+        self._places = threading.BoundedSemaphore(_CONNECTIONS)
+        threading.Thread(target=self._accept, name="smp-accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._socket.accept()
+            self._places.acquire()
+            threading.Thread(target=self._serve, args=(connection,), name="smp-serve", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                protocol.check_peer(connection)
+                while (request := protocol.receive(connection)) is not None:
+                    protocol.send(connection, self._process.answer(request))
+        except (FtError, OSError) as error:  # a malformed frame or a peer that died: its connection ends, nothing else
+            self._events.emit("smp.hangup", reason=str(error))
+        finally:
+            self._places.release()
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int) -> None:
+    """Run until ended in order or orphaned for `orphan_seconds`. Writes a byte to `ready` once it listens."""
+    events = Events(node)
+    events.subscribe(file_sink(run_dir / "events.jsonl"))
+    process = SnapshotProcess(run_dir, job, node, events)
+    server = _Server(run_dir / "smp.sock", process, events)
+    os.write(ready, b"1")
+    os.close(ready)
+    try:
+        _until_over(process, events, orphan_seconds)
+    finally:
+        server.close()
+
+
+def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float) -> None:
+    """Wait for the end in order; while the watched ft-run is gone, no longer than `orphan_seconds`."""
+    orphaned_at = time.monotonic()
+    was_alive = False
+    while not process.ended.is_set():
+        pid, began = process.watched
+        if pid and liveness.started(pid) == began and began:
+            was_alive = True
+            _wait_exit(pid, process)
+            continue
+        if was_alive:
+            was_alive = False
+            orphaned_at = time.monotonic()
+            events.emit("smp.orphaned", seconds=orphan_seconds)
+        left = orphaned_at + orphan_seconds - time.monotonic()
+        if left <= 0:
+            process.finish(f"orphaned for {orphan_seconds:.0f} s")
+            return
+        process.ended.wait(min(left, WATCH_SECONDS))  # a new ft-run may announce itself meanwhile
+
+
+def _wait_exit(pid: int, process: SnapshotProcess) -> None:
+    """Until `pid` is gone, another is watched, or the end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        while not process.ended.is_set() and process.watched[0] == pid:
+            if poller.poll(1000 * WATCH_SECONDS):
+                return
+    finally:
+        os.close(descriptor)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Detach (double fork, own session) and serve; returns once the daemon listens."""
+    parser = argparse.ArgumentParser(prog="ft_plugins.smp.process")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--orphan-seconds", type=float, required=True)
+    parser.add_argument("--faults", default="")
+    options = parser.parse_args(argv)
+    listening, ready = os.pipe()
+    if os.fork() > 0:
+        os.close(ready)
+        return 0 if os.read(listening, 1) else 1
+    os.close(listening)
+    os.setsid()
+    if os.fork() > 0:
+        os._exit(0)
+    lock = liveness.acquire(options.run_dir / "smp.lock")
+    if lock is None:
+        os._exit(0)  # another SMP was quicker; whoever asked will find that one
+    _detach(options.run_dir)
+    os.chdir("/")
+    faults.arm(options.faults)
+    serve(options.run_dir, options.job, options.node, options.orphan_seconds, ready)
+    return 0
+
+
+def _detach(run_dir: Path) -> None:
+    """Standard input from nowhere, output to the run directory's log."""
+    log = os.open(run_dir / "smp.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for source, target in ((nowhere, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(nowhere)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
