@@ -32,7 +32,14 @@ class Event:
     def line(self) -> str:
         """The event as one line of JSON, without the newline."""
         return json.dumps(
-            {"time": self.time, "name": self.name, "node": self.node, "rank": self.rank, "pid": self.pid, **self.fields},
+            {
+                "time": self.time,
+                "name": self.name,
+                "node": self.node,
+                "rank": self.rank,
+                "pid": self.pid,
+                **self.fields,
+            },
             default=str,
         )
 

@@ -29,7 +29,7 @@ class Session:
     """One rank's protection for the life of one incarnation."""
 
     def __init__(self, host: Host, config: Config, context: LaunchContext) -> None:
-        """Claim memory. Every rank of the job calls together. Raises an FtError on all ranks when one of them has one."""
+        """Claim memory. Every rank calls together. Raises an FtError on all ranks when one of them has one."""
         self._host = host
         self._config = config
         self._context = context
@@ -57,7 +57,13 @@ class Session:
                 raise ProtectionError("no snapshot process: start the job with ft-run instead of torchrun or python")
             assert self._config.reft is not None
             self._reft = Reft(
-                self._host, self._config.reft, self._collective, tuple(names), self._context.run_dir, self._context.token, self._events
+                self._host,
+                self._config.reft,
+                self._collective,
+                tuple(names),
+                self._context.run_dir,
+                self._context.token,
+                self._events,
             )
             shape = self._reft.claim(fresh=self._config.resume == "fresh")
         except FtError as error:
@@ -66,7 +72,8 @@ class Session:
             self._collective.agree(failure)
         else:
             self._collective.agree(None)
-        shapes = [msgpack.unpackb(part) for part in self._collective.gather(msgpack.packb([shape.nbytes, shape.small_nbytes, shape.buckets, shape.layout] if shape else None))]  # fmt: skip
+        own = [shape.nbytes, shape.small_nbytes, shape.buckets, shape.layout] if shape else None
+        shapes = [msgpack.unpackb(part) for part in self._collective.gather(msgpack.packb(own))]
         if any(entry is None for entry in shapes):  # without one rank no version is ever complete
             reason = str(failure) if failure else f"rank {shapes.index(None)} is not protected"
             self._degrade(ProtectionError(reason))
@@ -88,7 +95,9 @@ class Session:
         plan, self._pending = self._reft.resume(memory=resume in ("auto", "memory"), loaded=loaded)
         if plan.version is None and resume == "memory" and not (loaded and plan.completed):
             self._collective.agree(
-                ResumeError(f"--ftp-resume memory was asked for, but {plan.reason}; --ftp-resume auto starts without") if self._host.rank == 0 else None
+                ResumeError(f"--ftp-resume memory was asked for, but {plan.reason}; --ftp-resume auto starts without")
+                if self._host.rank == 0
+                else None
             )
         if self._host.rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
@@ -118,7 +127,8 @@ class Session:
             self._unprotected += 1
             if self._unprotected >= self._config.max_unprotected_steps:
                 raise ProtectionError(
-                    f"rank {self._host.rank}: iteration {step}: nothing has protected this job for {self._unprotected} iterations "
+                    f"rank {self._host.rank}: iteration {step}: nothing has protected this job for "
+                    f"{self._unprotected} iterations "
                     "(--ftp-max-unprotected-steps); see the event 'protection.lost' for the reason"
                 )
 

@@ -1,9 +1,9 @@
 """What a rank needs to resume exactly: one item per tensor, with its bytes, its replica set and what may change it.
 
-Invariant: facts only. An inventory is computed once, after the framework has built model and optimizer, holds no tensor,
-and is equal on every restart of the same job. Items are in a fixed order (by name), so that the ranks of a replica set
-cut the same byte stream at the same places. Small state (counters, scheduler, RNG, data position) is no item: it is
-copied whole by every rank at the version point.
+Invariant: facts only. An inventory is computed once, after the framework has built model and optimizer, holds no
+tensor, and is equal on every restart of the same job. Items are in a fixed order (by name), so that the ranks of a
+replica set cut the same byte stream at the same places. Small state (counters, scheduler, RNG, data position) is no
+item: it is copied whole by every rank at the version point.
 
 In: what an adapter knows. Out: `Inventory`, read by snapshot.layout, recovery and the golden comparison.
 """
@@ -78,7 +78,8 @@ class Inventory:
         for item in ordered:
             if rank not in item.replicas or tuple(sorted(set(item.replicas))) != item.replicas:
                 raise InventoryError(
-                    f"rank {rank}: item '{item.name}' has replicas {item.replicas}; expected ascending ranks with {rank}"
+                    f"rank {rank}: item '{item.name}' has replicas {item.replicas}; "
+                    f"expected ascending ranks with {rank} among them"
                 )
         return cls(rank, ordered)
 

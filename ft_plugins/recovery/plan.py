@@ -48,7 +48,8 @@ class RecoveryPlan:
         if self.version is None:
             return f"recovery: from the beginning ({self.reason}); lineage {self.lineage}"
         return (
-            f"recovery: iteration {self.version.iteration} of lineage {self.version.lineage} from the {self.tier} tier; "
+            f"recovery: iteration {self.version.iteration} of lineage {self.version.lineage} "
+            f"from the {self.tier} tier; "
             f"{self.completed} were completed, {self.lost} lost; lineage {self.lineage}"
         )
 
@@ -60,7 +61,9 @@ def plan_recovery(facts: Sequence[RankFacts], corrupt: Collection[Version] = ())
     completed = min(rank.completed for rank in facts)
     if common:
         newest = max(common)
-        return RecoveryPlan(newest, "process", lineage, completed, max(0, completed - newest.iteration), "newest that all ranks hold")
+        return RecoveryPlan(
+            newest, "process", lineage, completed, max(0, completed - newest.iteration), "newest that all ranks hold"
+        )
     held = {rank.rank: sorted(rank.holds()) for rank in facts}
     empty = [rank for rank, versions in held.items() if not versions]
     if len(empty) == len(held):

@@ -62,7 +62,9 @@ def load_tensors(
     """Copy the plan's version into `tensors`, in place."""
     if plan.version is None:
         return Restored(plan, None)
-    (index,) = [slot.index for slot in segment.slots() if slot.version == plan.version and slot.state is SlotState.CLEAN]
+    (index,) = [
+        slot.index for slot in segment.slots() if slot.version == plan.version and slot.state is SlotState.CLEAN
+    ]
     data = segment.data(index)
     for number, stream in enumerate(layout.streams):
         faults.reach("restore.tensors", iteration=plan.version.iteration, stream=number)
@@ -75,7 +77,9 @@ def load_tensors(
     return Restored(plan, segment.small(index))
 
 
-def _scatter(stream: ReplicaStream, flat: Mapping[str, torch.Tensor], offset: int, arrived: npt.NDArray[np.uint8]) -> None:
+def _scatter(
+    stream: ReplicaStream, flat: Mapping[str, torch.Tensor], offset: int, arrived: npt.NDArray[np.uint8]
+) -> None:
     """Copy the stream's bytes `offset .. offset + len(arrived)` into the items that they belong to."""
     end = offset + len(arrived)
     first = max(0, int(np.searchsorted(stream.offsets, offset, side="right")) - 1)
@@ -89,7 +93,12 @@ def _scatter(stream: ReplicaStream, flat: Mapping[str, torch.Tensor], offset: in
 
 def _facts(segment: Segment) -> bytes:
     slots = [
-        [slot.index, int(slot.state), slot.version.lineage if slot.version else None, slot.version.iteration if slot.version else None]
+        [
+            slot.index,
+            int(slot.state),
+            slot.version.lineage if slot.version else None,
+            slot.version.iteration if slot.version else None,
+        ]
         for slot in segment.slots()
     ]
     return bytes(msgpack.packb([segment.rank, slots, segment.lineage, segment.completed]))

@@ -1,1 +1,1 @@
-"""What tests, benchmarks and the quickstart share: fork server, kills at points, golden comparison. Never imported by production code."""
+"""What tests, benchmarks and the quickstart share: fork server, kills at points, golden comparison."""

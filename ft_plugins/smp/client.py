@@ -30,12 +30,14 @@ class Client:
     """A connection to the SMP of `run_dir`. Use as a context manager."""
 
     def __init__(self, run_dir: Path, timeout: float = 30.0) -> None:
-        """Connect, trying for `timeout` seconds: a lost SMP is being replaced. Raises ProtectionError when there is none."""
+        """Connect, trying for `timeout` seconds: a lost SMP is being replaced. Raises ProtectionError for none."""
         self._run_dir = run_dir
         self._timeout = timeout
         path = run_dir / "smp.sock"
         if len(str(path).encode()) > _SOCKET_PATH_LIMIT:
-            raise ProtectionError(f"the socket's path {path} is longer than {_SOCKET_PATH_LIMIT} bytes; give a shorter --ftp-job")
+            raise ProtectionError(
+                f"the socket's path {path} is longer than {_SOCKET_PATH_LIMIT} bytes; give a shorter --ftp-job"
+            )
         deadline = time.monotonic() + timeout
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -47,7 +49,8 @@ class Client:
                 connection.close()
                 if time.monotonic() >= deadline:
                     raise ProtectionError(
-                        f"no SMP answers at {path} ({error.strerror}); start the job with ft-run, and see {run_dir / 'smp.log'}"
+                        f"no SMP answers at {path} ({error.strerror}); start the job with ft-run, "
+                        f"and see {run_dir / 'smp.log'}"
                     ) from error
                 time.sleep(_RETRY_SECONDS)
         self._connection = connection
@@ -55,7 +58,9 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -97,7 +102,9 @@ class Client:
 
     def restore(self, rank: int, token: int, lineage: int, base: Version | None) -> None:
         """Open `lineage`, growing from `base`, for this rank."""
-        self._ask("restore", rank=rank, token=token, lineage=lineage, base=[base.lineage, base.iteration] if base else None)
+        self._ask(
+            "restore", rank=rank, token=token, lineage=lineage, base=[base.lineage, base.iteration] if base else None
+        )
 
     def shutdown(self, rank: int, token: int) -> None:
         """This rank ends in order."""
@@ -116,7 +123,17 @@ class Client:
 def ensure(run_dir: Path, job: str, node: str, orphan_seconds: float, faults: str = "", timeout: float = 30.0) -> int:
     """Start the node's SMP outside of this process tree, or find it; returns its pid. Raises ProtectionError."""
     if not liveness.held(run_dir / "smp.lock"):
-        command = [sys.executable, "-m", "ft_plugins.smp.process", "--run-dir", str(run_dir), "--job", job, "--node", node]
+        command = [
+            sys.executable,
+            "-m",
+            "ft_plugins.smp.process",
+            "--run-dir",
+            str(run_dir),
+            "--job",
+            job,
+            "--node",
+            node,
+        ]
         command += ["--orphan-seconds", str(orphan_seconds), "--faults", faults]
         with open(run_dir / "smp.log", "ab") as log:
             started = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout)

@@ -120,8 +120,8 @@ class SnapshotProcess:
             alive = liveness.kill_and_wait(owners, KILL_SECONDS)
             if alive:
                 raise FencedError(
-                    f"node {self._node}: trainers {alive} of the superseded incarnation were not gone {KILL_SECONDS:.0f} s after "
-                    "SIGKILL (a hung device or file system?); nobody may capture before they are"
+                    f"node {self._node}: trainers {alive} of the superseded incarnation were not gone "
+                    f"{KILL_SECONDS:.0f} s after SIGKILL (a hung device?); nobody may capture before they are"
                 )
         for segment in self._segments.values():
             segment.owner = (0, 0)
@@ -131,13 +131,17 @@ class SnapshotProcess:
     def _check_token(self, request: dict[str, Any]) -> int:
         rank, token = protocol.field(request, "rank", int), protocol.field(request, "token", int)
         if token != self.token:
-            raise FencedError(f"rank {rank}: token {token} was superseded by {self.token}; this incarnation may not go on")
+            raise FencedError(
+                f"rank {rank}: token {token} was superseded by {self.token}; this incarnation may not go on"
+            )
         return int(rank)
 
     def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
         rank = self._check_token(request)
         fields = protocol.field(request, "shape", dict)
-        if sorted(fields) != ["buckets", "layout", "nbytes", "small_nbytes"] or not all(type(v) is int and v >= 0 for v in fields.values()):
+        if sorted(fields) != ["buckets", "layout", "nbytes", "small_nbytes"] or not all(
+            type(v) is int and v >= 0 for v in fields.values()
+        ):
             raise ProtocolError(f"rank {rank}: attach with shape {fields}")
         shape = Shape(**fields)
         fingerprint = protocol.field(request, "fingerprint", dict)
@@ -208,11 +212,14 @@ def _check_same_job(rank: int, found: Segment, shape: Shape, fingerprint: dict[s
             for key in sorted(before.keys() | fingerprint.keys())
             if before.get(key) != fingerprint.get(key)
         )
-        remedy = "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
+        remedy = (
+            "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
+        )
         raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
     if found.shape != shape:
         raise ResumeError(
-            f"rank {rank}: the state in memory was laid out otherwise ({found.shape.nbytes} bytes in {found.shape.buckets} buckets, "
+            f"rank {rank}: the state in memory was laid out otherwise ({found.shape.nbytes} bytes in "
+            f"{found.shape.buckets} buckets, "
             f"now {shape.nbytes} in {shape.buckets}: nodes, bucket size or model changed); --ftp-resume fresh drops it"
         )
 

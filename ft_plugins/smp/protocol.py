@@ -90,5 +90,7 @@ def field(message: dict[str, Any], name: str, kind: type) -> Any:
     """A field of a request. Raises ProtocolError when it is missing or of another type."""
     value = message.get(name)
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
-        raise ProtocolError(f"{message.get('do')}: field '{name}' should be a {kind.__name__}, found {type(value).__name__}")
+        raise ProtocolError(
+            f"{message.get('do')}: field '{name}' should be a {kind.__name__}, found {type(value).__name__}"
+        )
     return value

@@ -2,8 +2,8 @@
 
 Invariant: what lands in a slot is the state at the version point. Items that anything but the update may change are
 copied before `start` returns; the others by a thread that `wait` joins before the update runs. At every bucket edge the
-fencing token is checked: an incarnation that has been superseded writes at most the bucket it was in. The trainer writes
-the SMP's slot itself; nothing is copied twice and no message is sent.
+fencing token is checked: an incarnation that has been superseded writes at most the bucket it was in. The trainer
+writes the SMP's slot itself; nothing is copied twice and no message is sent.
 
 Digests are taken of the bytes as they lie in the slot. Only a bucket that a superseded writer may still be in (the
 cursor of a slot found DIRTY at start) is digested from its source, so that a late write shows.
@@ -90,7 +90,8 @@ class Capture:
         for name, tensor in self._tensors.items():
             if tensor.data_ptr() != self._addresses[name]:
                 raise InventoryError(
-                    f"rank {self._layout.rank}: item '{name}' was moved to other memory since the start; expected it in place"
+                    f"rank {self._layout.rank}: item '{name}' was moved to other memory since the start; "
+                    "expected it in place"
                 )
         self._check_token()
         for copier in self._copiers.values():
@@ -161,7 +162,8 @@ class Capture:
         if (index, number) in self._suspect:
             digest = self._source_digest(bucket)
         else:
-            digest = xxhash.xxh3_64_intdigest(self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes])
+            area = self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes]
+            digest = xxhash.xxh3_64_intdigest(area.data)
         self._segment.digests(index)[number] = digest
         faults.reach("capture.bucket.end", iteration=version.iteration, bucket=number, slot=index)
 
@@ -182,7 +184,7 @@ class Capture:
         for piece in bucket.pieces:
             digest.update(bytes(piece.offset - at))
             source = self._flat[piece.item][piece.item_offset : piece.item_offset + piece.nbytes]
-            digest.update(source.cpu().numpy())
+            digest.update(source.cpu().numpy().data)
             at = piece.offset + piece.nbytes
         return digest.intdigest()
 
@@ -190,5 +192,6 @@ class Capture:
         found = self._segment.token
         if found != self._token:
             raise FencedError(
-                f"rank {self._layout.rank}: this incarnation (token {self._token}) was superseded (token {found}); it may not write"
+                f"rank {self._layout.rank}: this incarnation (token {self._token}) was superseded (token {found}); "
+                "it may not write"
             )

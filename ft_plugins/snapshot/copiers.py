@@ -56,7 +56,9 @@ class CudaCopier:
         self._event = torch.cuda.Event()
         status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         if int(status) != 0:
-            raise InventoryError(f"{device}: the segment could not be registered as pinned memory (CUDA error {int(status)})")
+            raise InventoryError(
+                f"{device}: the segment could not be registered as pinned memory (CUDA error {int(status)})"
+            )
 
     def ready(self) -> None:
         self._event.record(torch.cuda.current_stream(self._device))
@@ -88,7 +90,9 @@ def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """
     detached = tensor.detach()
     if not _dense(detached):
-        raise InventoryError(f"item '{name}': shape {tuple(tensor.shape)} with strides {tensor.stride()} is not dense in memory")
+        raise InventoryError(
+            f"item '{name}': shape {tuple(tensor.shape)} with strides {tensor.stride()} is not dense in memory"
+        )
     flat = detached.as_strided((detached.numel(),), (1,))
     return flat.view(torch.uint8)
 

@@ -40,10 +40,24 @@ _FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
 _HEADER = {
     name: index
     for index, name in enumerate(
-        ["magic", "nbytes", "small_nbytes", "buckets", "layout", "rank", "token", "lineage", "completed", "owner_pid", "owner_started"]
+        [
+            "magic",
+            "nbytes",
+            "small_nbytes",
+            "buckets",
+            "layout",
+            "rank",
+            "token",
+            "lineage",
+            "completed",
+            "owner_pid",
+            "owner_started",
+        ]
     )
 }
-_SLOT = {name: index for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal"])}
+_SLOT = {
+    name: index for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal"])
+}
 NO_CURSOR = 2**64 - 1
 
 
@@ -99,7 +113,9 @@ def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) 
         try:
             os.posix_fallocate(fd, 0, shape.total)
         except OSError as error:
-            raise BudgetError(f"rank {rank}: {path.parent} could not give {shape.total} bytes: {error.strerror}") from error
+            raise BudgetError(
+                f"rank {rank}: {path.parent} could not give {shape.total} bytes: {error.strerror}"
+            ) from error
         with mmap.mmap(fd, PAGE) as page:
             words = np.frombuffer(page, dtype=np.uint64, count=len(_HEADER))
             for name, value in (
@@ -133,7 +149,9 @@ class Segment:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
-            raise SegmentError(f"segment {path}: {error.strerror}; the SMP of this node creates it at attach") from error
+            raise SegmentError(
+                f"segment {path}: {error.strerror}; the SMP of this node creates it at attach"
+            ) from error
         try:
             found = os.fstat(fd)
             if found.st_size < PAGE:
@@ -146,7 +164,10 @@ class Segment:
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self._header = self.bytes[: 8 * len(_HEADER)].view(np.uint64)
         if int(self._header[0]) != _MAGIC:
-            raise SegmentError(f"segment {path} was written by another version of ft_plugins or is damaged; 'ft-plugins sweep' removes it")
+            raise SegmentError(
+                f"segment {path} was written by another version of ft_plugins or is damaged; "
+                "'ft-plugins sweep' removes it"
+            )
         self.shape = Shape(*(self._word(name) for name in ("nbytes", "small_nbytes", "buckets", "layout")))
         if self.shape.total != found.st_size:
             raise SegmentError(f"segment {path} has {found.st_size} bytes where its header tells {self.shape.total}")
@@ -245,7 +266,8 @@ class Segment:
         """Put small state into a DIRTY slot. Raises SegmentError when it has outgrown its room."""
         if len(encoded) > self.shape.small_nbytes:
             raise SegmentError(
-                f"rank {self.rank}: small state has grown to {len(encoded)} bytes; {self.shape.small_nbytes} were claimed at start"
+                f"rank {self.rank}: small state has grown to {len(encoded)} bytes; "
+                f"{self.shape.small_nbytes} were claimed at start"
             )
         self._area(index, self.shape.table_room, len(encoded))[:] = np.frombuffer(encoded, dtype=np.uint8)
         self._slot_words[index][_SLOT["small"]] = len(encoded)
@@ -262,7 +284,9 @@ class Segment:
     def slot(self, index: int) -> Slot:
         """What the slot's header says; a header whose seal does not fit is DIRTY."""
         words = self._slot_words[index]
-        state = SlotState(int(words[_SLOT["state"]])) if int(words[_SLOT["state"]]) <= SlotState.CLEAN else SlotState.DIRTY
+        state = (
+            SlotState(int(words[_SLOT["state"]])) if int(words[_SLOT["state"]]) <= SlotState.CLEAN else SlotState.DIRTY
+        )
         version = Version(int(words[_SLOT["lineage"]]), int(words[_SLOT["iteration"]]))
         if state is SlotState.CLEAN and int(words[_SLOT["seal"]]) != self._seal(index):
             state = SlotState.DIRTY
@@ -290,7 +314,7 @@ class Segment:
 
     def _seal(self, index: int) -> int:
         digest = xxhash.xxh3_64(self._slot_words[index][_SLOT["lineage"] : _SLOT["cursor"]].tobytes())
-        digest.update(self.digests(index))
+        digest.update(self.digests(index).data)
         digest.update(self.small(index))
         return digest.intdigest()
 
@@ -298,9 +322,10 @@ class Segment:
         """Compare every bucket (offset, nbytes) of the data area with its digest. Raises CorruptSlotError."""
         data, digests = self.data(index), self.digests(index)
         for number, (offset, nbytes) in enumerate(buckets):
-            if xxhash.xxh3_64_intdigest(data[offset : offset + nbytes]) != int(digests[number]):
+            if xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data) != int(digests[number]):
                 raise CorruptSlotError(
-                    f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) does not match its digest"
+                    f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) "
+                    "does not match its digest"
                 )
 
 

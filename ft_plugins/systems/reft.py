@@ -37,7 +37,14 @@ class Reft:
     """The system as one rank runs it. Between `claim` and `close` it holds a mapped segment and a capture thread."""
 
     def __init__(
-        self, host: Host, config: ReftConfig, collective: Collective, nodes: tuple[str, ...], run_dir: Path, token: int, events: Events
+        self,
+        host: Host,
+        config: ReftConfig,
+        collective: Collective,
+        nodes: tuple[str, ...],
+        run_dir: Path,
+        token: int,
+        events: Events,
     ) -> None:
         self._host = host
         self._config = config
@@ -71,12 +78,16 @@ class Reft:
         faults.reach("attach.after")
         self._segment = Segment(path, populate=True)
         self._events.emit(
-            "rank.attach", token=self._token, share_bytes=shape.slot_room, budget_bytes=shape.total, resident_bytes=self._segment.resident_bytes
+            "rank.attach",
+            token=self._token,
+            share_bytes=shape.slot_room,
+            budget_bytes=shape.total,
+            resident_bytes=self._segment.resident_bytes,
         )
         return shape
 
     def resume(self, *, memory: bool, loaded: int) -> tuple[RecoveryPlan, dict[str, Any] | None]:
-        """Restore the newest version that all ranks hold, unless `memory` is off or the framework has loaded a newer one.
+        """Restore the newest version that all ranks hold, unless `memory` is off or the framework loaded a newer one.
 
         `loaded` is the iteration of the framework's own checkpoint, 0 for none. Opens a lineage on every rank before
         any captures. Returns the plan and the small state, None where nothing was restored.
@@ -88,7 +99,7 @@ class Reft:
         if plan.version is not None and (not memory or plan.version.iteration < loaded):
             plan = RecoveryPlan(
                 None, "none", plan.lineage, plan.completed, max(0, plan.completed - loaded),
-                f"the framework's checkpoint of iteration {loaded} is newer" if memory else "asked not to resume from memory",
+                f"the framework's checkpoint of iteration {loaded} is newer" if memory else "memory was not asked for",
             )  # fmt: skip
         verified = time.perf_counter()
         restored = load_tensors(plan, segment, self.layout, self._host.tensors(), self._collective)
@@ -148,7 +159,9 @@ class Reft:
 
     def _mapped(self) -> Segment:
         if self._segment is None:
-            raise FtError(f"rank {self._host.rank}: REFT is used before it has claimed its segment or after it was closed")
+            raise FtError(
+                f"rank {self._host.rank}: REFT is used before it has claimed its segment or after it was closed"
+            )
         return self._segment
 
     def _report_corrupt(self, error: CorruptSlotError) -> None:
