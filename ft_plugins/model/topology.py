@@ -184,7 +184,7 @@ class Topology:
         known = ("tp", "ep", "dp", "pp") if expert else ("tp", "cp", "dp", "pp")
         if len(set(names)) != len(names) or any(name not in known for name in names):
             raise TopologyError(
-                f"'{axes}' is no group of {'expert' if expert else 'dense'} layers: join some of {', '.join(known)} by '-'"
+                f"'{axes}' is no group of {'expert' if expert else 'dense'} layers: join {', '.join(known)} by '-'"
             )
         ranks = [rank]
         for axis in self._sparse if expert else self._dense:
@@ -256,14 +256,14 @@ class Topology:
         lines = [
             f"{self.world_size} ranks on {len(self._placed)} node(s), order {self.order}: "
             + " ".join(f"{name}={size}" for name, size in sizes.items()),
-            f"{'rank':>6} {'tp':>4} {'cp':>4} {'dp':>4} {'pp':>4} {'etp':>4} {'ep':>4} {'edp':>4}  {'node':<16} replicas",
+            f"{'rank':>5} {'tp':>3} {'cp':>3} {'dp':>4} {'pp':>4} {'etp':>4} {'ep':>4} {'edp':>4}  {'node':<9} replicas",
         ]
         for rank in range(min(self.world_size, TABLE_RANKS)):
             at, replicas = self.coords(rank), self.replicas(rank)
             shown = " ".join(map(str, replicas[:8])) + (f" ... ({len(replicas)})" if len(replicas) > 8 else "")
             lines.append(
-                f"{rank:>6} {at.tp:>4} {at.cp:>4} {at.dp:>4} {at.pp:>4} {at.etp:>4} {at.ep:>4} {at.edp:>4}  "
-                f"{self.node_of(rank):<16} {shown}"
+                f"{rank:>5} {at.tp:>3} {at.cp:>3} {at.dp:>4} {at.pp:>4} {at.etp:>4} {at.ep:>4} {at.edp:>4}  "
+                f"{self.node_of(rank):<9} {shown}"
             )
         if self.world_size > TABLE_RANKS:
             lines.append(f"   ... and {self.world_size - TABLE_RANKS} more ranks")
