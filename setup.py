@@ -1,0 +1,42 @@
+"""Metadata, extras and console scripts. Settings of tools are in pyproject.toml, versions in launch/constraints.txt.
+
+NVIDIA's apex is found at run time where it is installed; the package of that name on the index is another project and
+must never be listed here.
+"""
+
+from setuptools import find_packages, setup
+
+EXTRAS = {
+    "megatron": ["megatron-core>=0.16.1,<0.17", "pybind11", "pyyaml", "six"],  # the latter three for Megatron-LM itself
+    "deepspeed": ["deepspeed>=0.14.5"],
+    "fast": ["numba"],
+    "bench": ["torchsnapshot", "dlrover[torch]"],
+    "metrics": ["prometheus-client", "tensorboard"],
+    "report": ["matplotlib"],
+    "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "build", "setuptools"],
+}
+
+setup(
+    name="ft_plugins",
+    version="0.1.0",
+    description="Fault tolerance for large-model pretraining, switched on by flags",
+    python_requires=">=3.10,<3.13",
+    packages=find_packages(include=["ft_plugins", "ft_plugins.*"]),  # ft_plugins/patches is a link to patches/
+    install_requires=[
+        "torch>=2.6",
+        "numpy",
+        "pydantic>=2",
+        "xxhash",
+        "psutil",
+        "msgpack",
+        "typer",
+        "rich",
+    ],
+    extras_require=EXTRAS,
+    entry_points={
+        "console_scripts": [
+            "ft-run = ft_plugins.launcher.command:main",
+            "ft-plugins = ft_plugins.cli:main",
+        ]
+    },
+)

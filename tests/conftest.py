@@ -1,0 +1,51 @@
+"""What every test gets: an environment of its own, and the switches `--all` and `gpu`.
+
+Invariant: no test sees the launcher's variables of whoever runs the tests, and none writes to the user's run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the whole product of configurations")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        rest = [item for item in items if item.get_closest_marker("all_configurations")]
+        if rest:
+            config.hook.pytest_deselected(items=rest)
+            items[:] = [item for item in items if item not in rest]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_environment() -> Iterator[Path]:
+    """Run directories in a short folder of this session (a socket's path is bounded), no launcher's variables."""
+    folder = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        for name in list(os.environ):
+            if name in LAUNCHER or name.startswith(("FTP_", "TORCHELASTIC_")):
+                patch.delenv(name)
+        yield folder
+    shutil.rmtree(folder)

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Runs the tests, after setting the project up if needed. Arguments go to pytest; --all adds the whole product of
+# configurations. Fails if anything is left behind in /dev/shm.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh
+
+# One thread per rank: a test runs many ranks on few cores. Nothing here compiles.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONUNBUFFERED=1
+
+segments() { find /dev/shm -maxdepth 1 -name 'ftp-*' | sort; }
+before=$(segments)
+code=0
+.venv/bin/python -m pytest "$@" </dev/null || code=$?
+left=$(comm -13 <(printf '%s\n' "$before") <(segments))
+if [ -n "$left" ]; then
+    printf 'FAILED: the tests left segments behind in /dev/shm:\n%s\n' "$left"
+    code=1
+fi
+exit "$code"
