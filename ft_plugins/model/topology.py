@@ -256,15 +256,14 @@ class Topology:
         lines = [
             f"{self.world_size} ranks on {len(self._placed)} node(s), order {self.order}: "
             + " ".join(f"{name}={size}" for name, size in sizes.items()),
-            f"{'rank':>5} {'tp':>3} {'cp':>3} {'dp':>4} {'pp':>4} {'etp':>4} {'ep':>4} {'edp':>4}  {'node':<9} replicas",
+            "".join(f"{name:>6}" for name in ("rank", "tp", "cp", "dp", "pp", "etp", "ep", "edp"))
+            + "  node      replicas",
         ]
         for rank in range(min(self.world_size, TABLE_RANKS)):
             at, replicas = self.coords(rank), self.replicas(rank)
             shown = " ".join(map(str, replicas[:8])) + (f" ... ({len(replicas)})" if len(replicas) > 8 else "")
-            lines.append(
-                f"{rank:>5} {at.tp:>3} {at.cp:>3} {at.dp:>4} {at.pp:>4} {at.etp:>4} {at.ep:>4} {at.edp:>4}  "
-                f"{self.node_of(rank):<9} {shown}"
-            )
+            address = "".join(f"{x:>6}" for x in (rank, at.tp, at.cp, at.dp, at.pp, at.etp, at.ep, at.edp))
+            lines.append(f"{address}  {self.node_of(rank):<9} {shown}")
         if self.world_size > TABLE_RANKS:
             lines.append(f"   ... and {self.world_size - TABLE_RANKS} more ranks")
         return "\n".join(lines)
