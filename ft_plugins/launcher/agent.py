@@ -1,0 +1,216 @@
+"""The elastic agent of a node: torch's own, with restarts bounded by progress and each incarnation fenced.
+
+Invariant: workers are started only under a token that no earlier incarnation holds, and after those that held an
+earlier one are gone. The restart count that workers see grows by one with each restart. When one worker fails, the
+others sit in a collective that can never end: they are killed at once, with no grace.
+
+In: torch's specification of the workers, the job on this node, its watcher. Out: a `RunResult` that names the workers
+which failed by themselves, a `Verdict`; `worker.failed` and `workers.restart` events; `FTP_*` variables for workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
+
+from ..config import worker_environment
+from ..errors import ProtectionError
+from ..events import Events
+from .restarts import Verdict, WorkerFailure, judge, root_cause
+from .watcher import Job, Watcher
+
+
+class ProgressAgent(LocalElasticAgent):
+    """torch's agent, bounded by progress unless `bounded`. `watcher` is None where no SMP protects the job."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        job: Job | None,
+        watcher: Watcher | None,
+        events: Events,
+        bounded: bool,
+        **torch_arguments: Any,
+    ) -> None:
+        super().__init__(spec, **torch_arguments)
+        self._job = job
+        self._watcher = watcher
+        self._events = events
+        self._bounded = bounded
+        self._store_of_workers: TCPStore | None = None  # on the node of group rank 0: it serves as long as it is held
+        self._versions: list[int | None] = []
+        self._failed_at: float | None = None  # of a failure not yet answered by a restart
+        self.verdict = Verdict(False, "failed", "")
+        self.restarts = 0
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Torch's, and then a store for this incarnation alone.
+
+        torch hands the workers one store for the life of the agent, in which those of a restart find what the dead ones
+        wrote: addresses and NCCL ids of processes that are gone (seen; pytorch issue 135712).
+        """
+        super()._rendezvous(worker_group)
+        spec = worker_group.spec
+        if not spec.rdzv_handler.use_agent_store:
+            return
+        # A dynamic rendezvous prefixes its store by the round; a static one has only the count, equal on all its nodes.
+        count = spec.max_restarts - self._remaining_restarts if spec.rdzv_handler.get_backend() == "static" else 0
+        group: Any = worker_group  # torch annotates what it fills in later as None
+        exchange = PrefixStore(f"ft_plugins/{count}", group.store)
+        port = 0
+        if group.group_rank == 0:
+            address = spec.master_addr or spec.local_addr or socket.getfqdn()
+            self._store_of_workers = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+            port = self._store_of_workers.port
+        told = RendezvousStoreInfo.build(group.group_rank, exchange, spec.master_addr or spec.local_addr, port)
+        group.master_addr, group.master_port = told.master_addr, told.master_port
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        token = self._watcher.fence() if self._watcher else 0
+        self.restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        if self._job:  # torch hands its own environment on to workers; its signals travel the same way
+            os.environ.update(worker_environment(self._job.config, self._job.run_dir, token, os.getpid()))
+        with self._watcher.paused() if self._watcher else nullcontext():
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        context = self._context()
+        vars(context)["close"] = functools.partial(_close_at_once, context)  # of this object, nothing global
+        if self.restarts:
+            seconds = None if self._failed_at is None else round(time.monotonic() - self._failed_at, 3)
+            self._events.emit("workers.restart", restart=self.restarts, token=token, seconds=seconds)
+        self._failed_at = None
+        return started
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._failed_at is None:  # another node failed or joined: torch starts workers again without counting
+            worker_group.spec.max_restarts += 1
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self._shutdown(signal.SIGKILL)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Torch's look at the workers, but those that failed are told from those that were ended because of it."""
+        first = self._failed_workers()
+        result = self._end_after(first) if first else super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            if not first:  # failed between our look and torch's: torch lists those first that it found by themselves
+                result.failures = dict(list(result.failures.items())[:1])
+            self._decide(result)
+        return result
+
+    def _failed_workers(self) -> dict[int, int]:
+        """Exit codes by local rank of the workers that failed by themselves: ended with an error, or reporting one."""
+        context = self._context()
+        failed = {}
+        for local_rank, pid in context.pids().items():
+            try:  # a look without reaping, which is torch's part
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                continue  # reaped before, so it did not fail
+            if found and found.si_code != os.CLD_EXITED:
+                failed[local_rank] = -found.si_status
+            elif found and found.si_status:
+                failed[local_rank] = found.si_status
+        if failed:  # a peer that has written its report is on its way out, and may be the cause
+            for local_rank, path in context.error_files.items():
+                if report := _report(path):
+                    failed.setdefault(local_rank, report.get("errorCode", 1))
+        return failed
+
+    def _end_after(self, failed: dict[int, int]) -> RunResult:
+        """Kill what is left of the workers and their children; the failures are those of `failed` alone."""
+        context = self._context()
+        for pid in context.pids().values():
+            _kill_group(pid)
+        context.close(signal.SIGKILL)
+        failures = {}
+        for local_rank, exitcode in failed.items():
+            path = context.error_files.get(local_rank, "")
+            failures[self._worker_group.workers[local_rank].global_rank] = ProcessFailure(
+                local_rank, context.pids()[local_rank], exitcode, path if _report(path) else ""
+            )
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _decide(self, result: RunResult) -> None:
+        """Report the failures, find the cause, and let torch's counter say what was decided."""
+        self._failed_at = time.monotonic()
+        failures = [_described(rank, failure) for rank, failure in result.failures.items()]
+        for failure in failures:
+            self._events.emit(
+                "worker.failed",
+                rank=failure.rank,
+                local_rank=failure.local_rank,
+                exitcode=failure.exitcode,
+                signal=failure.signal,
+                message=failure.message,
+            )
+        cause = root_cause(failures)
+        result.failures[cause.rank].timestamp = min(failure.timestamp for failure in result.failures.values())
+        result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch names the earliest
+        try:
+            if not self._bounded and not cause.refused:
+                self._versions.append(self._watcher.newest() if self._watcher else None)
+            self.verdict = judge(cause, self._versions, self._remaining_restarts if self._bounded else None)
+        except ProtectionError as error:
+            self.verdict = Verdict(False, "failed", f"{cause.line()}; {error}")
+        if not self.verdict.restart:
+            self._remaining_restarts = 0
+
+    def _context(self) -> PContext:
+        if self._pcontext is None:
+            raise RuntimeError("the agent has not started its workers yet")
+        return self._pcontext
+
+
+def _close_at_once(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    """`PContext.close`, which torch calls without a signal when a worker failed: then SIGKILL instead of SIGTERM."""
+    type(context).close(context, death_sig or signal.SIGKILL, timeout)
+
+
+def _kill_group(pid: int) -> None:
+    """SIGKILL a worker that is not reaped yet, and all of its process group where it leads one."""
+    try:
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # reaped: it ended in order
+
+
+def _report(path: str) -> dict[str, Any]:
+    """What a worker wrote into its error file; {} where there is none, or a part of one."""
+    try:
+        found = json.loads(Path(path).read_text() or "{}").get("message", {}) if path else {}
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _described(rank: int, failure: ProcessFailure) -> WorkerFailure:
+    """A failure of torch's with its message in words and the finest time there is."""
+    report = Path(failure.error_file)
+    message: Any = failure.message
+    return WorkerFailure(
+        rank=rank,
+        local_rank=failure.local_rank,
+        pid=failure.pid,
+        exitcode=failure.exitcode,
+        message=message.get("message", "") if isinstance(message, dict) else str(message),
+        time=report.stat().st_mtime if report.is_file() else time.time(),
+    )

@@ -1,0 +1,148 @@
+"""ft-run: torchrun's command line, and the same job again after a failure.
+
+    ft-run <torchrun's arguments> [--ftp-* --reft ...] script.py <its arguments> [--ftp-* --reft ...]
+
+Invariant: our flags mean the same wherever they stand, and no one else sees them: they are taken out of the command
+line and reach the ranks as FTP_CONFIG; the script keeps its own arguments. Without any of them ft-run is torchrun,
+which it says, and nothing is protected. With a system on and no --max-restarts, a job goes on while there is progress.
+
+In: a command line. Out: torchrun's exit status, or EXIT_REFUSED after one line that names the remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+
+from ..config import Config, add_flags, run_directory
+from ..errors import EXIT_REFUSED, ConfigError, FtError
+from . import identity
+from .launch import Outcome, launch
+from .watcher import Job
+
+_WORKER = "ft_plugins.launcher.worker"
+_UNSET = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command line asks for. `torch` holds torchrun's arguments, the script and its arguments."""
+
+    config: Config
+    torch: argparse.Namespace
+    job: str
+    node: str
+    bounded: bool
+
+    @property
+    def protected(self) -> bool:
+        """Whether a system is on."""
+        return bool(self.config.systems)
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's parser with our flags; `max_restarts` is None unless it was given."""
+    found: argparse.ArgumentParser = get_args_parser()
+    found.prog = "ft-run"
+    found.description = "torchrun for jobs that survive failures. Takes torchrun's arguments; see the group ft_plugins."
+    add_flags(found)
+    found.allow_abbrev = True  # as torchrun's
+    if found.get_default("max_restarts") == 0:  # text if it comes from the environment
+        found.set_defaults(max_restarts=_UNSET)
+    return found
+
+
+def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
+    """Read a command line given by user `uid` in `folder` on `host`. Raises ConfigError, SystemExit."""
+    config, words = Config.from_flags(argv)
+    options = parser().parse_args(words)
+    if abbreviated := Config.from_namespace(options, whole=False).flags():
+        raise ConfigError(f"{abbreviated[0]}: was abbreviated; write it in full")
+    if config.given() and not config.systems:
+        raise ConfigError(f"{config.flags()[0]}: has no effect while no system is on; add --reft or drop it")
+    if config.systems and options.no_python:
+        raise ConfigError("--no-python: hooks are installed by Python in each rank; name the Python script itself")
+    if not (options.module or options.no_python) and not os.path.exists(os.path.join(folder, options.training_script)):
+        raise ConfigError(f"script {options.training_script}: there is no such file in {folder}")
+    id_given = "" if options.standalone else options.rdzv_id
+    script, arguments = options.training_script, options.training_script_args
+    return Plan(
+        config=config,
+        torch=options,
+        job=identity.job_name(config.job, id_given, uid, folder, script, arguments),
+        node=config.node_name or identity.name_of(host),
+        bounded=options.max_restarts is not _UNSET or not config.systems,
+    )
+
+
+def execute(plan: Plan) -> Outcome:
+    """Run the planned job to its end. Raises what `launch` raises."""
+    options = argparse.Namespace(**vars(plan.torch))
+    if options.max_restarts is _UNSET:
+        options.max_restarts = 0
+    _choose_rendezvous(options)
+    options.run_path = False  # our worker runs the script in this way anyway
+    config, command, arguments = config_from_args(options)
+    if not options.no_python:
+        arguments = ["-u", "-m", _WORKER, *arguments[1:]]  # torchrun's are -u [-m] script args
+    job = None
+    if plan.protected:
+        job = Job(plan.config, plan.job, plan.node, run_directory(plan.job, plan.node))
+    else:
+        print("ft-run: no system is on, nothing is protected: this run is torchrun's. Add --reft.", file=sys.stderr)
+    return launch(config, command, arguments, job=job, bounded=plan.bounded, name=options.training_script)
+
+
+def _choose_rendezvous(options: argparse.Namespace) -> None:
+    """What torchrun's `run` does: one node needs no endpoint, and gets an id of its own."""
+    alone = options.rdzv_backend == "static" and not options.rdzv_endpoint and options.master_port is None
+    if options.standalone or (alone and parse_min_max_nnodes(options.nnodes)[1] == 1):
+        options.rdzv_backend = "c10d"
+        options.rdzv_endpoint = "localhost:0"
+        options.rdzv_id = str(uuid.uuid4())
+    if options.master_port is None:
+        options.master_port = 29500
+
+
+@record
+def _pass_on(outcome: Outcome, name: str) -> None:
+    """Raise ChildFailedError for failed workers; `record` copies the first error to whoever started ft-run."""
+    outcome.raise_for_failure(name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script."""
+    try:
+        planned = plan(sys.argv[1:] if argv is None else argv, os.getuid(), os.getcwd(), socket.gethostname())
+        outcome = execute(planned)
+    except FtError as error:
+        print(f"ft-run: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except SignalException as error:
+        print(f"ft-run: ended by {error.sigval.name}; the same command given again resumes", file=sys.stderr)
+        return 128 + error.sigval
+    if outcome.status == "succeeded":
+        return 0
+    try:
+        _pass_on(outcome, planned.torch.training_script)
+    except ChildFailedError as error:
+        if outcome.status != "refused":
+            print(error, file=sys.stderr)
+    if outcome.status == "refused":
+        print(outcome.reason, file=sys.stderr)
+        return EXIT_REFUSED
+    print(f"ft-run: {outcome.reason}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""What a rank registers before its script runs: to act when, and only if, the script imports a framework.
+
+Invariant: a script that imports no framework runs in an interpreter in which nothing was changed. The device patches of
+a machine without CUDA are applied right before the framework's first module is found, so before any of its code runs.
+
+In: the rank's launch context. Out: a finder in `sys.meta_path` that finds nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from ..config import LaunchContext
+
+
+class FirstImport(importlib.abc.MetaPathFinder):
+    """Calls `action` once, right before the first import of the top-level package `package`."""
+
+    def __init__(self, package: str, action: Callable[[], None]) -> None:
+        self._package = package
+        self._action: Callable[[], None] | None = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """None: the finders behind this one find the module."""
+        if self._action is not None and fullname == self._package:
+            action, self._action = self._action, None
+            action()
+        return None
+
+
+def register(context: LaunchContext) -> None:
+    """Have Megatron prepared for this machine, and hooked where a system is on, once the script imports it."""
+
+    def megatron() -> None:
+        adapter: Any = importlib.import_module("ft_plugins.adapters.megatron")
+        adapter.prepare(device_count=context.local_world_size)
+        if context.config is not None and context.config.systems:
+            adapter.install()
+
+    sys.meta_path.insert(0, FirstImport("megatron", megatron))

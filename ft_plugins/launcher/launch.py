@@ -1,0 +1,195 @@
+"""Runs a job on this node from start to end: torch's `launch_agent`, with our agent, a lock, and an SMP kept alive.
+
+Invariant: one ft-run per job and node. An end in order removes the segments; any other end leaves them to the SMP, for
+the same command to resume from.
+
+In: a launch configuration of torch, an entrypoint, the job. Out: an `Outcome`; `job.start` and `job.end` events.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic import events as torch_events
+from torch.distributed.elastic import metrics
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
+
+from ..errors import FtError, ProtectionError
+from ..events import Events, file_sink
+from . import worker
+from .agent import ProgressAgent
+from .ownership import Ownership
+from .restarts import Status
+from .watcher import Job, Watcher
+
+_WITHOUT_COUNT = 1_000_000_000  # restarts that torch's counter allows where progress decides
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended on this node."""
+
+    status: Status
+    reason: str = ""  # one line for people; '' if it succeeded
+    return_values: dict[int, Any] = field(default_factory=dict)  # by global rank, of callables
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)  # by global rank, of the last incarnation
+    restarts: int = 0
+
+    def raise_for_failure(self, name: str) -> None:
+        """Raise torch's ChildFailedError if workers failed, for `record` to pass the error on."""
+        if self.failures:
+            raise ChildFailedError(name, self.failures)
+
+
+def launch(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[Any] = (),
+    *,
+    job: Job | None = None,
+    bounded: bool = False,
+    name: str = "",
+) -> Outcome:
+    """Run a job on this node until it ends, protected by an SMP where `job` is given.
+
+    A callable `entrypoint` needs start_method fork when `job` is given. `bounded`: `config.max_restarts` counts, else
+    progress does. `name` is what people call the entrypoint. Raises BusyError, ProtectionError, FencedError;
+    SignalException when this process was told to end (then workers were told so too, and the SMP waits for the same
+    command again).
+    """
+    name = name or (entrypoint if isinstance(entrypoint, str) else entrypoint.__qualname__)
+    events = Events(job.node if job else "")
+    with ExitStack() as stack:
+        watcher = None
+        if job:
+            ownership = stack.enter_context(Ownership(job.run_dir))
+            events.subscribe(file_sink(job.run_dir / "events.jsonl"))
+            watcher = _protect(job, events, stack)
+            if not isinstance(entrypoint, str):
+                if config.start_method != "fork":
+                    raise ValueError(f"a callable entrypoint is forked; start_method is '{config.start_method}'")
+                copies = [ownership.close, *([watcher.close_copies] if watcher else [])]
+                entrypoint = worker.forked(entrypoint, copies)
+        events.emit("job.start", nproc=config.nproc_per_node, script=name)
+        status = "failed"
+        try:
+            outcome = _run(config, entrypoint, args, job, watcher, events, bounded)
+            status = outcome.status
+        except SignalException:
+            status = "signalled"
+            raise
+        finally:
+            if watcher and status == "succeeded":
+                _end_in_order(watcher, events)
+            events.emit("job.end", status=status)
+        return outcome
+
+
+def _protect(job: Job, events: Events, stack: ExitStack) -> Watcher | None:
+    """The watcher of this node's SMP; None where it cannot be had and was not required. Raises ProtectionError."""
+    watcher = Watcher(job, events)
+    stack.callback(watcher.stop)
+    try:
+        watcher.start()
+    except ProtectionError as error:
+        events.emit("protection.lost", reason=str(error))
+        if job.config.require_protection:
+            raise
+        print(f"ft-run: nothing is protected on node {job.node}: {error}", file=sys.stderr)
+        return None
+    return watcher
+
+
+def _end_in_order(watcher: Watcher, events: Events) -> None:
+    """Remove the segments. A job that succeeded stays so, also where they could not be removed: that is an event."""
+    try:
+        watcher.end()
+    except FtError as error:
+        events.emit("smp.left", reason=str(error))
+        print(f"ft-run: segments may be left in shared memory ({error}); see 'ft-plugins sweep'", file=sys.stderr)
+
+
+def _run(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[Any],
+    job: Job | None,
+    watcher: Watcher | None,
+    events: Events,
+    bounded: bool,
+) -> Outcome:
+    """Construct the agent and run it."""
+    handler, spec = _specify(config, entrypoint, args, bounded)
+    known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch know more of them
+    names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
+    options = {name: getattr(config, name) for name in names if name in known}
+    agent = ProgressAgent(spec, job=job, watcher=watcher, events=events, bounded=bounded, **options)
+    metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+    result: RunResult | None = None
+    why = "this node left the rendezvous"
+    close = True
+    try:
+        result = agent.run()
+        torch_events.record(agent.get_event_succeeded(), config.event_log_handler)
+    except SignalException:
+        close = False  # closing the rendezvous would keep the other nodes from going on
+        torch_events.record(agent.get_event_failed(), config.event_log_handler)
+        raise
+    except (RendezvousError, DistError) as error:
+        torch_events.record(agent.get_event_failed(), config.event_log_handler)
+        why = f"the rendezvous was lost ({type(error).__name__}: {error})"
+    except Exception:
+        torch_events.record(agent.get_event_failed(), config.event_log_handler)
+        raise
+    finally:
+        if close:
+            handler.shutdown()
+    if result is None:
+        return Outcome("failed", f"{why}; see the output of the other nodes", restarts=agent.restarts)
+    if result.state == WorkerState.SUCCEEDED:
+        return Outcome("succeeded", return_values=result.return_values, restarts=agent.restarts)
+    reason = agent.verdict.reason or "a worker hangs in the kernel and cannot be ended"
+    return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
+
+
+def _specify(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any], bounded: bool
+) -> tuple[RendezvousHandler, WorkerSpec]:
+    """The rendezvous and the workers, as `launch_agent` derives them from its configuration."""
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    master_addr, master_port = _get_addr_and_port(parameters)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle  # read when workers are started
+    handler = rendezvous_registry.get_rendezvous_handler(parameters)
+    options: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(WorkerSpec) if hasattr(config, f.name)}
+    options |= {
+        "local_world_size": config.nproc_per_node,
+        "rdzv_handler": handler,
+        "entrypoint": entrypoint,
+        "args": tuple(args),
+        "max_restarts": config.max_restarts if bounded else _WITHOUT_COUNT,
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    return handler, WorkerSpec(**options)

@@ -1,0 +1,191 @@
+"""Keeps the node's SMP alive for as long as ft-run lives, and speaks to it for the agent.
+
+Invariant: an SMP that dies is replaced, at most once per growing pause; the new one adopts the segments and is told
+whom to watch before anyone is served. Training is not disturbed: nothing of this is in the step path.
+
+In: a job on a node, and the death of an SMP (by pidfd). Out: `smp.start`, `smp.lost`, `protection.lost` events; tokens
+and progress for the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..config import Config
+from ..errors import FencedError, FtError, ProtectionError
+from ..events import Events
+from ..smp import client as smp
+from .restarts import newest_common
+
+_CALL_SECONDS = 30.0  # for one request, connecting included; a fence may wait for the kernel to end a process
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts of an SMP that does not stay
+_RETRY_SECONDS = 0.05
+_STAYED_SECONDS = 30.0  # an SMP that lived so long starts the pauses anew
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job on this node, as its ft-run knows it."""
+
+    config: Config
+    name: str
+    node: str
+    run_dir: Path
+
+
+class Watcher:
+    """The SMP of `job` as its launcher sees it. `start` brings it up; then a thread replaces it whenever it dies."""
+
+    def __init__(
+        self,
+        job: Job,
+        events: Events,
+        ensure: Callable[..., int] = smp.ensure,
+        connect: Callable[..., Any] = smp.Client,
+        patience: float = 60.0,
+    ) -> None:
+        """`patience`: seconds for which a request is tried again while the SMP is being replaced."""
+        self._job = job
+        self._events = events
+        self._ensure = ensure
+        self._connect = connect
+        self._patience = patience
+        self._pid = 0
+        self._busy = threading.Lock()
+        self._stop = os.pipe()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> int:
+        """Bring the SMP up and watch it from now on; returns its pid. Raises ProtectionError when it cannot be had."""
+        self._bring_up()
+        self._thread = threading.Thread(target=self._watch, name="ft-smp-watcher", daemon=True)
+        self._thread.start()
+        return self._pid
+
+    def fence(self) -> int:
+        """End what is left of the old incarnation; returns the new one's token. Raises FencedError, ProtectionError."""
+        return self._request("fence", lambda client: int(client.fence()))
+
+    def newest(self) -> int | None:
+        """The newest iteration that all segments of this node hold complete. Raises ProtectionError."""
+        return self._request("status", lambda client: newest_common(client.status()))
+
+    def end(self) -> None:
+        """The job ended in order: no more watching, the segments removed, the SMP gone. Raises ProtectionError."""
+        self.stop()
+        if not self._thread:
+            return
+
+        def end(client: Any) -> None:
+            client.end()
+
+        self._bring_up()  # an SMP that died just now has to come back to clean up
+        self._request("end", end)
+
+    def stop(self) -> None:
+        """Stop watching; the SMP stays. May be called twice."""
+        if self._stop[1] < 0:
+            return
+        os.close(self._stop[1])  # the reader's end becomes readable
+        if self._thread:
+            self._thread.join()
+        os.close(self._stop[0])
+        self._stop = (-1, -1)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No SMP is started meanwhile: for forking, which must not happen while another thread holds locks."""
+        with self._busy:
+            yield
+
+    def close_copies(self) -> None:
+        """In a forked child: close what belongs to the parent's watcher."""
+        for descriptor in self._stop:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._stop = (-1, -1)
+        self._thread = None
+
+    def _bring_up(self) -> None:
+        """Start or find the SMP, and tell it whom to watch. Raises ProtectionError."""
+        job, config = self._job, self._job.config
+        with self._busy:
+            try:
+                pid = self._ensure(job.run_dir, job.name, job.node, config.orphan_seconds, config.faults, _CALL_SECONDS)
+                with self._connect(job.run_dir, _CALL_SECONDS) as client:
+                    client.watch(os.getpid())
+            except (FtError, OSError, subprocess.SubprocessError) as error:
+                raise ProtectionError(f"there is no SMP on node {job.node}: {error}") from error
+            if pid != self._pid:
+                self._pid = pid
+                self._events.emit("smp.start", pid=pid)
+
+    def _request(self, name: str, ask: Callable[[Any], T]) -> T:
+        """Ask until there is an answer, for `patience` seconds: an SMP that died meanwhile is being replaced."""
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                with self._connect(self._job.run_dir, min(_CALL_SECONDS, self._patience)) as client:
+                    return ask(client)
+            except FencedError:
+                raise
+            except FtError as error:
+                if time.monotonic() >= deadline:
+                    raise ProtectionError(
+                        f"node {self._job.node}: the SMP did not answer '{name}' for {self._patience:.0f} s ({error}); "
+                        "what it kept is still in shared memory: give the same command again"
+                    ) from error
+                time.sleep(_RETRY_SECONDS)
+
+    def _watch(self) -> None:
+        """The thread: wait for the SMP's death, replace it, until `stop`."""
+        pause = _FIRST_PAUSE
+        while True:
+            began = time.monotonic()
+            if not self._wait_for_death(self._pid):
+                return
+            self._events.emit("smp.lost", pid=self._pid)
+            if time.monotonic() - began > _STAYED_SECONDS:
+                pause = _FIRST_PAUSE
+            while True:
+                try:
+                    self._bring_up()
+                    break
+                except ProtectionError as error:  # training goes on unprotected: an alarm, and another try
+                    self._events.emit("protection.lost", reason=str(error))
+                if self._stopped_within(pause):
+                    return
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            if self._stopped_within(pause):
+                return
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _stopped_within(self, seconds: float) -> bool:
+        """Wait at most `seconds` for `stop`."""
+        return bool(select.select([self._stop[0]], [], [], seconds)[0])
+
+    def _wait_for_death(self, pid: int) -> bool:
+        """True when `pid` is gone, False when `stop` was called."""
+        try:
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return not self._stopped_within(0)
+        try:
+            poller = select.poll()
+            poller.register(process, select.POLLIN)
+            poller.register(self._stop[0], select.POLLIN | select.POLLHUP)
+            ready = {descriptor for descriptor, _ in poller.poll()}
+        finally:
+            os.close(process)
+        return self._stop[0] not in ready

@@ -1,0 +1,140 @@
+"""Entry of each rank: `python -m ft_plugins.launcher.worker [-m] script args...`, started by ft-run.
+
+Invariant: no rank outlives its ft-run, not even one killed with SIGKILL; an error that no restart can cure is one line
+and the status EXIT_REFUSED, never a traceback; every other error is the script's own and passes unchanged.
+
+The script's `sys.argv` holds its own arguments only: ft-run has taken `--ftp-*` and `--reft*` out wherever they stood,
+so that a script that does not know them is not disturbed. Frameworks whose parsers are hooked find the configuration in
+`launch_context().config`. Hooks and, on a machine without CUDA, device patches are registered before the script runs
+and act when it imports the framework.
+
+In: the environment of `config.launch`. Out: the script, run as `__main__`; `TORCHELASTIC_ERROR_FILE` for the agent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, ParamSpec, TypeVar
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from .. import faults
+from ..config import LaunchContext, launch_context
+from ..errors import EXIT_REFUSED, FtError, ProtocolError
+from . import hooks
+
+_PR_SET_PDEATHSIG = 1
+_EXIT_FAILED = 1  # a restart may cure it
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def bind_to_agent(agent_pid: int) -> None:
+    """SIGKILL this process when the agent's dies. Ends at once if the agent has died already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: a rank could outlive its ft-run")
+    if os.getppid() != agent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def enter(context: LaunchContext) -> None:
+    """What every rank does first: end with its agent, arm the faults that were configured."""
+    if context.agent_pid is not None:
+        bind_to_agent(context.agent_pid)
+    if context.config is not None:
+        faults.arm(context.config.faults, rank=context.rank, restart=context.restart)
+
+
+def guarded(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, but an FtError ends the process with one line: status EXIT_REFUSED, or 1 where a restart may help."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except FtError as error:
+            _end(error)
+
+    return run
+
+
+def forked(function: Callable[P, R], close_copies: Sequence[Callable[[], None]]) -> Callable[P, R]:
+    """`function` as the entry of a rank that is forked from its agent, with the protections of a started one.
+
+    `close_copies` close the descriptors that belong to the agent.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        for close in close_copies:
+            close()
+        enter(launch_context(os.environ))
+        return guarded(function)(*args, **kwargs)
+
+    return run
+
+
+def _end(error: FtError) -> NoReturn:
+    """End at once, before destructors close sockets and peers fail: the report comes first, for the agent to read."""
+    context = launch_context(os.environ)
+    message = " ".join(str(error).split())
+    line = f"ft_plugins: rank {context.rank}: {message}"
+    code = _EXIT_FAILED if isinstance(error, ProtocolError) else EXIT_REFUSED
+    if not _report(line, code) or code == _EXIT_FAILED:
+        print(line, file=sys.stderr)  # where an agent reads the report of a refusal, it prints the line: once
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _report(line: str, code: int) -> bool:
+    """Write torch elastic's error file, whole or not at all; False where no agent asked for one."""
+    target = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not target:
+        return False
+    extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    building = Path(f"{target}.new")
+    building.write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
+    building.replace(target)
+    return True
+
+
+def run_script(script: str, arguments: Sequence[str], module: bool) -> None:
+    """Run `script` as `__main__`, as `python [-m] script arguments` would."""
+    sys.argv = [script, *arguments]
+    if module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    if not getattr(sys.flags, "safe_path", False):  # python -P, since 3.11
+        sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`[-m] script args...`"""
+    words = list(sys.argv[1:] if argv is None else argv)
+    module = words[:1] == ["-m"]
+    script, *arguments = words[1:] if module else words
+
+    def run() -> None:
+        context = launch_context(os.environ)
+        enter(context)
+        hooks.register(context)
+        run_script(script, arguments, module)
+
+    record(guarded(run))()
+
+
+if __name__ == "__main__":
+    main()
