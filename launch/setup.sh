@@ -33,7 +33,9 @@ find_python() {
 
 has_gpu() { command -v nvidia-smi >/dev/null || compgen -G '/dev/nvidia[0-9]*' >/dev/null; }
 pip_is_configured() { # pip looks elsewhere than at the default index only: configuration files and PIP_* variables
-    .venv/bin/python -m pip config list 2>/dev/null | grep -Eq '\.(index-url|extra-index-url|find-links|no-index)='
+    local settings
+    settings=$(.venv/bin/python -m pip config list 2>/dev/null)
+    grep -Eq '\.(index-url|extra-index-url|find-links|no-index)=' <<<"$settings"
 }
 announce_cuda() {
     if [ -n "${FTP_TORCH_INDEX_URL:-}" ] || has_gpu || pip_is_configured; then return; fi

@@ -1,0 +1,223 @@
+"""`ft-plugins`: look at what protects the jobs of this node, end it in order, clean up, and read the configuration.
+
+Invariant: nothing here changes a job that is running, except `end`, which names it. What is asked for and cannot be
+done is one line on stderr and exit status 1.
+
+In: a command line. Out: tables for people, JSON for programs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .config import Config, keys, run_root
+from .errors import ConfigError, FtError
+from .smp import client as smp
+from .smp import liveness
+
+ASK_SECONDS = 5.0  # an SMP that is alive answers in milliseconds
+_EXTRA_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Look at, end and clean up what protects the jobs of this node; explain the configuration.",
+)
+
+JobOption = Annotated[str | None, typer.Option("--job", help="only this job")]
+NodeOption = Annotated[str | None, typer.Option("--node", help="only this node name")]
+
+
+class Format(str, Enum):
+    """How `config` prints the keys."""
+
+    table = "table"
+    markdown = "markdown"
+    json = "json"
+    env = "env"
+    flags = "flags"
+    schema = "schema"
+
+
+@app.command()
+def status(
+    job: JobOption = None,
+    node: NodeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
+) -> None:
+    """Show the snapshot management processes of this node and the versions that they hold."""
+    found = list(_reports(job, node))
+    if job is not None and not found:
+        raise ConfigError(f"no job '{job}' is known here; expected one of: {_known()}")
+    if as_json:
+        for report in found:
+            print(json.dumps(report))
+        return
+    table = Table("job", "node", "SMP", "ft-run", "token", "ranks", "host memory", "newest version", "completed")
+    for report in found:
+        table.add_row(*_row(report))
+    _console().print(table if found else "no job is known here")
+
+
+@app.command()
+def end(
+    job: Annotated[str, typer.Argument(help="name of the job, as `status` shows it")],
+    node: NodeOption = None,
+) -> None:
+    """End a job's SMP in order: its snapshots are dropped. The training processes must have ended before."""
+    found = _run_directories(job, node)
+    if not found:
+        raise ConfigError(f"no job '{job}' is known here; expected one of: {_known()}")
+    for run_dir in found:
+        where = f"job {job} on node {run_dir.name}"
+        if liveness.held(run_dir / "lock"):
+            raise FtError(f"{where} is running under ft-run; stop that first: `end` would drop what protects it")
+        if liveness.held(run_dir / "smp.lock"):
+            with smp.Client(run_dir, ASK_SECONDS) as client:
+                client.end()
+            print(f"{where}: ended")
+        else:
+            print(f"{where}: no SMP is running; `ft-plugins sweep --older-than 0` removes what it may have left")
+
+
+@app.command()
+def sweep(
+    older_than: Annotated[
+        float,
+        typer.Option(min=0, help="seconds since the job was last active; younger segments can still be resumed from"),
+    ] = Config().orphan_seconds,
+) -> None:
+    """Remove the shared memory of jobs whose SMP and ft-run are both gone."""
+    removed = smp.sweep(run_root(), older_than)
+    for path in removed:
+        print(f"removed {path}")
+    print(f"{len(removed)} segments removed")
+
+
+@app.command(context_settings=_EXTRA_WORDS)
+def config(
+    context: typer.Context,
+    form: Annotated[Format, typer.Option("--format", help="how to print")] = Format.table,
+) -> None:
+    """Explain every key, or print the configuration that the flags given after `--` amount to, in any spelling."""
+    chosen, rest = Config.from_flags(context.args)
+    if rest:
+        raise ConfigError(f"{rest[0]}: unknown; expected flags such as --reft, after `--`")
+    shown = chosen if context.args else _everything()
+    match form:
+        case Format.table if context.args:
+            print(chosen.table())
+        case Format.table:
+            _console().print(_explained())
+        case Format.markdown:
+            print(_markdown())
+        case Format.json:
+            print(json.dumps({"ft_plugins": shown.block()}, indent=2))
+        case Format.env:
+            print(f"FTP_CONFIG={shlex.quote(json.dumps(shown.block()))}")
+        case Format.flags:
+            print(shlex.join(shown.flags()))
+        case Format.schema:
+            print(json.dumps(Config.model_json_schema(), indent=2))
+
+
+def main() -> None:
+    """Entry of the console script."""
+    try:
+        app(prog_name="ft-plugins")
+    except FtError as error:
+        print(f"ft-plugins: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _console() -> Console:
+    """Wide where nobody looks at a terminal: lines of a pipe or a file are not cut."""
+    return Console(width=None if sys.stdout.isatty() else 200)
+
+
+def _run_directories(job: str | None, node: str | None) -> list[Path]:
+    found = sorted(path for path in run_root().glob("*/*") if path.is_dir())
+    return [path for path in found if job in (None, path.parent.name) and node in (None, path.name)]
+
+
+def _known() -> str:
+    return ", ".join(sorted({path.parent.name for path in _run_directories(None, None)})) or "none"
+
+
+def _reports(job: str | None, node: str | None) -> Iterator[dict[str, Any]]:
+    """What each SMP says of itself; for a run directory without one, that it is not alive."""
+    for run_dir in _run_directories(job, node):
+        report: dict[str, Any] = {"job": run_dir.parent.name, "node": run_dir.name, "alive": False}
+        if liveness.held(run_dir / "smp.lock"):
+            with smp.Client(run_dir, ASK_SECONDS) as client:
+                report |= {**client.status(), "alive": True}
+        yield report | {"run_dir": str(run_dir), "ft_run_alive": liveness.held(run_dir / "lock")}
+
+
+def _row(report: Mapping[str, Any]) -> list[str]:
+    ft_run = "running" if report["ft_run_alive"] else "gone"
+    if not report["alive"]:
+        return [report["job"], report["node"], "gone", ft_run, "", "", "", "", ""]
+    segments = report["segments"]
+    return [
+        report["job"],
+        report["node"],
+        f"pid {report['pid']}",
+        ft_run,
+        str(report["token"]),
+        str(len(segments)),
+        f"{sum(segment['bytes'] for segment in segments) / 2**20:.1f} MiB",
+        _newest(segments),
+        str(min((segment["completed"] for segment in segments), default="")),
+    ]
+
+
+def _newest(segments: Sequence[Mapping[str, Any]]) -> str:
+    """The newest version that every segment of this node holds complete."""
+    held = [
+        {(slot["lineage"], slot["iteration"]) for slot in segment["slots"] if slot["state"] == "CLEAN"}
+        for segment in segments
+    ]
+    common = set.intersection(*held) if held else set()
+    return "iteration {1}, lineage {0}".format(*max(common)) if common else "none yet"
+
+
+def _everything() -> Config:
+    """Every key at its default, written out; names that are unset stay unset."""
+    block: dict[str, Any] = {}
+    for key in keys():
+        if key.system:
+            block[key.path[0]] = {}
+        elif key.default is not None:
+            (block if len(key.path) == 1 else block[key.path[0]])[key.path[-1]] = key.default
+    return Config.from_json(block)
+
+
+def _rows() -> Iterator[tuple[str, str, str, str, str]]:
+    for key in keys():
+        meaning = key.meaning if key.switch else f"{key.meaning} ({key.expected})"
+        yield key.flag, key.name, key.shown(key.default), key.unit, meaning
+
+
+def _explained() -> Table:
+    table = Table("flag", "in JSON", "default", "unit", "meaning")
+    for flag, name, default, unit, meaning in _rows():
+        table.add_row(flag, name, default, unit, meaning)
+    return table
+
+
+def _markdown() -> str:
+    lines = ["| flag | in JSON | default | unit | meaning |", "|---|---|---|---|---|"]
+    lines += [f"| `{flag}` | `{name}` | " + " | ".join(rest) + " |" for flag, name, *rest in _rows()]
+    return "\n".join(lines)
