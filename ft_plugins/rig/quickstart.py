@@ -1,0 +1,197 @@
+"""The main job, proven: pretrain a small GPT twice, kill one process of the second run, compare what the runs ended in.
+
+    python -m ft_plugins.rig.quickstart [--data FILE] [--iterations N] [--out DIR]
+
+Invariant: the exit status is 0 only if the killed run restored exactly once, from memory, and ended bit for bit where
+the other one ended. Both runs go through `ft-run` as users start it; the kill comes from outside; whatever happens,
+nothing of the runs is left behind but the files in the output folder.
+
+In: a text file, or nothing. Out: table, report.json, report.png, and one folder of logs for each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import getpid
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import ConfigError, FtError
+from .display import Display, display_on
+from .driver import Drive, DriveError, Phase
+from .picture import draw
+from .report import Report, Run, make_report, table, verdict
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "megatron_gpt.py"
+TP, PP, DP = 2, 2, 2
+RANKS = TP * PP * DP
+FAILED_STATUS = 1
+_LOOK_SECONDS = 0.2
+_WRITTEN = ("output.log", "loss.jsonl", "events.jsonl", "smp.log", "state-*.json")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run. The process of `rank` is killed once iteration `kill_at` is logged."""
+
+    data: Path | None
+    out: Path
+    iterations: int
+    kill_at: int
+    rank: int
+    patience: float  # seconds without anything new after which a run counts as hung
+    job: tuple[str, ...]  # flags of the example
+
+    def arguments(self, folder: Path) -> list[str]:
+        """The command line for ft-run of a run in `folder`."""
+        words = ["--nproc-per-node", str(RANKS), "--reft", "--reft-interval", "1", "--ftp-orphan-seconds", "60"]
+        words += [str(EXAMPLE), *self.job, "--iterations", str(self.iterations)]
+        words += ["--loss-log", str(folder / "loss.jsonl"), "--state-digest", str(folder / "state-")]
+        return words if self.data is None else [*words, "--data", str(self.data)]
+
+
+def parse(argv: Sequence[str]) -> Plan:
+    """Raises ConfigError, SystemExit."""
+    parser = argparse.ArgumentParser(
+        prog="quickstart", description="Pretrain a small GPT twice, kill a process in the second run, and compare."
+    )
+    parser.add_argument("--data", type=Path, help="any text file (default: the sources of Python's standard library)")
+    parser.add_argument("--iterations", type=int, default=60, help="iterations of each run (default %(default)s)")
+    parser.add_argument("--kill-at", type=int, help="kill once this iteration is logged (default: half of them)")
+    parser.add_argument("--kill-rank", type=int, default=5, help="whose process is killed (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("quickstart-out"), help="folder (default %(default)s)")
+    parser.add_argument(
+        "--patience", type=float, default=240.0, help="seconds without progress until a run is given up"
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller model and 12 iterations: to see it work")
+    options = parser.parse_args(argv)
+    iterations = 12 if options.quick else options.iterations
+    kill_at = iterations // 2 if options.kill_at is None else options.kill_at
+    if not 2 <= kill_at <= iterations - 2:
+        raise ConfigError(f"--kill-at {kill_at}: expected 2 to {iterations - 2}, of {iterations} iterations")
+    if not 0 <= options.kill_rank < RANKS:
+        raise ConfigError(f"--kill-rank {options.kill_rank}: expected 0 to {RANKS - 1}")
+    if options.data is not None and (not options.data.is_file() or not options.data.stat().st_size):
+        raise ConfigError(
+            f"--data {options.data}: expected a text file with something in it; leave it out for a default"
+        )
+    if not EXAMPLE.is_file():
+        raise ConfigError(f"{EXAMPLE} is missing: the quickstart runs from a checkout of the project")
+    return Plan(
+        data=options.data.resolve() if options.data else None,
+        out=options.out.resolve(),
+        iterations=iterations,
+        kill_at=kill_at,
+        rank=options.kill_rank,
+        patience=options.patience,
+        job=job_flags(options.quick),
+    )
+
+
+def job_flags(quick: bool) -> tuple[str, ...]:
+    """The job: distributed optimizer, bf16, dropout on, sizes that two cores can bear."""
+    sizes = {"--layers": 4, "--hidden": 64, "--sequence": 64, "--global-batch": 16, "--micro-batch": 2}
+    if not quick:
+        sizes |= {"--hidden": 128, "--sequence": 128, "--global-batch": 32, "--micro-batch": 4}
+    flags = ["--tp", str(TP), "--pp", str(PP), "--bf16", "--distributed-optimizer", "--lr", "3e-3", "--warmup", "5"]
+    return (*flags, *(word for name, size in sizes.items() for word in (name, str(size))))
+
+
+def run(plan: Plan, name: str, title: str, kill: bool, display: Display) -> Run:
+    """One run of the job, from start to cleaned up. Raises DriveError, with the job's last output in the message."""
+    folder = plan.out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in _WRITTEN:
+        for stale in folder.glob(pattern):
+            stale.unlink()
+    display.begin(title, plan.iterations)
+    job = f"quickstart-{getpid()}-{name}"
+    with Drive(job, plan.arguments(folder), folder, folder / "loss.jsonl", plan.iterations) as drive:
+        try:
+            follow(drive, plan, kill, display)
+        except DriveError as error:
+            raise DriveError(f"{error}\n\nits last lines:\n{drive.tail()}") from error
+    return Run(drive.began, drive.ended, drive.events(), drive.losses(), read_digests(folder))
+
+
+def follow(drive: Drive, plan: Plan, kill: bool, display: Display) -> None:
+    """Show the job until it is done, and strike once on the way. Raises DriveError."""
+    struck = not kill
+    while (progress := drive.follow(_LOOK_SECONDS, plan.patience)).phase is not Phase.DONE:
+        display.show(progress)
+        if not struck and progress.phase is Phase.TRAINING and progress.iteration >= plan.kill_at:
+            pid = drive.kill(plan.rank)
+            display.say(f"SIGKILL sent to rank {plan.rank} (pid {pid}) after iteration {progress.iteration} was logged")
+            struck = True
+    display.show(progress)
+    if not struck:
+        raise DriveError(f"the job ended before iteration {plan.kill_at} was seen: nobody was killed; see {drive.log}")
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """The final state of every rank, in parts: `rank 3 / items / name` -> its description, with its digest."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("state-*.json")):
+        rank = int(path.stem.removeprefix("state-"))
+        for kind, parts in json.loads(path.read_text()).items():
+            for part, description in parts.items():
+                found[f"rank {rank} / {kind} / {part}"] = json.dumps(description, sort_keys=True)
+    return found
+
+
+def prove(plan: Plan, console: Console, display: Display) -> Report:
+    """Both runs, then the comparison. Raises FtError."""
+    unfailed = run(plan, "unfailed", "unfailed run", False, display)
+    failed = run(plan, "failed", "run with one kill", True, display)
+    display.close()
+    report = make_report(failed, unfailed)
+    (plan.out / "report.json").write_text(report.json() + "\n")
+    draw(failed, unfailed, report, plan.out / "report.png")
+    console.print(table(report))
+    console.print(
+        f"report: {plan.out / 'report.json'}\npicture: {plan.out / 'report.png'}", highlight=False, soft_wrap=True
+    )
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 proven, 1 not, 130 after Ctrl-C."""
+    console = Console()
+
+    def told(number: int, frame: FrameType | None) -> Any:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, told)
+    display: Display | None = None
+    try:
+        plan = parse(sys.argv[1:] if argv is None else argv)
+        display = display_on(console, RANKS)
+        display.say(
+            f"A GPT on {plan.data or 'the sources of Python'}: TP{TP} x PP{PP} x DP{DP} = {RANKS} processes, "
+            f"{plan.iterations} iterations, once without and once with a failure. Logs: {plan.out}"
+        )
+        report = prove(plan, console, display)
+    except FtError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return FAILED_STATUS
+    except KeyboardInterrupt:
+        print("quickstart: interrupted; its processes are ended and their memory is released", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        if display is not None:
+            display.close()
+    console.print(verdict(report), style="bold green" if report.proven else "bold red", highlight=False, soft_wrap=True)
+    return 0 if report.proven else FAILED_STATUS
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Installs the project into .venv (once), then trains a small GPT twice on 8 processes, kills one of them in the second
+# run, and shows whether that left a trace. Any arguments: bash launch/quickstart.sh --help
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+bash "$root/launch/setup.sh"
+export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
+exec "$root/.venv/bin/python" -m ft_plugins.rig.quickstart "$@"
