@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 
 from . import (
+    megatron_datasets,
     megatron_distrib_optimizer,
     megatron_fused_kernels,
     megatron_jit,
@@ -48,6 +49,7 @@ def cpu_patches(device_count: int = 1) -> tuple[Patch, ...]:
         *megatron_optimizer.patches(),
         *megatron_distrib_optimizer.patches(),
         *megatron_fused_kernels.patches(),
+        *megatron_datasets.patches(),
     )
 
 
