@@ -1,0 +1,283 @@
+"""Megatron at megatron.core level as a host: model chunks, optimizer, scheduler, and what the caller counts.
+
+Invariant: building a host changes nothing, and installing it changes no number: the optimizer's state is created
+eagerly as the first update would create it, and `step` is wrapped on this one instance. `restore` leaves the job as
+Megatron's own load would (param groups, scheduler, scaler, microbatch calculator), with the derivable parameters
+rebuilt by Megatron's own copy and gather; `restore_position` sets data position, then RNG.
+
+In: what the training script has built, after `prepare()`. Out: a `model.host.Host`. The script's loop calls
+`iteration_begin`, `iteration_end` and `shutdown` of the hooks; `before_update` and `after_update` come from here.
+
+    iteration.forward   first forward of an iteration     update.middle   inner optimizer stepped, nothing copied yet
+    update.begin        past the fence; `inf`: one gradient of this rank becomes infinite      update.end   all done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron import core
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from ... import faults
+from ...errors import ResumeError, TopologyError
+from ...model.host import Hooks
+from ...model.inventory import Inventory
+from ...model.topology import Topology
+from . import state
+from .rng import restore_rng, rng_state
+from .support import flat, is_stub, require_supported
+
+_ARCHITECTURE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *("hidden_dropout", "attention_dropout", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("mtp_num_layers", "params_dtype", "fp16", "bf16", "sequence_parallel"),
+)
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """A part of the training state that the caller keeps: how to read it as plain values, and how to set it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class MegatronCoreHost:
+    """One rank of a Megatron job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
+
+    `completed()` is the number of completed iterations, `counters` is set before the scheduler on a restore,
+    `position` (the data position) right before the first iteration. `consumed_samples()` drives a batch size ramp-up.
+    `identity` is what the caller adds to the fingerprint: seed, batch sizes, data.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        topology: Topology,
+        completed: Callable[[], int],
+        counters: Mapping[str, StateEntry],
+        position: Mapping[str, StateEntry],
+        identity: Mapping[str, Any],
+        consumed_samples: Callable[[], int] | None = None,
+    ) -> None:
+        self.framework = f"megatron-core {core.__version__}"
+        self.rank = torch.distributed.get_rank()
+        self.chunks = tuple(chunks)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.optimizers = flat(optimizer)
+        self._topology, self._completed, self._consumed_samples = topology, completed, consumed_samples
+        self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
+        self._names = state.parameter_names(self.chunks)
+        require_supported(self.chunks, self.optimizers, self.rank)
+        self._require_megatrons_layout()
+
+    # facts
+
+    def topology(self) -> Topology:
+        """Where every rank of the job stands."""
+        return self._topology
+
+    def inventory(self) -> Inventory:
+        """What this rank's state is made of; creates the optimizer's state where no update has done so yet."""
+        return Inventory.of(self.rank, (one.item for one in self._held))
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors, by item name."""
+        return {one.item.name: one.read() for one in self._held}
+
+    @cached_property
+    def _held(self) -> list[state.Held]:
+        for optimizer in self.optimizers:
+            state.create_optimizer_state(optimizer)
+        return state.held(self.chunks, self.optimizers, self.rank, self._replicas)
+
+    def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
+        """Megatron marks the parameters of experts by `allreduce = False`."""
+        is_expert = not getattr(parameter, "allreduce", True)
+        return self._topology.expert_replicas(self.rank) if is_expert else self._topology.replicas(self.rank)
+
+    def _require_megatrons_layout(self) -> None:
+        """The replica sets that items will name must be the groups over which Megatron reduces gradients."""
+        members = torch.distributed.get_process_group_ranks
+        dense = members(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        experts = members(parallel_state.get_expert_data_parallel_group())
+        named = self._topology.replicas(self.rank), self._topology.expert_replicas(self.rank)
+        if (tuple(sorted(dense)), tuple(sorted(experts))) != named:
+            raise TopologyError(
+                f"rank {self.rank}: Megatron's data-parallel group is {sorted(dense)} and that of experts "
+                f"{sorted(experts)}; the given topology says {list(named[0])} and {list(named[1])}: "
+                "give it Megatron's sizes and order"
+            )
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What must be equal for captured state to belong to this job; equal on all ranks."""
+        config, chunk, topology = self.chunks[0].config, self.chunks[0], self._topology
+        known = {field.name for field in fields(config)}
+        sizes = {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "vpp", "expert_tp", "order")}
+        kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
+        inner = {type(optimizer.optimizer).__name__ for optimizer in self.optimizers if not is_stub(optimizer)}
+        return {
+            "framework": "megatron",
+            "architecture": {name: _plain(getattr(config, name)) for name in _ARCHITECTURE if name in known},
+            "parallel": sizes,
+            "optimizer": sorted(kinds | inner),
+            "gradient_buckets": getattr(chunk.ddp_config, "bucket_size", None),
+            **self._identity,
+        }
+
+    def small_state(self) -> dict[str, Any]:
+        """Everything that is no tensor, at the version point."""
+        return {
+            "groups": [state.groups(optimizer) for optimizer in self.optimizers],
+            "scalars": state.scalars(self.optimizers, self._names),
+            "scalers": [scaler.state_dict() if scaler else None for scaler in self._scalers()],
+            "scheduler": self.scheduler.state_dict(),
+            "counters": {name: entry.read() for name, entry in self._counters.items()},
+            "position": {name: entry.read() for name, entry in self._position.items()},
+            "rng": rng_state(),
+        }
+
+    def _scalers(self) -> list[Any]:
+        return [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers]
+
+    # back
+
+    def restore(self, small: Mapping[str, Any]) -> None:
+        """The item tensors hold the version: set the rest, and rebuild what is derivable. A collective."""
+        self._require_same_parts(small)
+        for name, entry in self._counters.items():
+            entry.write(small["counters"][name])
+        for optimizer, groups in zip(self.optimizers, small["groups"], strict=True):
+            state.restore_groups(optimizer, groups)
+        state.restore_scalars(self.optimizers, self._names, small["scalars"])
+        for scaler, captured in zip(self._scalers(), small["scalers"], strict=True):
+            if scaler:
+                scaler.load_state_dict(captured)
+        self._restore_scheduler(small["scheduler"])
+        if self._consumed_samples is not None:
+            update_num_microbatches(self._consumed_samples(), consistency_check=False)
+        self._rebuild_derivable()
+
+    def restore_position(self, small: Mapping[str, Any]) -> None:
+        """Data position, then RNG last."""
+        for name, entry in self._position.items():
+            entry.write(small["position"][name])
+        restore_rng(small["rng"])
+
+    def _require_same_parts(self, small: Mapping[str, Any]) -> None:
+        ours = {
+            "optimizers": len(self.optimizers),
+            "loss scalers": [scaler is not None for scaler in self._scalers()],
+            "counters": sorted(self._counters),
+            "data positions": sorted(self._position),
+        }
+        captured = {
+            "optimizers": len(small["groups"]),
+            "loss scalers": [scaler is not None for scaler in small["scalers"]],
+            "counters": sorted(small["counters"]),
+            "data positions": sorted(small["position"]),
+        }
+        for part, found in ours.items():
+            if found != captured[part]:
+                raise ResumeError(
+                    f"rank {self.rank}: {part}: this job has {found}, captured were {captured[part]}: "
+                    "resume with the settings of the captured job, or start with --ftp-resume fresh"
+                )
+
+    def _restore_scheduler(self, captured: Mapping[str, Any]) -> None:
+        """Megatron's own load: it adds the captured steps to its counter and sets lr and weight decay of all groups."""
+        self.scheduler.num_steps = 0
+        try:
+            self.scheduler.load_state_dict(dict(captured))
+        except AssertionError as error:
+            raise ResumeError(
+                f"rank {self.rank}: the schedule differs from the captured one: {error}; "
+                "--use-checkpoint-opt-param-scheduler keeps that one, --override-opt-param-scheduler takes this job's"
+            ) from error
+
+    @torch.no_grad()
+    def _rebuild_derivable(self) -> None:
+        """Masters -> model parameters, then the shards of the other ranks."""
+        gathered = False
+        for optimizer in self.optimizers:
+            if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
+                optimizer._copy_main_params_to_model_params()
+            gathered = gathered or isinstance(optimizer, DistributedOptimizer)
+        if gathered:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    # hooks
+
+    def install(self, hooks: Hooks) -> None:
+        """Call `hooks` around every update from now on, and reach the fault points."""
+        original = self.optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            iteration = self._completed() + 1
+            hooks.before_update(iteration)
+            if faults.reach("update.begin", iteration=iteration) == "inf":
+                self._make_a_gradient_infinite()
+            outcome = original(*args, **kwargs)
+            faults.reach("update.end", iteration=iteration)
+            hooks.after_update(iteration)
+            return outcome
+
+        self.optimizer.step = step
+        self._reach_points_inside()
+
+    def skip_update(self, hooks: Hooks) -> None:
+        """For an iteration whose batch the loop skips: the hooks of an update, and a meeting of all ranks.
+
+        A captured version may replace the oldest one only when every rank is past the fence of the one between; the
+        collectives of an update guarantee that, and an iteration without them needs one of its own.
+        """
+        iteration = self._completed() + 1
+        hooks.before_update(iteration)
+        torch.distributed.barrier()
+        hooks.after_update(iteration)
+
+    def _reach_points_inside(self) -> None:
+        reached = [0]
+
+        def first_forward(chunk: torch.nn.Module, args: Any) -> None:
+            iteration = self._completed() + 1
+            if chunk.training and reached[0] != iteration:
+                reached[0] = iteration
+                faults.reach("iteration.forward", iteration=iteration)
+
+        def inner_stepped(*args: Any) -> None:
+            faults.reach("update.middle", iteration=self._completed() + 1)
+
+        for chunk in self.chunks:
+            chunk.register_forward_pre_hook(first_forward)
+        for optimizer in self.optimizers:
+            if not is_stub(optimizer):
+                optimizer.optimizer.register_step_post_hook(inner_stepped)
+
+    def _make_a_gradient_infinite(self) -> None:
+        """In the first parameter that an optimizer updates on this rank.
+
+        Without the distributed optimizer Megatron looks for infinities over the model-parallel group only: to skip the
+        update on all replicas, arm the fault on all of them.
+        """
+        for optimizer in self.optimizers:
+            for one in state.trained(optimizer, self._names):
+                one.parameter.main_grad.fill_(float("inf"))
+                return
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, torch.dtype) else value

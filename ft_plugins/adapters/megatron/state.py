@@ -1,0 +1,260 @@
+"""What a Megatron rank's training state is made of: the live tensors, and the scalars beside them.
+
+Invariant: every tensor that training changes is exactly one item, or is derivable from items by Megatron's own copy
+and gather. Derivable, hence no item: low-precision parameters with an fp32 master; under the distributed optimizer
+every parameter that it gathers (the truth is the shard of the rank that owns it); gradients, zeroed in each iteration.
+
+    FP32Optimizer                   parameter, moments                replicated over DP x CP (experts: expert DP)
+    Float16Optimizer...             fp32 master, moments              replicated likewise
+    DistributedOptimizer            shard of the fp32 master or of    this rank's alone
+                                    the fp32 parameter, moments
+    no optimizer updates it         parameter (frozen)                replicated likewise
+    buffers                         as they are; may change anywhere  this rank's alone
+
+Names are `chunk<i>.<parameter>`, with `:main` for a master and `:<key>` for optimizer state. Moments are whatever
+tensors with dimensions the inner optimizer keeps per parameter, so FusedAdam's are found like torch Adam's; what has no
+dimensions ('step') is small state.
+
+In: model chunks, optimizers, a function from a parameter to its replica set. Out: `Held`, `Trained`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+from ...errors import InventoryError, ResumeError
+from ...model.inventory import Item, Role, Span
+from .support import is_stub
+
+Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
+
+_UPDATE = frozenset({Span.UPDATE})
+_ANYWHERE = frozenset(Span)
+_NEVER: frozenset[Span] = frozenset()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter that an optimizer updates on this rank."""
+
+    name: str
+    parameter: torch.nn.Parameter  # the model's
+    main: torch.Tensor  # what the inner optimizer updates: the parameter, its fp32 master, or this rank's shard
+    sharded: bool
+    state: Mapping[str, Any]  # the inner optimizer's, per parameter
+
+
+@dataclass(frozen=True)
+class Held:
+    """An item and where its tensor lives now."""
+
+    item: Item
+    read: Callable[[], torch.Tensor]
+
+
+def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
+    """A name for every parameter, equal on all data-parallel replicas; a shared one has the first."""
+    names: dict[torch.nn.Parameter, str] = {}
+    for index, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            names.setdefault(parameter, f"chunk{index}.{_unwrapped(name)}")
+    return names
+
+
+def create_optimizer_state(optimizer: Any) -> None:
+    """Give every parameter the state that its first update would give it: zero moments, step 0. Idempotent.
+
+    Both torch's Adam and FusedAdam take what is there and compute the same numbers.
+    """
+    if is_stub(optimizer):
+        return
+    inner = optimizer.optimizer
+    if optimizer.init_state_fn is not None:
+        optimizer.init_state_fn(inner, optimizer.config)
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        for group in inner.param_groups:
+            on_device = group["capturable"] or group["fused"]
+            for parameter in group["params"]:
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+                inner.state[parameter].setdefault("step", step)
+
+
+def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[Trained]:
+    """What `optimizer` updates on this rank. Raises InventoryError for a parameter that the model does not have."""
+    if is_stub(optimizer):
+        return
+    sharded = isinstance(optimizer, DistributedOptimizer)
+    for parameter, main in _pairs(optimizer):
+        if parameter not in names:
+            raise InventoryError(
+                f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that no model chunk has; "
+                "give the host all chunks of this rank"
+            )
+        yield Trained(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main])
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """(model parameter, what the inner optimizer updates for it)."""
+    match optimizer:
+        case DistributedOptimizer():
+            groups = (
+                (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+                (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+            )
+        case Float16OptimizerWithFloat16Params():
+            groups = (
+                (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+                (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
+            )
+        case _:
+            own = [group["params"] for group in optimizer.optimizer.param_groups]
+            groups = ((own, own),)
+    for models, mains in groups:
+        for model_group, main_group in zip(models, mains, strict=True):
+            yield from zip(model_group, main_group, strict=True)
+
+
+def derivable(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """The parameters that Megatron rebuilds from what is captured, on this rank or on another of its replicas."""
+    if is_stub(optimizer):
+        return
+    if isinstance(optimizer, DistributedOptimizer):
+        for buffer in optimizer.buffers:
+            yield from buffer.params
+    else:
+        yield from (parameter for parameter, _ in _pairs(optimizer))
+
+
+def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int, replicas: Replicas) -> list[Held]:
+    """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above."""
+    names, layers = parameter_names(chunks), _layers(chunks)
+    found: list[Held] = []
+    for optimizer in optimizers:
+        for one in trained(optimizer, names):
+            found.extend(_of_trained(one, (rank,) if one.sharded else replicas(one.parameter), layers))
+    rebuilt = {parameter for optimizer in optimizers for parameter in derivable(optimizer)}
+    for parameter, name in names.items():
+        if parameter in rebuilt:
+            continue
+        if parameter.requires_grad:
+            raise InventoryError(
+                f"rank {rank}: parameter '{name}' requires a gradient, but no optimizer updates it: "
+                "freeze it, or give the host its optimizer"
+            )
+        found.append(_held(name, Role.PARAMETER, replicas(parameter), layers, _NEVER, lambda p=parameter: p.detach()))
+    for index, chunk in enumerate(chunks):
+        for name, buffer in chunk.named_buffers():
+            owner, _, key = name.rpartition(".")
+            module = chunk.get_submodule(owner)
+            name = f"chunk{index}.{_unwrapped(name)}"
+            if isinstance(buffer, torch.Tensor):
+                read = lambda module=module, key=key: module._buffers[key]  # noqa: E731  (may be replaced by the model)
+                found.append(_held(name, Role.BUFFER, (rank,), layers, _ANYWHERE, read))
+    return found
+
+
+def _of_trained(one: Trained, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[Held]:
+    if one.main is one.parameter:
+        yield _held(one.name, Role.PARAMETER, replicas, layers, _UPDATE, one.main.detach)
+    else:
+        yield _held(f"{one.name}:main", Role.MAIN_PARAMETER, replicas, layers, _UPDATE, one.main.detach)
+    for key, value in one.state.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            read = lambda state=one.state, key=key: state[key]  # noqa: E731
+            yield _held(f"{one.name}:{key}", Role.MOMENT, replicas, layers, _UPDATE, read)
+
+
+def _held(
+    name: str,
+    role: Role,
+    replicas: tuple[int, ...],
+    layers: Mapping[str, int],
+    changed_by: frozenset[Span],
+    read: Callable[[], torch.Tensor],
+) -> Held:
+    tensor = read()
+    if not tensor.is_contiguous():
+        raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
+    dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
+    item = Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, _layer_of(name, layers), changed_by)
+    return Held(item, read)
+
+
+# scalars
+
+
+def scalars(optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str]) -> dict[str, dict[str, Any]]:
+    """What the inner optimizers keep per parameter without dimensions: 'step'."""
+    return {
+        one.name: {k: v for k, v in one.state.items() if not (isinstance(v, torch.Tensor) and v.dim() > 0)}
+        for optimizer in optimizers
+        for one in trained(optimizer, names)
+    }
+
+
+def restore_scalars(
+    optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str], saved: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Set them, each in a tensor of its own: a 'step' that parameters share is incremented once per parameter."""
+    for optimizer in optimizers:
+        for one in trained(optimizer, names):
+            if one.name not in saved:
+                raise ResumeError(f"parameter '{one.name}' is updated here, but no optimizer scalars were captured")
+            for key, value in saved[one.name].items():
+                optimizer.optimizer.state[one.main][key] = _own(value, one.state.get(key))
+
+
+def groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The values of the parameter groups (lr, weight decay, betas, FusedAdam's 'step'), without the parameters."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Set the values of the parameter groups, in place: schedulers hold the dictionaries."""
+    if len(saved) != len(optimizer.param_groups):
+        raise ResumeError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, captured were {len(saved)}: "
+            "resume with the model and the optimizer settings of the captured job"
+        )
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: _own(value, group.get(key)) for key, value in values.items()})
+
+
+def _own(value: Any, like: Any) -> Any:
+    """`value` as a tensor of its own, on the device of the one that it replaces."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone().to(like.device if isinstance(like, torch.Tensor) else "cpu")
+
+
+# names
+
+
+def _unwrapped(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _layers(chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
+    """Global layer number, from 1, by the name of each module that says which layer it is."""
+    found = {}
+    for index, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            number = getattr(module, "layer_number", None)
+            if name and isinstance(number, int):
+                found[f"chunk{index}.{_unwrapped(name)}"] = number
+    return found
+
+
+def _layer_of(name: str, layers: Mapping[str, int]) -> int | None:
+    """The layer of the outermost module on the path that has a number."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return next((layers[prefix] for prefix in prefixes if prefix in layers), None)
