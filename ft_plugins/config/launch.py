@@ -105,7 +105,7 @@ def run_root(environ: Mapping[str, str] = os.environ) -> Path:
 def run_directory(job: str, node: str, environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of `job` on `node`: lock, socket, token, events.jsonl. Created 0700. Raises ConfigError."""
     for flag, name in (("--ftp-job", job), ("--ftp-node-name", node)):
-        if not re.match(NAME_PATTERN, name):
+        if not re.fullmatch(NAME_PATTERN, name):
             raise ConfigError(f"{flag}: expected {NAME_RULE}, found {name!r}")
     folder = run_root(environ) / job / node
     length = len(os.fsencode(folder / _SOCKET))

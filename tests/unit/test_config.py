@@ -1,0 +1,351 @@
+"""The schema and its spellings: what is accepted, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ft_plugins.config import (
+    Config,
+    LaunchContext,
+    ReftConfig,
+    add_flags,
+    keys,
+    launch_context,
+    merge,
+    run_directory,
+    worker_environment,
+)
+from ft_plugins.config.keys import derive
+from ft_plugins.errors import ConfigError
+
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", fullmatch=True)
+reft_blocks = st.fixed_dictionaries({}, optional={"interval": st.integers(1, 9999), "bucket_mib": st.integers(1, 1024)})
+blocks = st.fixed_dictionaries(
+    {"reft": reft_blocks},
+    optional={
+        "job": names,
+        "node_name": names,
+        "resume": st.sampled_from(["auto", "memory", "storage", "fresh"]),
+        "require_protection": st.booleans(),
+        "orphan_seconds": st.floats(0, 1e9),
+        "max_unprotected_steps": st.integers(1, 10**9),
+        "faults": st.sampled_from(["", "iteration.forward@iteration=6,rank=3:kill"]),
+    },
+)
+
+
+def refusal(call: Any, *arguments: Any, **named: Any) -> str:
+    """The one line with which `call` refuses its arguments."""
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ one schema
+
+
+@given(blocks)
+def test_every_spelling_leads_back_to_the_same_configuration(block: dict[str, Any]) -> None:
+    config = Config.from_json(block)
+    assert Config.from_json(json.loads(json.dumps(config.block()))) == config
+    assert Config.from_flags(config.flags()) == (config, [])
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert Config.from_namespace(parser.parse_args(config.flags())) == config
+
+
+@given(blocks)
+def test_what_was_given_survives_the_way_through_the_environment(block: dict[str, Any]) -> None:
+    config = Config.from_json(block)
+    told = launch_context(worker_environment(config, Path("/run/x"), 7, 42)).config
+    assert told is not None and told.given() == config.given()
+
+
+def test_every_key_says_what_it_means_and_what_it_expects() -> None:
+    assert all(key.meaning and key.expected and not key.meaning.endswith(".") for key in keys())
+    assert len({key.flag for key in keys()}) == len({key.dest for key in keys()}) == len(keys())
+
+
+def test_general_keys_are_ftp_flags_and_a_systems_keys_carry_its_name() -> None:
+    flags = {key.name: key.flag for key in keys()}
+    assert flags["max_unprotected_steps"] == "--ftp-max-unprotected-steps"
+    assert flags["reft"] == "--reft"
+    assert flags["reft.bucket_mib"] == "--reft-bucket-mib"
+
+
+def test_a_further_system_needs_only_its_class() -> None:
+    from pydantic import Field
+
+    from ft_plugins.config import SystemConfig
+
+    class SecondConfig(SystemConfig):
+        level: int = Field(2, ge=1, description="how deep")
+
+    class Wider(Config):
+        second: SecondConfig | None = Field(None, description="switch on the second")
+
+    added = [key for key in derive(Wider, "ftp") if key.path[0] == "second"]
+    assert [(key.flag, key.dest, key.switch, key.expected) for key in added] == [
+        ("--second", "second", True, "an object, true or false"),
+        ("--second-level", "second_level", False, "an integer >= 1"),
+    ]
+
+
+def test_no_key_holds_a_secret() -> None:
+    assert not [key.name for key in keys() if any(word in key.name for word in ("secret", "password", "token", "key"))]
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().job = "x"  # type: ignore[misc]
+
+
+def test_the_table_shows_every_effective_value_and_marks_the_defaults() -> None:
+    table = Config.from_json({"reft": {"interval": 3}}).table().splitlines()
+    assert len(table) == 1 + len(keys())
+    rows = [line.split() for line in table]
+    assert ["--reft-interval", "3", "iterations"] in rows
+    assert ["--reft-bucket-mib", "16", "MiB", "default"] in rows
+    assert ["--ftp-orphan-seconds", "1800", "seconds", "default"] in rows
+
+
+def test_the_table_leaves_out_the_keys_of_a_system_that_is_off() -> None:
+    table = Config().table()
+    assert "--reft-interval" not in table and "off" in table
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        ({"reft": {"intervall": 1}}, "ft_plugins.reft.intervall: unknown key; did you mean ft_plugins.reft.interval?"),
+        ({"interval": 1}, "ft_plugins.interval: unknown key; did you mean ft_plugins.reft.interval?"),
+        ({"Resume": "auto"}, "ft_plugins.Resume: unknown key; did you mean ft_plugins.resume?"),
+        ({"raft": {}}, "ft_plugins.raft: unknown key; did you mean ft_plugins.reft?"),
+        ({"reft": {"interval": 0}}, "ft_plugins.reft.interval: expected an integer >= 1, found 0"),
+        ({"reft": {"interval": "1"}}, "ft_plugins.reft.interval: expected an integer >= 1, found '1'"),
+        ({"reft": {"interval": True}}, "ft_plugins.reft.interval: expected an integer >= 1, found True"),
+        ({"reft": {"bucket_mib": 2e3}}, "ft_plugins.reft.bucket_mib: expected an integer >= 1 and <= 1024, found 2000"),
+        ({"reft": 3}, "ft_plugins.reft: expected an object, true or false, found 3"),
+        ({"reft": {}, "resume": "disk"}, "ft_plugins.resume: expected one of auto, memory, storage, fresh, found"),
+        ({"reft": {}, "orphan_seconds": 1e999}, "ft_plugins.orphan_seconds: expected a number >= 0, found inf"),
+        ({"resume": "memory"}, "ft_plugins.resume: has no effect while no system is on; add --reft or drop it"),
+        ({"reft": False, "max_unprotected_steps": 5}, "ft_plugins.max_unprotected_steps: has no effect while no system"),
+        ([], "ft_plugins: expected an object, found []"),
+    ],
+)
+def test_a_json_block_is_refused_with_key_expected_and_found(block: Any, line: str) -> None:
+    assert refusal(Config.from_json, block).startswith(line)
+
+
+def test_a_key_that_resembles_nothing_is_answered_with_the_known_ones() -> None:
+    assert refusal(Config.from_json, {"zzz": 1}).startswith("ft_plugins.zzz: unknown key; known: job, node_name, ")
+
+
+def test_a_system_is_switched_on_by_an_object_or_true_and_off_by_false_or_null() -> None:
+    assert Config.from_json({"reft": {}}).reft == Config.from_json({"reft": True}).reft == ReftConfig()
+    assert Config.from_json({"reft": False}).reft is Config.from_json({"reft": None}).reft is None
+
+
+def test_a_key_without_effect_is_left_alone_while_another_source_is_to_come() -> None:
+    partial = Config.from_json({"require_protection": True}, whole=False)
+    assert merge(partial, Config.from_json({"reft": {}})).require_protection
+    assert "has no effect" in refusal(merge, partial, Config())
+
+
+# ------------------------------------------------------------------------------------------------ flags
+
+
+def test_our_flags_are_taken_wherever_they_stand_and_the_rest_is_unchanged() -> None:
+    words = "--nproc-per-node 8 --reft train.py --lr 1e-3 --reft-interval=2 --ftp-job a --ftp x --title=--reft -- y"
+    config, rest = Config.from_flags(words.split())
+    assert config == Config(job="a", reft=ReftConfig(interval=2))
+    assert rest == "--nproc-per-node 8 train.py --lr 1e-3 --ftp x --title=--reft -- y".split()
+
+
+def test_a_switch_takes_no_word_that_follows_it() -> None:
+    config, rest = Config.from_flags(["--reft", "--ftp-require-protection", "train.py", "1"])
+    assert config.require_protection and rest == ["train.py", "1"]
+
+
+def test_a_text_that_only_begins_like_a_flag_of_ours_belongs_to_the_script() -> None:
+    argv = ["--extra", "--ftp-job is a flag", "--reftor", "--ftpserver=x", "reft", "-reft"]
+    assert Config.from_flags(argv) == (Config(), argv)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--reft-interval 2", "--reft-interval: has no effect while --reft is off; add --reft or drop it"),
+        ("--ftp-require-protection t.py", "--ftp-require-protection: has no effect while no system is on; add --reft"),
+        ("--reft --reft-intervl 2", "--reft-intervl: unknown flag; did you mean --reft-interval?"),
+        ("--reft --reft-intervl=2", "--reft-intervl: unknown flag; did you mean --reft-interval?"),
+        ("--reft --reft_interval 2", "--reft_interval: unknown flag; did you mean --reft-interval?"),
+        ("--ftp-node x", "--ftp-node: unknown flag; did you mean --ftp-node-name?"),
+        ("--ftp-xyz=1", "--ftp-xyz: unknown flag; known: --ftp-job --ftp-node-name"),
+        ("--reft=1", "--reft: is a switch and takes no value, found '1'"),
+        ("--reft --reft-interval", "--reft-interval: expected an integer >= 1, found nothing"),
+        ("--reft --reft-interval --lr 1", "--reft-interval: expected an integer >= 1, found '--lr'"),
+        ("--reft --reft-interval -3", "--reft-interval: expected an integer >= 1, found '-3'"),
+        ("--reft --reft-interval=often", "--reft-interval: expected an integer >= 1, found 'often'"),
+        ("--reft --reft-interval 1 --reft-interval 2", "--reft-interval: given as 1 and as 2; give it once"),
+        ("--ftp-job a/b", "--ftp-job: expected 1 to 48 letters, digits, '.', '_' or '-'"),
+        ("--ftp-faults nowhere", "--ftp-faults: fault 'nowhere' cannot be read: expected point@fact=value,...:action"),
+    ],
+)
+def test_a_command_line_is_refused_with_flag_expected_and_found(words: str, line: str) -> None:
+    assert refusal(Config.from_flags, words.split()).startswith(line)
+
+
+def test_a_flag_given_twice_with_one_value_is_accepted() -> None:
+    assert Config.from_flags("--ftp-job a --reft --reft --ftp-job=a".split())[0].job == "a"
+
+
+def parser_of_a_script(**named: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(**named)
+    parser.add_argument("--reference")
+    add_flags(parser)
+    return parser
+
+
+def test_flags_that_are_not_given_are_none_in_the_namespace() -> None:
+    namespace = parser_of_a_script().parse_args([])
+    assert {getattr(namespace, key.dest) for key in keys()} == {None}
+    assert Config.from_namespace(namespace) == Config()
+
+
+def test_a_namespace_without_our_names_is_a_configuration_of_defaults() -> None:
+    assert Config.from_namespace(argparse.Namespace(lr=1)) == Config()
+
+
+def test_an_abbreviated_option_of_the_script_never_becomes_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser_of_a_script(allow_abbrev=True).parse_args(["--ref", "x"])
+    assert "unrecognized arguments: --ref" in capsys.readouterr().err
+
+
+def test_argparse_refuses_in_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser_of_a_script().parse_args(["--reft", "--reft-interval", "0"])
+    assert "argument --reft-interval: expected an integer >= 1, found '0'" in capsys.readouterr().err
+
+
+def test_help_lists_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    text = parser_of_a_script().format_help()
+    assert all(key.flag in text for key in keys())
+    assert "default: 1800" in " ".join(text.split())
+
+
+def test_two_sources_are_joined_and_a_contradiction_is_refused_with_both_values() -> None:
+    line = Config.from_flags(["--reft", "--reft-interval", "2"])[0]
+    assert merge(line, Config.from_json({"reft": {"bucket_mib": 4}})).reft == ReftConfig(interval=2, bucket_mib=4)
+    assert refusal(merge, line, Config.from_json({"reft": {"interval": 3}}), ("the command line", "ds.json")) == (
+        "--reft-interval (ft_plugins.reft.interval): the command line says 2, ds.json says 3; give it once"
+    )
+
+
+def test_a_default_written_out_contradicts_another_value_but_an_unset_one_does_not() -> None:
+    line = Config.from_flags(["--reft", "--reft-interval", "2"])[0]
+    assert "the script says 1" in refusal(merge, line, Config.from_json({"reft": {"interval": 1}}))
+    assert merge(line, Config.from_json({"reft": True})) == line
+    assert "--reft (ft_plugins.reft)" in refusal(merge, line, Config.from_json({"reft": False}))
+
+
+# ------------------------------------------------------------------------------------------------ environment
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+
+
+def test_a_worker_of_ft_run_reads_what_ft_run_wrote() -> None:
+    config = Config.from_json({"job": "a", "reft": {"interval": 2}})
+    environ = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"} | worker_environment(config, Path("/run/x"), 9, 77)
+    context = launch_context(environ)
+    assert context == LaunchContext(config, Path("/run/x"), 9, 77, 5, 1, 8, 4, 1, 2)
+    assert context.environment() == environ
+
+
+def test_a_worker_of_torchrun_has_a_place_and_no_configuration() -> None:
+    assert launch_context(TORCHRUN) == LaunchContext(None, None, 0, None, 5, 1, 8, 4, 1, 0)
+
+
+def test_a_process_without_a_launcher_is_rank_0_of_1() -> None:
+    assert launch_context({"HOME": "/"}) == LaunchContext(None, None, 0, None, 0, 0, 1, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"WORLD_SIZE": None}, "environment variable WORLD_SIZE: expected an integer, found nothing; start the job"),
+        ({"RANK": "first"}, "environment variable RANK: expected an integer, found 'first'"),
+        ({"FTP_RUN_DIR": "/run/x"}, "environment variable FTP_TOKEN: expected an integer, found nothing"),
+        ({"FTP_CONFIG": "{reft"}, "environment variable FTP_CONFIG: expected JSON, found '{reft'"),
+        ({"FTP_CONFG": "{}"}, "environment variable FTP_CONFG: unknown; did you mean FTP_CONFIG?"),
+        ({"FTP_CONFIG": '{"reft": {"intervl": 1}}'}, "ft_plugins.reft.intervl: unknown key; did you mean"),
+    ],
+)
+def test_an_incomplete_or_misspelt_environment_is_an_error(change: dict[str, str | None], line: str) -> None:
+    environ = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
+    assert refusal(launch_context, environ).startswith(line)
+
+
+def test_variables_of_other_programs_that_begin_alike_are_left_alone() -> None:
+    assert launch_context({"FTP_PROXY": "x", "ftp_proxy": "x"}).config is None
+
+
+# ------------------------------------------------------------------------------------------------ run directory
+
+
+def test_a_run_directory_is_private_and_the_same_every_time(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    folder = run_directory("job", "node", environ)
+    assert folder == tmp_path / "ft_plugins" / "job" / "node" == run_directory("job", "node", environ)
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
+
+
+@pytest.mark.parametrize("runtime", [{}, {"XDG_RUNTIME_DIR": "/nowhere/at/all"}, {"XDG_RUNTIME_DIR": "relative"}])
+def test_without_a_usable_runtime_folder_it_lies_in_the_temporary_one(runtime: dict[str, str], tmp_path: Path) -> None:
+    folder = run_directory("job", "node", runtime | {"TMPDIR": str(tmp_path)})
+    assert folder == tmp_path / f"ft_plugins-{os.getuid()}" / "job" / "node"
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ft_plugins").mkdir(mode=0o755)
+    (tmp_path / "ft_plugins").chmod(0o755)
+    line = refusal(run_directory, "job", "node", {"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert "with mode 0700" in line and "mode 0755" in line
+
+
+def test_a_link_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "ft_plugins").symlink_to(tmp_path / "elsewhere")
+    assert "expected a folder of user" in refusal(run_directory, "job", "node", {"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ft_plugins").write_text("")
+    assert "no folder can be made there" in refusal(run_directory, "job", "node", {"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+@pytest.mark.parametrize(("job", "node"), [("..", "n"), ("a/b", "n"), ("", "n"), ("j", "x" * 49), ("j", "n\n")])
+def test_a_name_that_would_leave_the_folder_is_refused(job: str, node: str, tmp_path: Path) -> None:
+    assert "expected 1 to 48 letters" in refusal(run_directory, job, node, {"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_a_path_too_long_for_a_socket_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 60)
+    deep.mkdir()
+    line = refusal(run_directory, "j" * 48, "n" * 48, {"XDG_RUNTIME_DIR": str(deep)})
+    assert "the system allows 107" in line and "--ftp-job" in line
+    assert not list(deep.glob("ft_plugins/*"))
