@@ -1,8 +1,8 @@
 """Changes to upstream frameworks at run time: the CPU device shim for Megatron.
 
-Invariant: nothing is touched where there is a CUDA device. Every change is a declared `Patch` (upstream module, symbol,
-versions it was checked with, reason); one that no longer applies raises PatchError when its module is imported. Applying
-twice is the same as applying once.
+Invariant: nothing is touched where there is a CUDA device. Every change is a declared `Patch` (upstream module,
+symbol, versions it was checked with, reason); one that no longer applies raises PatchError when its module is imported.
+Applying twice is the same as applying once.
 
 In: two functions that register post-import hooks (adapters.imports), so that modules are patched right after they
 execute and before anybody takes names from them. Out: upstream modules that run on the CPU.

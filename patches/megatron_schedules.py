@@ -1,8 +1,8 @@
 """The output of a pipeline stage keeps its storage until its send is over.
 
-Upstream file: megatron/core/pipeline_parallel/schedules.py. The interleaved schedule frees an output's storage while its
-isend may still be reading it. CUDA's stream order makes that harmless; gloo's sender thread reads freed memory (seen
-as NaN losses).
+Upstream file: megatron/core/pipeline_parallel/schedules.py. The interleaved schedule frees an output's storage while
+its isend may still be reading it. CUDA's stream order makes that harmless; gloo's sender thread reads freed memory
+(seen as NaN losses).
 """
 
 from __future__ import annotations

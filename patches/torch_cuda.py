@@ -157,7 +157,7 @@ def patches(device_count: int) -> tuple[Patch, ...]:
         "default_generators": (random, DefaultGenerators(device_count)),
     }
     also: dict[str, dict[str, tuple[str, Any]]] = {
-        "torch.cuda.nvtx": {name: (ranges, nothing) for name in ("range_push", "range_pop", "mark")},
+        "torch.cuda.nvtx": dict.fromkeys(("range_push", "range_pop", "mark"), (ranges, nothing)),
         "torch.cuda.random": {
             name: replacements[name] for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
         },

@@ -1,8 +1,8 @@
 """Post-import hooks: run a callback when somebody imports a module, without importing it ourselves.
 
-Invariant: a module that is never imported costs one dictionary lookup per import of anything else; a callback runs once,
-right after the module's own code and before the importing statement returns, so that `from module import name` binds
-what the callback left there. An error in a callback fails the import.
+Invariant: a module that is never imported costs one dictionary lookup per import of anything else; a callback runs
+once, right after the module's own code and before the importing statement returns, so that `from module import name`
+binds what the callback left there. An error in a callback fails the import.
 
 In: `on_import(name, callback)`, `instead_of_import(name, build)`. Out: modules as the callbacks left them. The only
 state is the finder itself, which lives in `sys.meta_path` as long as the interpreter does.

@@ -1,0 +1,245 @@
+"""Megatron-LM's own training loop as a host, without an edit to the script: hooks at megatron.training level.
+
+Invariant: a job that is not protected runs the functions that Megatron-LM wrote, and a protected one calls them with
+the arguments that it was called with. After a restore every argument and object is as Megatron-LM's own
+`load_checkpoint` leaves it, before the data loaders are built; data position and RNG follow right before the first
+iteration. An iteration that Megatron skips as a whole (`--iterations-to-skip`) reaches neither the optimizer nor
+`checkpoint_and_decide_exit`: its version point is the moment before the next iteration, when the counters have moved.
+
+    setup_model_and_optimizer     builds host and session, restores        train_step         iteration_begin
+    checkpoint_and_decide_exit    iteration_end, after it has saved        dummy_train_step   a skipped iteration
+    pretrain                      the orderly end                          optimizer.step     wrapped by the core host
+
+In: `megatron.training.training` right after its import. Out: the same module, followed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from ...config import launch_context
+from ...errors import ResumeError, UnsupportedError
+from ...model.topology import Topology
+from ...session import Session, attach
+from .data_identity import identity
+from .flags import resolve
+from .wrapping import replace
+
+MODULE = "megatron.training.training"
+_COUNTERS = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+
+
+class TrainingHooks:
+    """The hooks of one process; `loop` is there once the model has been built."""
+
+    def __init__(self) -> None:
+        self.loop: Loop | None = None
+
+    def follow(self, module: ModuleType) -> None:
+        """Wrap the functions of `module`. Raises UnsupportedError naming the one that it lacks."""
+        replace(module, "setup_model_and_optimizer", functools.partial(self._building, module))
+        replace(module, "train_step", self._stepping)
+        replace(module, "dummy_train_step", self._skipping)
+        replace(module, "checkpoint_and_decide_exit", self._ending_iteration)
+        replace(module, "pretrain", self._ending)
+
+    def _building(self, module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            require_followed(module.get_args())
+            built = original(*args, **kwargs)
+            if self.loop is not None:
+                raise UnsupportedError("setup_model_and_optimizer was called twice: a second model cannot be protected")
+            self.loop = Loop(module, *built)
+            self.loop.resume()
+            return built
+
+        return setup_model_and_optimizer
+
+    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            if self.loop is not None:
+                self.loop.begin_iteration()
+            return original(*args, **kwargs)
+
+        return train_step
+
+    def _skipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def dummy_train_step(*args: Any, **kwargs: Any) -> Any:
+            if self.loop is None:
+                return original(*args, **kwargs)
+            self.loop.begin_iteration()
+            outcome = original(*args, **kwargs)
+            self.loop.skip_iteration()
+            return outcome
+
+        return dummy_train_step
+
+    def _ending_iteration(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(original)
+
+        @functools.wraps(original)
+        def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
+            outcome = original(*args, **kwargs)
+            if self.loop is not None:
+                told = parameters.bind(*args, **kwargs).arguments
+                self.loop.end_iteration(told["iteration"], told["num_floating_point_operations_so_far"])
+            return outcome
+
+        return checkpoint_and_decide_exit
+
+    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def pretrain(*args: Any, **kwargs: Any) -> Any:
+            try:
+                outcome = original(*args, **kwargs)
+            except SystemExit as stop:  # --exit-interval and its like; any other status is no orderly end
+                if not stop.code and self.loop is not None:
+                    self.loop.shutdown()
+                raise
+            if self.loop is not None:
+                self.loop.shutdown()
+            return outcome
+
+        return pretrain
+
+
+class Loop:
+    """Where Megatron-LM's loop stands: the counters that it keeps in local variables, the session, the host."""
+
+    def __init__(self, module: ModuleType, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+        """Build host and session. A collective. Raises what `attach` raises."""
+        from .core import MegatronCoreHost  # imports megatron.core, which is there by now
+
+        self.args: argparse.Namespace = module.get_args()
+        self.completed: int = self.args.iteration
+        self.operations: Any = self.args.num_floating_point_operations_so_far
+        self._skipped: int | None = None  # an iteration that was skipped, its version point still to come
+        self._module = module
+        self._host = MegatronCoreHost(
+            chunks,
+            optimizer,
+            scheduler,
+            topology=topology(self.args),
+            completed=lambda: self.completed,
+            counters=self._counters(),
+            position={},  # the data loaders are built from the counters
+            identity=identity(self.args),
+            consumed_samples=lambda: self.args.consumed_train_samples,
+        )
+        context = launch_context()
+        self._session: Session = attach(self._host, resolve(self.args, context), context)
+
+    def _counters(self) -> dict[str, Any]:
+        from .core import StateEntry
+
+        def of_args(name: str) -> StateEntry:
+            read = (lambda: self.completed) if name == "iteration" else (lambda: getattr(self.args, name))
+            return StateEntry(read, functools.partial(setattr, self.args, name))
+
+        operations = StateEntry(
+            lambda: self.operations,
+            functools.partial(setattr, self.args, "num_floating_point_operations_so_far"),
+        )
+        rerun = StateEntry(self._rerun_state, self._restore_rerun_state)
+        entries = {name: of_args(name) for name in _COUNTERS if hasattr(self.args, name)}
+        return {**entries, "num_floating_point_operations_so_far": operations, "rerun_state_machine": rerun}
+
+    def _rerun_state(self) -> dict[str, Any]:
+        """What of the rerun state machine lives between iterations; a rerun itself ends within one."""
+        machine = self._module.get_rerun_state_machine()
+        return {"large_value_counts": dict(machine.large_value_counts), "max_values": dict(machine.max_values)}
+
+    def _restore_rerun_state(self, state: dict[str, Any]) -> None:
+        machine = self._module.get_rerun_state_machine()
+        machine.current_iteration = self.args.iteration
+        machine.large_value_counts, machine.max_values = dict(state["large_value_counts"]), dict(state["max_values"])
+
+    def resume(self) -> None:
+        """Restore the newest version; with the framework's `--load` as well, the larger iteration wins."""
+        loaded = self.args.iteration
+        iteration = self._session.resume(loaded=loaded)
+        if iteration != self.args.iteration:
+            raise ResumeError(
+                f"rank {self._host.rank}: iteration {iteration} was restored, but Megatron's counter says "
+                f"{self.args.iteration}; start with --ftp-resume fresh"
+            )
+        self.completed = iteration
+        self.operations = self.args.num_floating_point_operations_so_far
+        if iteration > loaded:
+            self._module.ft_integration.on_checkpoint_loaded(is_local_chkpt=True)
+
+    def begin_iteration(self) -> None:
+        """Right before the forward of an iteration, or before the data of a skipped one is passed over."""
+        self._end_skipped()
+        self._session.iteration_begin(self.completed + 1)
+
+    def skip_iteration(self) -> None:
+        """The data was passed over, and nothing will be updated."""
+        self._skipped = self.completed + 1
+        self._host.skip_update(self._session)
+
+    def end_iteration(self, iteration: int, operations: Any) -> None:
+        """The version point: evaluation, logging and Megatron's own save are over."""
+        self.completed, self.operations = iteration, operations
+        self._session.iteration_end(iteration)
+
+    def _end_skipped(self) -> None:
+        if self._skipped is not None:
+            iteration, self._skipped = self._skipped, None
+            self.end_iteration(iteration, self.operations)
+
+    def shutdown(self) -> None:
+        """The orderly end of training."""
+        self._end_skipped()
+        self._session.shutdown()
+
+
+def topology(args: argparse.Namespace) -> Topology:
+    """Where every rank stands, as Megatron-LM lays ranks out for these arguments."""
+    return Topology(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        dp=args.data_parallel_size,
+        cp=args.context_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+
+
+def require_followed(args: argparse.Namespace) -> None:
+    """Raises UnsupportedError naming each option in use whose state or loop cannot be followed."""
+    found = list(_not_followed(args))
+    if found:
+        raise UnsupportedError(f"cannot protect this job: {'; '.join(found)}. Drop the option, or run without --reft")
+
+
+def _not_followed(args: argparse.Namespace) -> Iterator[str]:
+    reasons = {
+        "overlap_moe_expert_parallel_comm": "combined 1F1B bypasses the schedule",
+        "perform_rl_step": "rollouts are no data position",
+        "skip_train": "there is nothing to protect",
+        "inprocess_restart": "it builds the model again in the same process",
+        "hybrid_context_parallel": "its packing of samples keeps a data position of its own",
+        "fim_data": "its data set draws random numbers from a generator that cannot be restored",
+        "use_torch_fsdp2": "its parameters are sharded by torch",
+        "moe_use_upcycling": "it saves and ends, or trains on from a converted model",
+        "error_injection_rate": "injected errors are not repeated after a resume",
+    }
+    for name, reason in reasons.items():
+        if getattr(args, name, None):
+            yield f"--{name.replace('_', '-')}: {reason}"
+    if getattr(args, "dataloader_type", None) == "external":
+        yield "--dataloader-type external: its position is unknown"
+    scope = str(getattr(args, "cuda_graph_scope", None) or "")
+    if getattr(args, "cuda_graph_impl", "none") == "local" and "full_iteration" in scope:
+        yield "--cuda-graph-scope full_iteration: full-iteration CUDA graphs hide the iteration"
