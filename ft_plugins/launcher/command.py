@@ -55,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
     found.prog = "ft-run"
     found.description = "torchrun for jobs that survive failures. Takes torchrun's arguments; see the group ft_plugins."
     add_flags(found)
-    found.allow_abbrev = True  # as torchrun's
     if found.get_default("max_restarts") == 0:  # text if it comes from the environment
         found.set_defaults(max_restarts=_UNSET)
     return found
@@ -65,8 +64,6 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
     """Read a command line given by user `uid` in `folder` on `host`. Raises ConfigError, SystemExit."""
     config, words = Config.from_flags(argv)
     options = parser().parse_args(words)
-    if abbreviated := Config.from_namespace(options, whole=False).flags():
-        raise ConfigError(f"{abbreviated[0]}: was abbreviated; write it in full")
     if config.given() and not config.systems:
         raise ConfigError(f"{config.flags()[0]}: has no effect while no system is on; add --reft or drop it")
     if config.systems and options.no_python:

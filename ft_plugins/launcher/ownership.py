@@ -15,7 +15,8 @@ from pathlib import Path
 from ..errors import BusyError
 from ..smp import liveness
 
-_PATIENCE_SECONDS = 5.0  # for a dead owner's forked children to be gone
+_PATIENCE_SECONDS = 1.0  # with an owner that lives: it may have been killed just now
+_DEAD_PATIENCE_SECONDS = 5.0  # with what a dead owner forked
 _RETRY_SECONDS = 0.02
 
 
@@ -24,10 +25,11 @@ class Ownership:
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / "lock"
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        began = time.monotonic()
         while (descriptor := liveness.acquire(path)) is None:
             owner = _owner(path)
-            if liveness.started(owner) or time.monotonic() > deadline:
+            patience = _PATIENCE_SECONDS if liveness.started(owner) else _DEAD_PATIENCE_SECONDS
+            if time.monotonic() - began > patience:
                 raise BusyError(
                     f"job {run_dir.parent.name} is run on node {run_dir.name} already, by the ft-run with pid {owner}; "
                     "end that one, or name this job otherwise with --ftp-job (this node: --ftp-node-name)"

@@ -1,0 +1,100 @@
+"""What ft-run reads from a command line, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.errors import ConfigError
+from ft_plugins.launcher import command
+from ft_plugins.launcher.command import Plan
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def plan(folder: Path, *words: str, host: str = "host0") -> Plan:
+    return command.plan(words, 1000, str(folder), host)
+
+
+def test_our_flags_may_stand_before_or_after_the_script_and_are_seen_by_no_one_else(folder: Path) -> None:
+    before = plan(folder, "--nproc-per-node", "2", "--reft", "--reft-interval", "3", "train.py", "--lr", "1")
+    after = plan(folder, "--nproc-per-node", "2", "train.py", "--reft", "--lr", "1", "--reft-interval=3")
+    for found in (before, after):
+        assert found.config.reft is not None and found.config.reft.interval == 3
+        assert found.torch.training_script_args == ["--lr", "1"]
+        assert found.torch.nproc_per_node == "2"
+    assert before.job == after.job
+
+
+def test_two_values_for_one_key_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--reft-interval.*3.*4.*once"):
+        plan(folder, "--reft", "--reft-interval", "3", "train.py", "--reft-interval", "4")
+
+
+def test_an_abbreviation_of_ours_is_not_taken_silently(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan(folder, "--ref", "train.py")
+    assert "--ref" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_key_without_effect_is_an_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--ftp-job.*no effect"):
+        plan(folder, "--ftp-job", "x", "train.py")
+
+
+def test_without_our_flags_it_is_torchrun_with_its_default_of_no_restart(folder: Path) -> None:
+    found = plan(folder, "train.py")
+    assert not found.protected and found.bounded
+
+
+def test_unset_max_restarts_means_as_long_as_there_is_progress(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not plan(folder, "--reft", "train.py").bounded
+    given = plan(folder, "--reft", "--max-restarts", "0", "train.py")
+    assert given.bounded and given.torch.max_restarts == 0
+    monkeypatch.setenv("PET_MAX_RESTARTS", "4")
+    from_environment = plan(folder, "--reft", "train.py")
+    assert from_environment.bounded and from_environment.torch.max_restarts == 4
+
+
+def test_the_job_is_named_by_flag_then_rendezvous_id_then_command(folder: Path) -> None:
+    assert plan(folder, "--reft", "--ftp-job", "a", "--rdzv-id", "b", "train.py").job == "a"
+    assert plan(folder, "--reft", "--rdzv-id", "b", "train.py").job == "b"
+    digest = plan(folder, "--reft", "train.py").job
+    assert digest.startswith("train-")
+    assert plan(folder, "--reft", "--standalone", "--rdzv-id", "ignored", "train.py").job == digest
+    assert plan(folder, "--reft", "--ftp-resume", "fresh", "--nproc-per-node", "8", "train.py").job == digest
+    assert plan(folder, "--reft", "train.py", "--seed", "2").job != digest
+
+
+def test_the_node_is_named_by_flag_or_host(folder: Path) -> None:
+    assert plan(folder, "--reft", "--ftp-node-name", "a", "train.py", host="h").node == "a"
+    assert plan(folder, "--reft", "train.py", host="h").node == "h"
+
+
+def test_what_cannot_run_is_refused_with_the_reason(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--no-python.*hooks"):
+        plan(folder, "--reft", "--no-python", "train.py")
+    with pytest.raises(ConfigError, match="no such file"):
+        plan(folder, "--reft", "other.py")
+    assert plan(folder, "--no-python", "true").torch.no_python  # as torchrun
+    assert plan(folder, "--reft", "-m", "some.module").torch.module
+
+
+def test_help_shows_torchruns_arguments_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    for flag in ("usage: ft-run", "--nproc-per-node", "--rdzv-backend", "--ftp-job", "--reft-interval"):
+        assert flag in shown
+
+
+def test_a_bad_flag_is_one_line_and_a_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--reft-intervall", "3", "--reft", str(folder / "train.py")]) == 78
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1 and "did you mean --reft-interval?" in errors[0]

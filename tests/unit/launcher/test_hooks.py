@@ -1,0 +1,46 @@
+"""What is registered before a script runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.launcher.hooks import FirstImport
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package `framework_x` with a module, that records what had happened before it ran."""
+    (tmp_path / "framework_x").mkdir()
+    (tmp_path / "framework_x" / "__init__.py").write_text("import sys; seen = list(sys.framework_x_actions)")
+    (tmp_path / "framework_x" / "part.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "framework_x_actions", [], raising=False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield "framework_x"
+    for name in [name for name in sys.modules if name.startswith("framework_x")]:
+        del sys.modules[name]
+
+
+def test_the_action_comes_once_and_before_any_code_of_the_package(package: str) -> None:
+    actions: list[str] = sys.framework_x_actions  # type: ignore[attr-defined]
+    sys.meta_path.insert(0, FirstImport(package, lambda: actions.append("prepared")))
+    importlib.import_module("colorsys")
+    assert actions == []
+    module = importlib.import_module(f"{package}.part")
+    importlib.import_module(package)
+    assert actions == ["prepared"]
+    assert sys.modules[package].seen == ["prepared"] and module.__file__
+
+
+def test_an_error_of_the_action_reaches_whoever_imports(package: str) -> None:
+    def fail() -> None:
+        raise RuntimeError("a patch no longer applies")
+
+    sys.meta_path.insert(0, FirstImport(package, fail))
+    with pytest.raises(RuntimeError, match="no longer applies"):
+        importlib.import_module(package)

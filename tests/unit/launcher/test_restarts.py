@@ -1,0 +1,128 @@
+"""The restart policy, as stories of failures."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.errors import EXIT_REFUSED
+from ft_plugins.launcher.restarts import (
+    RESTORES_OF_ONE_VERSION,
+    WorkerFailure,
+    judge,
+    newest_common,
+    restores_so_far,
+    root_cause,
+)
+
+
+def failure(rank: int, exitcode: int = 1, message: str = "RuntimeError: boom", time: float = 10.0) -> WorkerFailure:
+    return WorkerFailure(rank=rank, local_rank=rank, pid=100 + rank, exitcode=exitcode, message=message, time=time)
+
+
+def decisions(versions: list[int | None]) -> list[bool]:
+    """Whether the job is restarted, at each failure of a story."""
+    return [judge(failure(0), versions[: n + 1], None).restart for n in range(len(versions))]
+
+
+def test_a_job_that_gets_further_is_restarted_for_ever() -> None:
+    assert decisions([None, *range(1, 200)]) == [True] * 200
+
+
+def test_three_restores_of_one_version_stop_the_job() -> None:
+    assert decisions([7, 7, 7, 7]) == [True, True, True, False]
+    assert decisions([5, 7, 7, 7, 7]) == [True, True, True, True, False]
+
+
+def test_before_the_first_version_the_beginning_counts_as_one() -> None:
+    assert decisions([None] * 4) == [True, True, True, False]
+
+
+def test_a_newer_version_forgives_the_restores_before_it() -> None:
+    assert decisions([7, 7, 7, 8, 8, 8, 8]) == [True] * 6 + [False]
+
+
+def test_memory_that_is_lost_again_and_again_is_no_progress() -> None:
+    assert decisions([100, None, 5, None, 5, None, 5, None]) == [True] * 7 + [False]
+
+
+def test_after_memory_was_lost_once_each_new_version_on_the_way_up_is_progress() -> None:
+    assert all(decisions([100, None, 30, 60, 90, 101]))
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=60))
+def test_no_version_is_restored_more_than_three_times_since_the_newest_was_seen(versions: list[int | None]) -> None:
+    for n in range(len(versions)):
+        if not judge(failure(0), versions[: n + 1], None).restart:
+            assert restores_so_far(versions[: n + 1]) == RESTORES_OF_ONE_VERSION
+            return
+    newest = [version or 0 for version in versions]
+    assert max(newest[newest.index(max(newest)) :].count(version) for version in newest) <= RESTORES_OF_ONE_VERSION
+
+
+def test_the_reason_for_stopping_names_rank_error_version_and_remedy() -> None:
+    verdict = judge(failure(3, -signal.SIGSEGV, "Signal 11 (SIGSEGV) received by PID 5"), [7] * 4, None)
+    assert (verdict.restart, verdict.status) == (False, "stuck")
+    for part in ("rank 3", "SIGSEGV", "iteration 7", "3 times", "--max-restarts"):
+        assert part in verdict.reason
+    assert "beginning" in judge(failure(0), [None] * 4, None).reason
+
+
+def test_an_explicit_count_is_torchs() -> None:
+    assert judge(failure(0), [], 2).restart
+    verdict = judge(failure(1), [], 0)
+    assert (verdict.restart, verdict.status) == (False, "failed")
+    assert verdict.reason == "rank 1 exited with status 1: RuntimeError: boom"
+
+
+def test_what_no_restart_can_cure_is_never_restarted() -> None:
+    refusal = failure(2, EXIT_REFUSED, "ft_plugins: rank 2: no such key")
+    for remaining in (None, 0, 5):
+        verdict = judge(refusal, [1], remaining)
+        assert (verdict.restart, verdict.status, verdict.reason) == (
+            False,
+            "refused",
+            "ft_plugins: rank 2: no such key",
+        )
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ([failure(0, 1, time=5.0), failure(1, -signal.SIGKILL, time=9.0)], 1),  # 0 lost its peer
+        ([failure(0, -signal.SIGABRT, time=9.0), failure(1, 1, time=5.0)], 1),  # a watchdog that saw it
+        ([failure(0, -signal.SIGKILL), failure(1, EXIT_REFUSED, time=99.0)], 1),
+        ([failure(0, 1, time=6.0), failure(1, 1, time=5.0)], 1),
+        ([failure(0, 1), failure(1, 1)], 0),
+    ],
+)
+def test_the_cause_is_told_from_what_followed(failures: list[WorkerFailure], cause: int) -> None:
+    assert root_cause(failures).rank == cause
+
+
+def status(*segments: list[tuple[str, int, int]]) -> dict[str, object]:
+    return {
+        "segments": [
+            {"slots": [{"state": state, "lineage": lineage, "iteration": k} for state, lineage, k in slots]}
+            for slots in segments
+        ]
+    }
+
+
+def test_the_newest_version_is_one_that_every_segment_holds_complete() -> None:
+    ahead = [("CLEAN", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
+    behind = [("DIRTY", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
+    assert newest_common(status(ahead, behind)) == 5
+    assert newest_common(status(ahead)) == 6
+
+
+def test_versions_of_two_lineages_are_not_one() -> None:
+    assert newest_common(status([("CLEAN", 1, 6), ("CLEAN", 1, 5)], [("CLEAN", 2, 6), ("CLEAN", 1, 5)])) == 5
+
+
+def test_without_segments_or_complete_slots_there_is_no_version() -> None:
+    assert newest_common({"segments": []}) is None
+    assert newest_common(status([("EMPTY", 0, 0)], [("CLEAN", 1, 1)])) is None
