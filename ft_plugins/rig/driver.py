@@ -64,7 +64,7 @@ class Progress:
     seconds: float  # since the start
 
 
-class _Lines:
+class GrowingLines:
     """The complete lines of a growing file, each once."""
 
     def __init__(self, path: Path) -> None:
@@ -93,8 +93,8 @@ class Drive:
         self.run_dir = run_directory(job, NODE)
         self.began = time.time()
         self.ended = self.began
-        self._events = _Lines(self.run_dir / "events.jsonl")
-        self._losses = _Lines(loss_log)
+        self._events = GrowingLines(self.run_dir / "events.jsonl")
+        self._losses = GrowingLines(loss_log)
         self._note = Events(NODE)
         self._note.subscribe(file_sink(self.run_dir / "events.jsonl"))
         self._trainers: dict[int, int] = {}  # pid by rank, of the running incarnation
@@ -213,11 +213,12 @@ class Drive:
         """By request; an SMP that does not answer is killed. Its segments are removed either way."""
         lock = self.run_dir / "smp.lock"
         if liveness.held(lock):
+            pid = int(lock.read_text() or 0)
+            process = (pid, liveness.started(pid))
             try:
                 with Client(self.run_dir, timeout=_GONE_SECONDS) as client:
                     client.end()
             except FtError as error:
-                pid = int(lock.read_text() or 0)
                 self._note.emit("smp.killed", killed_pid=pid, reason=str(error))
-                liveness.kill_and_wait([(pid, liveness.started(pid))], _GONE_SECONDS)
+            liveness.kill_and_wait([process], _GONE_SECONDS)
         segments.remove(self.job, NODE)
