@@ -3,7 +3,8 @@
 Invariant: an unarmed `reach` is one dictionary lookup and changes nothing.
 
 A specification is `point@condition,...:action`, several joined by `;`. Conditions compare the facts that the point
-reports and the ambient ones (`rank`, `restart`) as text; all must hold. Actions: `kill` (SIGKILL to self), `stop`
+reports, the ambient ones (`rank`, `restart`) and `hit` (how often this process has reached the point, from 1) as text;
+all must hold. Actions: `kill` (SIGKILL to self), `stop`
 (SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError); any other word is returned to the point, which knows what
 it means (`inf` at `update.gradients`, `skip` at `fence.kill`). Example, a kill in the sixth iteration of rank 3, in
 the first incarnation only: `iteration.forward@iteration=6,rank=3,restart=0:kill`.
@@ -33,6 +34,7 @@ class Fault:
 
 _armed: dict[str, list[Fault]] = {}
 _ambient: dict[str, str] = {}
+_hits: dict[str, int] = {}
 
 
 def parse(specification: str) -> list[Fault]:
@@ -52,6 +54,7 @@ def arm(specification: str, **ambient: object) -> None:
     """Arm the faults of `specification` in this process, in place of any armed before; '' disarms."""
     _armed.clear()
     _ambient.clear()
+    _hits.clear()
     _ambient.update({key: str(value) for key, value in ambient.items()})
     for fault in parse(specification):
         _armed.setdefault(fault.point, []).append(fault)
@@ -61,7 +64,8 @@ def reach(point: str, **facts: object) -> str | None:
     """Report that `point` was reached. Returns the word of an armed action that the point itself carries out."""
     if point not in _armed:
         return None
-    known = _ambient | {key: str(value) for key, value in facts.items()}
+    _hits[point] = _hits.get(point, 0) + 1
+    known = _ambient | {key: str(value) for key, value in {**facts, "hit": _hits[point]}.items()}
     for fault in _armed[point]:
         if fault.applies(known):
             match fault.action:

@@ -21,11 +21,19 @@ import torch.distributed as dist
 from .. import faults, session
 from ..adapters.plain import PlainHost
 from ..config import launch_context
+from ..smp.client import Client
 
 
 def check(tensors: Mapping[str, torch.Tensor], iteration: int) -> list[str]:
     """Names of the tensors that are not filled with `iteration` from end to end."""
     return [name for name, tensor in tensors.items() if not bool((tensor == iteration).all())]
+
+
+def slots_of(run_dir: Path, rank: int) -> list[str]:
+    """States of the rank's slots as the incarnation before has left them; empty where there is no segment yet."""
+    with Client(run_dir) as client:
+        segments = client.status()["segments"]
+    return [slot["state"] for segment in segments if segment["rank"] == rank for slot in segment["slots"]]
 
 
 def write(journal: Path, entry: Mapping[str, Any]) -> None:
@@ -53,6 +61,7 @@ def main(argv: list[str]) -> None:
     # uneven sizes, so that tensors straddle buckets and shares
     tensors = {f"layer{i:03d}": torch.zeros(count + 13 * i - 6 * options.tensors) for i in range(options.tensors)}
     counters = {"completed": 0}
+    found = slots_of(context.run_dir, context.rank) if context.run_dir else []
     host = PlainHost(
         tensors,
         rank=context.rank,
@@ -72,6 +81,7 @@ def main(argv: list[str]) -> None:
             "torn": check(tensors, done),
             "rank": context.rank,
             "restart": context.restart,
+            "found": found,
         },
     )
     for step in range(done + 1, options.iterations + 1):

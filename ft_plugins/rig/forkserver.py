@@ -1,4 +1,4 @@
-"""Starts real jobs in half a second: a parent that has imported the framework forks an elastic agent, which forks ranks.
+"""Starts real jobs in half a second: a parent with the framework imported forks an elastic agent, which forks ranks.
 
 Invariant: everything but the imports is as with ft-run: the launcher's own `launch`, agent and watcher, real restarts,
 real processes and signals. Jobs end with the server, ranks with their agent (PR_SET_PDEATHSIG), whatever ends first.

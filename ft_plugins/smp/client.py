@@ -23,6 +23,7 @@ from . import liveness, protocol
 
 _SOCKET_PATH_LIMIT = 107  # bytes, of sockaddr_un
 _RETRY_SECONDS = 0.05
+_TRIES = 3  # of a request over which the SMP dies
 _FAULT_BYTES_PER_SECOND = 50e6  # pessimistic pace at which fresh pages are allocated: bounds the wait for an attach
 
 
@@ -33,27 +34,29 @@ class Client:
         """Connect, trying for `timeout` seconds: a lost SMP is being replaced. Raises ProtectionError for none."""
         self._run_dir = run_dir
         self._timeout = timeout
-        path = run_dir / "smp.sock"
+        self._connection = self._connect()
+
+    def _connect(self) -> socket.socket:
+        path = self._run_dir / "smp.sock"
         if len(str(path).encode()) > _SOCKET_PATH_LIMIT:
             raise ProtectionError(
                 f"the socket's path {path} is longer than {_SOCKET_PATH_LIMIT} bytes; give a shorter --ftp-job"
             )
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self._timeout
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(timeout)
+            connection.settimeout(self._timeout)
             try:
                 connection.connect(str(path))
-                break
+                return connection
             except OSError as error:
                 connection.close()
                 if time.monotonic() >= deadline:
                     raise ProtectionError(
                         f"no SMP answers at {path} ({error.strerror}); start the job with ft-run, "
-                        f"and see {run_dir / 'smp.log'}"
+                        f"and see {self._run_dir / 'smp.log'}"
                     ) from error
                 time.sleep(_RETRY_SECONDS)
-        self._connection = connection
 
     def __enter__(self) -> Client:
         return self
@@ -67,16 +70,24 @@ class Client:
         """Hang up."""
         self._connection.close()
 
-    def _ask(self, name: str, **fields: Any) -> dict[str, Any]:
-        try:
-            protocol.send(self._connection, {"do": name, **fields})
-            reply = protocol.receive(self._connection)
-        except OSError as error:
-            raise ProtocolError(f"the SMP of {self._run_dir} did not answer '{name}': {error}") from error
-        if reply is None:
-            raise ProtocolError(f"the SMP of {self._run_dir} hung up on '{name}'; was it killed?")
-        protocol.raise_refusal(reply)
-        return reply
+    def _ask(self, name: str, *, extra_seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
+        """One request, repeated when the SMP dies over it: requests may be carried out twice without harm."""
+        for left in reversed(range(_TRIES)):
+            try:
+                self._connection.settimeout(self._timeout + extra_seconds)
+                protocol.send(self._connection, {"do": name, **fields})
+                reply = protocol.receive(self._connection)
+            except TimeoutError as error:
+                raise ProtocolError(f"the SMP of {self._run_dir} did not answer '{name}' in time") from error
+            except OSError:
+                reply = None
+            if reply is not None:
+                protocol.raise_refusal(reply)
+                return reply
+            self._connection.close()
+            if left:
+                self._connection = self._connect()
+        raise ProtocolError(f"the SMP of {self._run_dir} hung up on '{name}' {_TRIES} times; see its smp.log")
 
     def status(self) -> dict[str, Any]:
         """pid, job, node, token, watched_pid and the segments with their slots."""
@@ -93,11 +104,16 @@ class Client:
     def attach(self, rank: int, token: int, shape: Shape, fingerprint: Mapping[str, Any], *, fresh: bool) -> Path:
         """Create or find this rank's segment. Raises BudgetError, ResumeError (unless `fresh`), FencedError."""
         fields = {name: getattr(shape, name) for name in ("nbytes", "small_nbytes", "buckets", "layout")}
-        self._connection.settimeout(self._timeout + shape.total / _FAULT_BYTES_PER_SECOND)
         reply = self._ask(
-            "attach", rank=rank, token=token, shape=fields, fingerprint=dict(fingerprint), pid=os.getpid(), fresh=fresh
+            "attach",
+            extra_seconds=shape.total / _FAULT_BYTES_PER_SECOND,
+            rank=rank,
+            token=token,
+            shape=fields,
+            fingerprint=dict(fingerprint),
+            pid=os.getpid(),
+            fresh=fresh,
         )
-        self._connection.settimeout(self._timeout)
         return Path(reply["path"])
 
     def restore(self, rank: int, token: int, lineage: int, base: Version | None) -> None:

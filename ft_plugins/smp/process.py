@@ -55,6 +55,7 @@ class SnapshotProcess:
                 continue
             self._segments[adopted.rank] = adopted
             self.token = max(self.token, adopted.token)
+        self.adopted = len(self._segments)
         if self._segments:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
 
@@ -63,14 +64,14 @@ class SnapshotProcess:
         name = request.get("do")
         if name not in protocol.REQUESTS:
             return protocol.refusal(ProtocolError(f"'{name}' is no request; known are {sorted(protocol.REQUESTS)}"))
-        faults.reach(f"smp.{name}.before")
+        faults.reach(f"smp.{name}.before", adopted=self.adopted)
         try:
             with nullcontext() if name == "attach" else self._lock:  # attach takes the lock where it needs it
                 reply = {"ok": True, **getattr(self, f"_{name}")(request)}
         except FtError as error:
             self._events.emit("smp.refused", request=name, reason=str(error))
             reply = protocol.refusal(error)
-        faults.reach(f"smp.{name}.after")
+        faults.reach(f"smp.{name}.after", adopted=self.adopted)
         return reply
 
     def _status(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""A fork server for all scenarios of one kind, and a look at what they leave behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.errors import FtError
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.smp import liveness
+from ft_plugins.smp.client import Client
+
+Start = Callable[..., RunningJob]
+
+
+@pytest.fixture(scope="session")
+def torch_server() -> Iterator[ForkServer]:
+    """Jobs of torch alone."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ForkServer(["ft_plugins.rig.fills", "ft_plugins.launcher.launch"]) as server:
+        yield server
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., JobSpec]]:
+    """Makes specs of jobs of this test; ends what they left: agents, SMPs, segments."""
+    made: list[JobSpec] = []
+
+    def spec(**fields: object) -> JobSpec:
+        name = f"t{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}"
+        made.append(JobSpec(**{"name": name, "folder": str(tmp_path), **fields}))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield spec
+    for found in made:
+        if liveness.held(found.run_dir / "smp.lock"):
+            try:
+                with Client(found.run_dir, timeout=5) as client:
+                    client.end()
+            except FtError:
+                continue
+    left = [path for found in made for path in Path("/dev/shm").glob(f"ftp-{found.name}-*")]
+    for path in left:
+        path.unlink()
+    assert not left, f"segments were left behind: {left}"

@@ -1,0 +1,171 @@
+"""Old or new, never torn: wherever a trainer is killed, what is restored is one complete version.
+
+Every tensor of the job is filled with its iteration number (`rig.fills`), 256 MiB of them; each incarnation writes
+what it has restored, which tensors are not filled with that number, and in which states it found the slots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.journal import Entry, entries, wait_for
+
+ENTRY = "ft_plugins.rig.fills:main"
+MANY = 10_000  # restarts: here a version may be restored often on purpose
+
+Spec = Callable[..., JobSpec]
+
+
+def fills(jobs: Spec, journal: Path, iterations: int, faults: str = "", mib: int = 256) -> JobSpec:
+    flags = ("--reft", *(("--ftp-faults", faults) if faults else ()))
+    argv = ("--iterations", str(iterations), "--mib", str(mib), "--journal", str(journal))
+    return jobs(entry=ENTRY, argv=argv, flags=flags, max_restarts=MANY)
+
+
+def assert_never_torn(found: Sequence[Entry]) -> None:
+    for entry in found:
+        assert entry["torn"] == [], entry
+        if "restored" in entry:
+            assert entry["counter"] == entry["restored"], "small state and tensors are of one version"
+
+
+def assert_at_most_one_lost(job: RunningJob) -> None:
+    for event in job.events("restore.done"):
+        assert event.fields["tier"] == "process"
+        assert 0 <= event.fields["lost"] <= 1, event
+    scratch = [event for event in job.events("restore.scratch") if event.fields["completed"] > 1]
+    assert not scratch, f"started from the beginning although versions had been sealed: {scratch}"
+
+
+TRAINER_POINTS = [
+    "capture.begin@hit=3",
+    "capture.bucket.begin@bucket=0,hit=35",
+    "capture.bucket.begin@bucket=7",
+    "capture.bucket.end@bucket=0,hit=35",
+    "capture.bucket.end@bucket=15",
+    "capture.seal.before@hit=3",
+    "capture.seal.after@hit=3",
+    "attach.before",
+    "attach.after",
+    "restore.begin",
+    "restore.tensors",
+    "restore.end",
+    "update.begin@hit=2",
+    "iteration.forward@hit=2",
+]
+
+
+def test_a_trainer_killed_at_every_named_point_in_turn_resumes_a_complete_version(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """One incarnation per point, after a first one that has sealed versions."""
+    points = ["iteration.forward@hit=5", *TRAINER_POINTS]
+    faults = ";".join(
+        f"{point}{',' if '@' in point else '@'}restart={number}:kill" for number, point in enumerate(points)
+    )
+    journal = tmp_path / "journal"
+    job = torch_server.start(fills(jobs, journal, 40, faults))
+    outcome = job.wait(120)
+    assert outcome["status"] == "succeeded", job.tail()
+    assert outcome["restarts"] == len(points), "every point was reached and killed the trainer"
+    found = entries(journal)
+    assert_never_torn(found)
+    assert_at_most_one_lost(job)
+    assert found[-1]["ended"] == 40
+
+
+@pytest.mark.parametrize("point", ["shutdown.before", "shutdown.after"])
+def test_a_trainer_killed_at_the_messages_of_shutdown_resumes_the_last_version(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, point: str
+) -> None:
+    journal = tmp_path / "journal"
+    job = torch_server.start(fills(jobs, journal, 4, f"{point}@restart=0:kill"))
+    assert job.wait(60)["status"] == "succeeded", job.tail()
+    restored = [entry["restored"] for entry in entries(journal) if "restored" in entry]
+    assert restored == [0, 4], "everything was sealed before the shutdown"
+    assert_never_torn(entries(journal))
+
+
+@pytest.mark.parametrize("message", ["attach", "restore", "shutdown"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_smp_killed_at_a_message_is_replaced_and_loses_nothing(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, message: str, moment: str
+) -> None:
+    """The first request of the kind that arrives after a version exists: a trainer is killed for attach and restore."""
+    journal = tmp_path / "journal"
+    hit = 1 if message == "shutdown" else 2
+    faults = f"iteration.forward@hit=3,restart=0:kill;smp.{message}.{moment}@hit={hit},adopted=0:kill"
+    job = torch_server.start(fills(jobs, journal, 5, faults, mib=64))
+    assert job.wait(90)["status"] == "succeeded", job.tail()
+    assert len(job.events("smp.lost")) >= 1, "the SMP was killed"
+    assert len(job.events("smp.adopt")) >= 1, "a new one has adopted the segments"
+    restored = [entry["restored"] for entry in entries(journal) if "restored" in entry]
+    assert restored in ([0, 1], [0, 2]), "one restart, for the trainer; the SMP was replaced under its request"
+    assert_never_torn(entries(journal))
+    assert_at_most_one_lost(job)
+
+
+def kill_trainer_at_random(job: RunningJob, journal: Path, kills: int, rng: random.Random, longest: float) -> None:
+    """Kill the trainer `kills` times, each a random time after it has begun to train; the job restarts it each time."""
+    for number in range(kills):
+        wait_for(journal, lambda found, n=number: len(found) > n, 60)
+        pid = job.events("rank.attach")[-1].pid
+        descriptor = os.pidfd_open(pid)
+        try:
+            _pause(rng.uniform(0, longest))
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
+
+def _pause(seconds: float) -> None:
+    """The random moment itself is what is tested; nothing is waited for."""
+    import time
+
+    time.sleep(seconds)
+
+
+def test_a_trainer_killed_at_a_hundred_random_times_resumes_a_complete_version(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    rng = random.Random(20261121)
+    found: list[Entry] = []
+    journal = tmp_path / "long" / "journal"
+    journal.parent.mkdir()
+    spec = fills(jobs, journal, 1_000_000)
+    job = torch_server.start(spec)
+    try:
+        kill_trainer_at_random(job, journal, 80, rng, longest=0.4)
+        found += wait_for(journal, lambda written: len(written) > 80, 60)
+        assert_at_most_one_lost(job)
+    finally:
+        job.kill()
+    early: list[Entry] = []
+    for number in range(20):  # young jobs: most die before three versions exist
+        folder = tmp_path / f"young{number}"
+        folder.mkdir()
+        young = fills(jobs, folder / "journal", 1_000_000)
+        young = JobSpec(**{**vars(young), "name": f"{young.name}-{number}", "folder": str(folder)})
+        jobs(**vars(young))
+        running = torch_server.start(young)
+        try:
+            kill_trainer_at_random(running, folder / "journal", 1, rng, longest=0.15)
+            early += wait_for(folder / "journal", lambda written: len(written) > 1, 60)
+            assert_at_most_one_lost(running)
+        finally:
+            running.kill()
+    assert_never_torn(found + early)
+    slots = [entry["found"] for entry in found + early if entry.get("found")]
+    dirty = sum("DIRTY" in states for states in slots)
+    young_slots = sum("EMPTY" in states or states.count("CLEAN") < 2 for states in slots)
+    print(json.dumps({"kills": len(slots), "dirty": dirty, "none_dirty": len(slots) - dirty, "young": young_slots}))
+    assert len(slots) >= 100
+    assert dirty >= 10 and len(slots) - dirty >= 10 and young_slots >= 10
