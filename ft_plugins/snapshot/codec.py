@@ -3,8 +3,10 @@
 Invariant: `decode(encode(state)) == state` with the same types, tuples and tensors included; a type that is not on the
 list is an InventoryError at encoding time that names where in the state it stands.
 
-In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, numpy arrays and scalars, torch CPU
-tensors, and members of the enum classes that the caller names. Out: bytes, and back.
+Types are taken exactly: a subclass (named tuple, default dict, nn.Parameter) would come back as its base: refused.
+
+In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, numpy arrays and scalars of numbers,
+torch CPU tensors, and members of the enum classes that the caller names. Out: bytes, and back.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import torch
 
 from ..errors import InventoryError, ProtocolError
 
+_NUMERIC = "biufcmM"  # kinds of numpy dtypes whose name tells all; structured ones and objects are not among them
 _TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP = range(1, 8)
-_WORD = range(-(2**63), 2**64)
+_LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack carries itself
 
 
 def encode(state: Any, enums: Sequence[type[Enum]] = ()) -> bytes:
@@ -81,34 +84,37 @@ def _plain(value: Any, place: str, enums: Mapping[type[Enum], str]) -> Any:
     if isinstance(value, Enum):  # before str and int: an enum may be both
         if type(value) not in enums:
             raise InventoryError(f"{place}: enum {type(value).__name__} is not on the codec's list")
+        if value.name not in type(value).__members__:
+            raise InventoryError(f"{place}: {value!r} has no name of its own: combined flags cannot be captured")
         return _extension(_ENUM, [enums[type(value)], value.name])
-    match value:
-        case None | bool() | str() | bytes():
-            return value
-        case np.generic():  # before float: numpy.float64 is a float
-            return _extension(_SCALAR, [value.dtype.str, value.tobytes()])
-        case int():
-            return value if value in _WORD else _extension(_BIGINT, str(value))
-        case float():
-            return value
-        case np.ndarray():
-            if value.dtype.hasobject:
-                raise InventoryError(f"{place}: a numpy array of objects cannot be captured")
-            return _extension(_ARRAY, [value.dtype.str, list(value.shape), value.tobytes()])
-        case torch.Tensor():
-            dense = value.detach().cpu().contiguous()
-            raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-            return _extension(_TENSOR, [str(dense.dtype).removeprefix("torch."), list(dense.shape), raw])
-        case tuple():
-            return _extension(_TUPLE, [_plain(part, f"{place}[{i}]", enums) for i, part in enumerate(value)])
-        case list():
-            return [_plain(part, f"{place}[{i}]", enums) for i, part in enumerate(value)]
-        case dict():
-            if all(isinstance(key, (str, int)) and not isinstance(key, (bool, Enum)) for key in value):
-                return {key: _plain(part, f"{place}[{key!r}]", enums) for key, part in value.items()}
-            pairs = [[_plain(k, f"{place} key", enums), _plain(v, f"{place}[{k!r}]", enums)] for k, v in value.items()]
-            return _extension(_MAP, pairs)
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC:
+        return _extension(_SCALAR, [value.dtype.str, value.tobytes()])
+    kind = type(value)
+    if value is None or kind in (bool, str, bytes, float):
+        return value
+    if kind is int:
+        return value if _is_word(value) else _extension(_BIGINT, str(value))
+    if kind is np.ndarray and value.dtype.kind in _NUMERIC + "SU":
+        return _extension(_ARRAY, [value.dtype.str, list(value.shape), value.tobytes()])
+    if kind is torch.Tensor:
+        dense = value.detach().cpu().contiguous()
+        raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+        return _extension(_TENSOR, [str(dense.dtype).removeprefix("torch."), list(dense.shape), raw])
+    if kind is tuple:
+        return _extension(_TUPLE, [_plain(part, f"{place}[{i}]", enums) for i, part in enumerate(value)])
+    if kind is list:
+        return [_plain(part, f"{place}[{i}]", enums) for i, part in enumerate(value)]
+    if kind is dict:
+        if all(type(key) is str or _is_word(key) for key in value):
+            return {key: _plain(part, f"{place}[{key!r}]", enums) for key, part in value.items()}
+        pairs = [[_plain(k, f"{place} key", enums), _plain(v, f"{place}[{k!r}]", enums)] for k, v in value.items()]
+        return _extension(_MAP, pairs)
     raise InventoryError(
         f"{place}: a {type(value).__module__}.{type(value).__qualname__} cannot be captured as small state; "
         "make it plain values, tensors or arrays in the adapter"
     )
+
+
+def _is_word(value: Any) -> bool:
+    """Whether msgpack carries it as an integer. A subclass of int (a bool too) is none."""
+    return type(value) is int and _LEAST <= value <= _MOST
