@@ -1,0 +1,226 @@
+"""Small state: what goes in comes out, types included; what cannot is refused by the name of its place."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+import random
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ft_plugins.errors import InventoryError, ProtocolError
+from ft_plugins.snapshot.codec import decode, encode
+
+
+class Colour(enum.Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+class Order(enum.IntEnum):
+    FIRST = 1
+    SECOND = 2
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+ENUMS = (Colour, Order, Access)
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
+    torch.bool, torch.complex64, torch.float8_e4m3fn,
+)  # fmt: skip
+NUMPY = ("<f4", "<f8", ">f8", "<f2", "<i8", "<i4", "|i1", "|u1", "<u4", "<u8", "|b1", "<c8", "<M8[s]")
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal with the same types all the way down; NaN equals NaN, tensors and arrays bit for bit."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and bits(left) == bits(right)
+    if isinstance(left, (np.ndarray, np.generic)):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, dict):
+        pairs = zip(left.items(), right.items(), strict=False)
+        return len(left) == len(right) and all(same(k, m) and same(v, w) for (k, v), (m, w) in pairs)
+    if isinstance(left, float):
+        return math.copysign(1, left) == math.copysign(1, right) and (left == right or left != left and right != right)
+    return bool(left == right)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+    if dtype is torch.bool:
+        raw = bytes(draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
+    else:
+        raw = draw(st.binary(min_size=size, max_size=size))
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape)
+
+
+arrays = st.sampled_from(NUMPY).flatmap(
+    lambda kind: hnp.arrays(np.dtype(kind), hnp.array_shapes(min_dims=0, min_side=0))
+)
+scalars = arrays.filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0])
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats() | st.text() | st.binary()
+    | st.sampled_from([Colour.RED, Colour.BLUE, Order.SECOND, Access.READ]) | arrays | scalars | tensors()
+)  # fmt: skip
+plain_keys = st.text() | st.integers() | st.booleans() | st.none() | st.binary() | st.sampled_from(list(Order))
+keys = plain_keys | st.tuples(plain_keys, plain_keys)
+states = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(), inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(states)
+def test_every_state_of_listed_types_comes_back_with_the_same_types_and_bits(state: Any) -> None:
+    assert same(decode(encode(state, ENUMS), ENUMS), state)
+
+
+def test_the_random_states_of_python_numpy_and_torch_come_back_and_continue_the_same_sequences() -> None:
+    python, legacy = random.Random(7), np.random.RandomState(7)
+    generator = np.random.Generator(np.random.PCG64(7))  # holds integers of 128 bits
+    device = torch.Generator().manual_seed(7)
+    state = {
+        "python": python.getstate(),
+        "numpy": legacy.get_state(),
+        "pcg": generator.bit_generator.state,
+        "torch": device.get_state(),
+    }
+    expected = (python.random(), legacy.rand(), generator.random(), torch.rand(1, generator=device).item())
+
+    restored = decode(encode(state))
+
+    assert isinstance(restored["python"], tuple) and isinstance(restored["python"][1], tuple)
+    python.setstate(restored["python"])
+    legacy.set_state(restored["numpy"])
+    generator.bit_generator.state = restored["pcg"]
+    device.set_state(restored["torch"])
+    assert (python.random(), legacy.rand(), generator.random(), torch.rand(1, generator=device).item()) == expected
+
+
+def test_restored_arrays_and_tensors_can_be_written() -> None:
+    restored = decode(encode({"array": np.arange(3), "tensor": torch.arange(3)}))
+    restored["array"] += 1
+    restored["tensor"] += 1
+    assert restored["array"].tolist() == restored["tensor"].tolist() == [1, 2, 3]
+
+
+def test_a_transposed_array_and_a_strided_tensor_come_back_with_their_elements_in_place() -> None:
+    array, tensor = np.arange(6).reshape(2, 3).T, torch.arange(24).reshape(4, 6)[::2, 1::2]
+    restored = decode(encode([array, tensor]))
+    assert np.array_equal(restored[0], array) and torch.equal(restored[1], tensor)
+
+
+def test_an_enum_is_carried_by_name_so_that_a_changed_value_does_not_matter() -> None:
+    encoded = encode(Colour.RED, [Colour])
+    renumbered = enum.Enum("Colour", {"RED": 99, "BLUE": 98})
+    assert decode(encoded, [renumbered]) is renumbered.RED  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, frozenset(), 1j, bytearray(b"x"), range(3), Colour, len, np.array([object()]),
+     np.zeros(2, dtype=[("a", "i4"), ("b", "f8")]), np.zeros(1, dtype=[("a", "i4")])[0]],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_type_that_is_not_on_the_list_is_an_error_that_names_its_place(value: Any) -> None:
+    with pytest.raises(InventoryError, match=r"state\['optimizer'\]\[1\]\['x'\]"):
+        encode({"optimizer": [0, {"x": value}]})
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Number(int):
+    pass
+
+
+class Real(float):
+    pass
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Text("a"), Number(3), Real(1.5), np.str_("a"), np.bytes_(b"a"), Pair(1, 2), collections.OrderedDict(a=1),
+     collections.defaultdict(list), torch.nn.Parameter(torch.zeros(1)), np.ma.array([1], mask=[True])],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_subclass_is_refused_by_place_rather_than_turned_into_its_base(value: Any) -> None:
+    """What came back would not be what went in: a named tuple without names, a default dict without default."""
+    with pytest.raises(InventoryError, match=r"state\['a'\]"):
+        encode({"a": value})
+
+
+@pytest.mark.parametrize("key", [Text("a"), 2**70, np.int64(3), 1.5, ("a", 1), b"k", None, True])
+def test_a_key_of_any_kind_comes_back_as_it_was_or_is_refused_by_place(key: Any) -> None:
+    try:
+        encoded = encode({"outer": {key: 1}})
+    except InventoryError as error:
+        assert "state['outer']" in str(error)
+        assert isinstance(key, Text)
+    else:
+        assert same(decode(encoded), {"outer": {key: 1}})
+
+
+def test_an_enum_that_the_caller_did_not_name_is_refused_by_place() -> None:
+    with pytest.raises(InventoryError, match=r"state\['kind'\]: enum Colour"):
+        encode({"kind": Colour.RED}, [Order])
+    with pytest.raises(InventoryError, match=r"state\['kind'\]"):
+        encode({"kind": Access.READ | Access.WRITE}, [Access])
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b + b"\0", lambda b: b"", lambda b: b"\xc1" + b])
+def test_bytes_that_are_no_encoding_are_a_protocol_error_that_tells_their_length(damage: Any) -> None:
+    damaged = damage(encode({"rng": torch.arange(5), "step": (1, 2)}))
+    with pytest.raises(ProtocolError, match=f"{len(damaged)} bytes"):
+        decode(damaged)
+
+
+def test_an_extension_of_unknown_kind_and_an_unknown_enum_are_protocol_errors() -> None:
+    with pytest.raises(ProtocolError, match="unknown kind 77"):
+        decode(msgpack.packb(msgpack.ExtType(77, msgpack.packb(1))))
+    with pytest.raises(ProtocolError):
+        decode(encode(Colour.RED, [Colour]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_either_decode_or_are_a_protocol_error(encoded: bytes) -> None:
+    try:
+        decode(encoded)
+    except ProtocolError as error:
+        assert str(error)
