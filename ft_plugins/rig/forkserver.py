@@ -137,6 +137,7 @@ def load(entry: str) -> Any:
     if place.endswith(".py"):
         name = Path(place).stem
         if name not in sys.modules:
+            sys.path.insert(0, str(Path(place).resolve().parent))  # as when it is run as a script
             found = importlib.util.spec_from_file_location(name, place)
             if found is None or found.loader is None:
                 raise ImportError(f"{place} cannot be imported")

@@ -1,0 +1,250 @@
+"""What a snapshot costs training: 1 GiB of state in one process, beside three loads, against a memcpy of the same.
+
+    python benchmarks/snapshot_stall.py [--quick]
+
+Each load is a fixed amount of work, twice as long as the memcpy: matrix products, an Adam-like pass over memory, and a
+host-bound loop of small torch operations; one compute thread. Steps with and without a snapshot alternate in random
+order within one run, and the floor is measured again beside each load. x = multiples of the memcpy:
+
+    committed   version point -> sealed in shared memory, digests included     stall      waited for at the fence
+    step_slowdown   the step beside the snapshot, less the step without        first      first snapshot after start
+
+Claims: committed <= 1.5, first within 1.5 of a later one, stall <= 0.05 beside matmul, committed <= 2.5 beside
+the host-bound loop. dlrover's and torchsnapshot's figures stand beside, where they are installed (`pip install -e .[bench]`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from baselines import GIB, memcpy
+
+from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.rig.figures import line
+from ft_plugins.session import Session
+from ft_plugins.smp.client import Client, ensure
+
+TENSORS = 198  # as in a GPT of this size: alternately 1.35 and 9.5 MB
+SIZES = (1_350_000, 9_500_000)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Medians over the steps of one load, in multiples of the memcpy measured beside it."""
+
+    committed: float
+    stall: float
+    slowdown: float
+
+    def row(self, name: str) -> str:
+        return (
+            f"{name:<34} committed {self.committed:6.2f}x   stall {self.stall:6.3f}x   slowdown {self.slowdown:6.2f}x"
+        )
+
+
+def make_state(nbytes: int = GIB) -> dict[str, torch.Tensor]:
+    """Tensors of `nbytes` together, in the sizes of a transformer's."""
+    left, state = nbytes, {}
+    while left > 0:
+        size = min(left, SIZES[len(state) % 2] // 64 * 64)
+        state[f"layer{len(state):03d}"] = torch.rand(size // 4)
+        left -= size
+    return state
+
+
+def matmul() -> Callable[[], object]:
+    a, b = torch.rand(384, 384), torch.rand(384, 384)
+    out = torch.empty(384, 384)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def adam_like() -> Callable[[], object]:
+    p, g, m, v = (torch.rand(1 << 20) for _ in range(4))
+
+    def work() -> None:
+        m.mul_(0.9).add_(g, alpha=0.1)
+        v.mul_(0.95).addcmul_(g, g, value=0.05)
+        p.addcdiv_(m, v.sqrt().add_(1e-8), value=-1e-3)
+
+    return work
+
+
+def host_bound() -> Callable[[], object]:
+    tensors = [torch.rand(16) for _ in range(64)]
+
+    def work() -> None:
+        for tensor in tensors:
+            tensor.mul_(1.0001)
+
+    return work
+
+
+LOADS: dict[str, Callable[[], Callable[[], object]]] = {
+    "matmul": matmul,
+    "adam": adam_like,
+    "host_bound": host_bound,
+}
+
+
+def step_of(work: Callable[[], object], duration: float) -> Callable[[], float]:
+    """A step: `work` as often as takes `duration` when nothing else runs. Returns the seconds that it took."""
+    repeats, took = 1, 0.0
+    while took < duration / 2:
+        repeats *= 2
+        started = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        took = time.perf_counter() - started
+    repeats = max(1, round(repeats * duration / took))
+
+    def step() -> float:
+        started = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return time.perf_counter() - started
+
+    return step
+
+
+class Ours:
+    """A session over a real SMP."""
+
+    name = "ft_plugins"
+
+    def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="ft-"))
+        stack.callback(shutil.rmtree, folder)
+        ensure(folder, f"stall{os.getpid()}", "node0", 60)
+        self._client = stack.enter_context(Client(folder))
+        stack.callback(self._client.end)
+        self._client.watch(os.getpid())
+        context = LaunchContext(Config.from_flags(["--reft"])[0], folder, self._client.fence(), None, 0, 0, 1, 1, 0, 1)
+        assert context.config is not None
+        self.session = Session(PlainHost(state), context.config, context)
+        stack.callback(self.session.shutdown)
+        self._committed: list[float] = []
+        self.session._events.subscribe(
+            lambda event: self._committed.append(event.fields["seconds"]) if event.name == "capture.commit" else None
+        )
+        self.session.resume()
+        self._iteration = 0
+
+    def snapshot(self) -> None:
+        """The version point."""
+        self._iteration += 1
+        self.session.iteration_end(self._iteration)
+
+    def fence(self) -> None:
+        self.session.before_update(self._iteration + 1)
+
+    def committed(self) -> float:
+        """Seconds of the last snapshot, from the version point to the seal."""
+        return self._committed[-1]
+
+
+class TorchSnapshot:
+    """torchsnapshot's async_take, to a folder in memory: what it does before it returns, and until it is safe."""
+
+    name = "torchsnapshot"
+
+    def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack) -> None:
+        from torchsnapshot import Snapshot, StateDict
+
+        self._take = Snapshot.async_take
+        self._state = {"state": StateDict(**state)}
+        self._folder = tempfile.mkdtemp(prefix="ft-", dir="/dev/shm")
+        stack.callback(shutil.rmtree, self._folder)
+        self._pending: object | None = None
+        self._seconds = 0.0
+
+    def snapshot(self) -> None:
+        self._started = time.perf_counter()
+        self._pending = self._take(f"{self._folder}/snapshot", self._state)
+
+    def fence(self) -> None:
+        self._pending.wait()  # type: ignore[attr-defined]
+        self._seconds = time.perf_counter() - self._started
+
+    def committed(self) -> float:
+        return self._seconds
+
+
+def beside(system: Ours | TorchSnapshot, load: str, steps: int, rng: random.Random) -> Beside:
+    """Steps of `load` with and without a snapshot before, in random order."""
+    floor = memcpy()
+    step = step_of(LOADS[load](), 2 * floor)
+    step()
+    committed, stalls, with_snapshot, without = [], [], [], []
+    order = [True] * steps + [False] * steps
+    rng.shuffle(order)
+    for taken in order:
+        if not taken:
+            without.append(step())
+            continue
+        started = time.perf_counter()
+        system.snapshot()
+        blocked = time.perf_counter() - started
+        with_snapshot.append(step())
+        started = time.perf_counter()
+        system.fence()
+        stalls.append(blocked + time.perf_counter() - started)
+        committed.append(system.committed())
+    slowdown = statistics.median(with_snapshot) - statistics.median(without)
+    return Beside(statistics.median(committed) / floor, statistics.median(stalls) / floor, slowdown / floor)
+
+
+def measure(quick: bool) -> dict[str, float | bool]:
+    """All figures; a table on the way."""
+    torch.set_num_threads(1)
+    rng = random.Random(1)
+    steps = 7 if quick else 25
+    state = make_state()
+    figures: dict[str, float | bool] = {"memcpy_seconds": memcpy()}
+    with ExitStack() as stack:
+        ours = Ours(state, stack)
+        ours.snapshot()
+        ours.fence()
+        figures["first_committed_x"] = ours.committed() / float(figures["memcpy_seconds"])
+        ours.snapshot()
+        ours.fence()
+        for load in LOADS:
+            found = beside(ours, load, steps, rng)
+            print(found.row(f"{ours.name} beside {load}"), flush=True)
+            suffix = "" if load == "matmul" else f"_{load}"
+            figures[f"committed{suffix}_x"] = found.committed
+            figures[f"stall{suffix}_x"] = found.stall
+            figures[f"step_slowdown_{load}_x"] = found.slowdown
+    if importlib.util.find_spec("torchsnapshot"):
+        with ExitStack() as stack:
+            theirs = TorchSnapshot(state, stack)
+            for load in LOADS:
+                found = beside(theirs, load, 2 if quick else 5, rng)
+                print(found.row(f"{theirs.name} beside {load}"), flush=True)
+                figures[f"torchsnapshot_committed_{load}_x"] = found.committed
+                figures[f"torchsnapshot_stall_{load}_x"] = found.stall
+                figures[f"torchsnapshot_step_slowdown_{load}_x"] = found.slowdown
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps; ends within 50 s on 2 cores")
+    print(line("snapshot_stall", measure(parser.parse_args().quick)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""A killed and resumed Megatron run equals an unfailed one, bit for bit: megatron-core, TP2 x PP2 x DP2, dropout on.
+
+Golden runs are not protected at all. Every comparison is over all inventory items, all small state and all losses.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig import gpt_runs
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.golden import explain, loss_differences, losses, state_differences
+from ft_plugins.rig.gpt_runs import ALL, HARDEST, ITERATIONS, RANKS, SKIPPED, Configuration, GptRun
+from ft_plugins.rig.journal import wait_for
+
+Spec = Callable[..., JobSpec]
+BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
+
+DEFAULT = {  # of the product, what the default run takes: both precisions, optimizers and schedules, overlap once
+    "fp32-replicated-1f1b",
+    "fp32-distopt-interleaved-overlap",
+    "bf16-replicated-interleaved",
+    "bf16-distopt-1f1b",
+    "bf16-distopt-interleaved-overlap",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(gpt_runs.PRELOAD) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def golden(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Configuration], GptRun]:
+    """The unfailed run of a configuration, made once."""
+    made: dict[Configuration, GptRun] = {}
+
+    def run(configuration: Configuration) -> GptRun:
+        if configuration not in made:
+            folder = tmp_path_factory.mktemp(f"golden-{configuration}")
+            made[configuration] = finish(server, GptRun("golden", folder, configuration))
+        return made[configuration]
+
+    return run
+
+
+def finish(server: ForkServer, run: GptRun) -> GptRun:
+    job = server.start(run.spec())
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    return run
+
+
+def start(
+    server: ForkServer, jobs: Spec, folder: Path, configuration: Configuration, kills: str
+) -> tuple[GptRun, RunningJob]:
+    run = GptRun("protected", folder, configuration, protected=True, kills=kills)
+    spec = run.spec()
+    return run, server.start(jobs(**{key: value for key, value in vars(spec).items() if key != "name"}))
+
+
+def assert_identical(run: GptRun, golden: GptRun) -> None:
+    found = state_differences(run.digests, golden.digests, RANKS) + loss_differences(run.loss_log, golden.loss_log)
+    assert not found, explain(found)
+
+
+def restored(job: RunningJob) -> list[int]:
+    """The iteration of each restore, asserting that it came from the process tier and lost at most one iteration."""
+    by_incarnation: dict[int, set[int]] = {}
+    for event in job.events("restore.done"):
+        assert event.fields["tier"] == "process"
+        assert 0 <= event.fields["lost"] <= 1, event
+        by_incarnation.setdefault(event.fields["lineage"], set()).add(event.fields["iteration"])
+    assert all(len(versions) == 1 for versions in by_incarnation.values()), "every rank restores the same version"
+    return [next(iter(versions)) for _, versions in sorted(by_incarnation.items())]
+
+
+def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
+    server: ForkServer, golden: Callable[[Configuration], GptRun], tmp_path: Path
+) -> None:
+    first = golden(HARDEST)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "other").mkdir()
+    again = finish(server, GptRun("again", tmp_path / "again", HARDEST))
+    other = finish(server, GptRun("other", tmp_path / "other", HARDEST, seed=4321))
+    assert_identical(again, first)
+    found = state_differences(other.digests, first.digests, RANKS)
+    for rank in range(RANKS):
+        assert any(line.startswith(f"rank {rank}: /items/") for line in found), "another seed is another state"
+    assert loss_differences(other.loss_log, first.loss_log)
+
+
+def test_the_injected_infinity_skips_an_update(golden: Callable[[Configuration], GptRun]) -> None:
+    entries = losses(golden(HARDEST).loss_log)
+    assert entries[SKIPPED]["skipped"] and not entries[SKIPPED + 1]["skipped"]
+    assert "valid_loss_hex" in entries[gpt_runs.EVALUATED], "one evaluation lies within the run"
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        pytest.param(one, id=str(one), marks=() if str(one) in DEFAULT else pytest.mark.all_configurations)
+        for one in ALL
+    ],
+)
+def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run(
+    server: ForkServer,
+    golden: Callable[[Configuration], GptRun],
+    jobs: Spec,
+    tmp_path: Path,
+    configuration: Configuration,
+) -> None:
+    kills = (
+        "iteration.forward@iteration=4,rank=5,restart=0:kill;"  # right after the skipped update
+        "update.middle@iteration=7,rank=2,restart=1:kill"
+    )
+    run, job = start(server, jobs, tmp_path, configuration, kills)
+    outcome = job.wait(BOUND)
+    assert outcome["status"] == "succeeded", job.tail()
+    assert outcome["restarts"] == 2
+    first, second = restored(job)
+    assert first in (2, 3) and second == 6, "in the update, every rank is past the fence of the version before"
+    assert_identical(run, golden(configuration))
+
+
+KILLS = {
+    "first-forward": ("iteration.forward@iteration=1,rank=0,restart=0:kill", None),
+    "fence": ("update.begin@iteration=4,rank=1,restart=0:kill", 3),
+    "after-update": ("update.end@iteration=4,rank=6,restart=0:kill", 3),
+    "mid-capture": ("capture.bucket.end@iteration=4,bucket=0,rank=3,restart=0:kill", 3),
+    "before-seal": ("capture.seal.before@iteration=4,rank=7,restart=0:kill", 3),
+    "twice-in-a-row": (
+        "iteration.forward@iteration=5,rank=0,restart=0:kill;iteration.forward@hit=1,rank=4,restart=1:kill", (3, 4)),
+    "in-restore": (
+        "update.middle@iteration=5,rank=0,restart=0:kill;restore.tensors@rank=2,restart=1:kill;"
+        "restore.end@rank=3,restart=2:kill", 4),
+    "all-ranks-at-once": ("update.begin@iteration=6,restart=0:kill", 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("story", KILLS)
+def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(
+    server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path, story: str
+) -> None:
+    kills, expected = KILLS[story]
+    run, job = start(server, jobs, tmp_path, HARDEST, kills)
+    outcome = job.wait(BOUND)
+    assert outcome["status"] == "succeeded", job.tail()
+    assert outcome["restarts"] >= 1
+    versions = restored(job)
+    if expected is None:
+        assert versions == [], "killed before the first version"
+        assert len(job.events("restore.scratch")) == 2 * RANKS, "it started from the beginning, and said so"
+        assert "from the beginning" in job.log.read_text()
+    else:
+        allowed = expected if isinstance(expected, tuple) else (expected,)
+        assert versions and all(version in allowed for version in versions), versions
+    assert_identical(run, golden(HARDEST))
+
+
+def test_killed_at_the_agent_the_same_command_given_again_resumes(
+    server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path
+) -> None:
+    run, job = start(server, jobs, tmp_path, HARDEST, "")
+    wait_for(run.loss_log, lambda lines: len(lines) >= 4, BOUND)
+    job.kill()
+    assert job.wait(BOUND)["status"] == "killed"
+    again = server.start(job.spec)
+    assert again.wait(BOUND)["status"] == "succeeded", again.tail()
+    (version,) = restored(again)
+    assert version >= 3
+    assert_identical(run, golden(HARDEST))
+
+
+@pytest.mark.parametrize("with_trainer", [False, True], ids=["alone", "with-a-trainer"])
+def test_the_smp_killed_loses_at_most_one_iteration(
+    server: ForkServer,
+    golden: Callable[[Configuration], GptRun],
+    jobs: Spec,
+    tmp_path: Path,
+    with_trainer: bool,
+) -> None:
+    run, job = start(server, jobs, tmp_path, HARDEST, "")
+    wait_for(run.loss_log, lambda lines: len(lines) >= 3, BOUND)
+    os.kill(job.events("smp.start")[-1].fields["pid"], signal.SIGKILL)
+    if with_trainer:
+        os.kill(next(event.pid for event in job.events("rank.attach") if event.rank == 5), signal.SIGKILL)
+    outcome = job.wait(BOUND)
+    assert outcome["status"] == "succeeded", job.tail()
+    assert len(job.events("smp.lost")) == 1, "the alarm"
+    assert len(job.events("smp.adopt")) == 1, "a new SMP has adopted the segments"
+    assert len(restored(job)) == int(with_trainer), "training goes on when the SMP dies alone"
+    assert_identical(run, golden(HARDEST))
+    assert ITERATIONS in losses(run.loss_log)
