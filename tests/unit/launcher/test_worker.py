@@ -1,4 +1,8 @@
-"""The entry of a rank: real processes, started as the agent starts them, without any process group."""
+"""The entry of a rank: real processes with what the agent gives them, without any process group.
+
+Most are forked from this one, which has imported torch already; where the start itself matters, they are started as the
+agent does it.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +11,57 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from ft_plugins.config import Config, worker_environment
+from ft_plugins.launcher import worker
 
-WAIT = 60.0
+WAIT = 120.0
 PLACE = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+Ended = tuple[int | None, str, str]  # exit code, standard output, standard error
 
 
-def start(
-    tmp_path: Path, script: str, *words: str, flags: tuple[str, ...] = ("--reft",), agent: int = 0, module: bool = False
-) -> subprocess.Popen[str]:
-    """A rank with `script` as train.py, its error file in tmp_path/error.json."""
-    (tmp_path / "train.py").write_text(script)
+def environment(folder: Path, flags: tuple[str, ...], agent: int) -> dict[str, str]:
+    """What the agent tells rank 3; its error file is error.json in `folder`."""
     config, _ = Config.from_flags(flags)
-    environment = os.environ | PLACE | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    environment |= worker_environment(config, tmp_path, 5, agent or os.getpid())
-    target = ["-m", "train"] if module else [str(tmp_path / "train.py")]
-    return subprocess.Popen(
+    told = PLACE | {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    return told | worker_environment(config, folder, 5, agent)
+
+
+def started(folder: Path, script: str, *words: str, module: bool = False) -> Ended:
+    """A rank with `script` as train.py, started."""
+    (folder / "train.py").write_text(script)
+    target = ["-m", "train"] if module else [str(folder / "train.py")]
+    process = subprocess.run(
         [sys.executable, "-u", "-m", "ft_plugins.launcher.worker", *target, *words],
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        env=os.environ | environment(folder, ("--reft",), os.getpid()),
+        cwd=folder,
+        capture_output=True,
         text=True,
+        timeout=WAIT,
     )
+    return process.returncode, process.stdout, process.stderr
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, error = process.communicate(timeout=WAIT)
-    return process.returncode, out, error
+def forked(folder: Path, script: str, flags: tuple[str, ...] = ("--reft",), agent: int = 0) -> Ended:
+    """A rank with `script` as train.py, forked."""
+    (folder / "train.py").write_text(script)
+    outputs = [folder / "out", folder / "err"]
+
+    def rank() -> None:
+        for descriptor, path in enumerate(outputs, start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+        sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
+        os.environ.update(environment(folder, flags, agent or os.getppid()))
+        worker.main([str(folder / "train.py")])
+
+    process = get_context("fork").Process(target=rank)
+    process.start()
+    process.join(WAIT)
+    return process.exitcode, *(path.read_text() if path.exists() else "" for path in outputs)
 
 
 @pytest.mark.parametrize("module", [False, True], ids=["script", "module"])
@@ -48,7 +71,7 @@ def test_a_script_runs_as_main_with_its_own_arguments_and_folder(tmp_path: Path,
         "import sys, beside, torch\n"
         "if __name__ == '__main__': print(sys.argv[1:], sys.argv[0].endswith('train.py'), torch.cuda.is_available())"
     )
-    code, out, error = ended(start(tmp_path, script, "--lr", "1", "-m", module=module))
+    code, out, error = started(tmp_path, script, "--lr", "1", "-m", module=module)
     assert (code, out.strip()) == (0, "['--lr', '1', '-m'] True False"), error
 
 
@@ -59,13 +82,13 @@ def test_what_ft_run_decided_is_in_the_context_and_faults_are_armed(tmp_path: Pa
         "print(faults.reach('update.begin', iteration=2), faults.reach('update.begin', iteration=3))"
     )
     flags = ("--reft-interval=2", "--reft", "--ftp-job=j", "--ftp-faults=update.begin@iteration=2,rank=3,restart=0:inf")
-    code, out, error = ended(start(tmp_path, script, flags=flags))
+    code, out, error = forked(tmp_path, script, flags=flags)
     assert (code, out.splitlines()) == (0, ["3 5 2 j", "inf None"]), error
 
 
 def test_an_error_of_ours_is_reported_to_the_agent_in_one_line_without_a_traceback(tmp_path: Path) -> None:
     script = "from ft_plugins.errors import *\nraise ResumeError('data changed;\\n resume with fresh')"
-    code, _, error = ended(start(tmp_path, script))
+    code, _, error = forked(tmp_path, script)
     assert code == 78
     assert error == ""  # the agent prints the report, once
     message = json.loads((tmp_path / "error.json").read_text())["message"]
@@ -75,12 +98,12 @@ def test_an_error_of_ours_is_reported_to_the_agent_in_one_line_without_a_traceba
 
 def test_a_lost_smp_is_an_error_that_a_restart_may_cure(tmp_path: Path) -> None:
     script = "from ft_plugins.errors import *\nraise ProtocolError('the SMP hung up')"
-    code, _, error = ended(start(tmp_path, script))
+    code, _, error = forked(tmp_path, script)
     assert (code, error) == (1, "ft_plugins: rank 3: the SMP hung up\n")
 
 
 def test_other_errors_pass_unchanged_and_reach_the_agent(tmp_path: Path) -> None:
-    code, _, error = ended(start(tmp_path, "def train(): raise RuntimeError('out of memory')\ntrain()"))
+    code, _, error = forked(tmp_path, "def train(): raise RuntimeError('out of memory')\ntrain()")
     assert code == 1
     assert "in train\n" in error and error.rstrip().endswith("RuntimeError: out of memory")
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "RuntimeError: out of memory"
@@ -88,13 +111,13 @@ def test_other_errors_pass_unchanged_and_reach_the_agent(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_the_scripts_own_exit_status_is_kept(tmp_path: Path, status: int) -> None:
-    assert ended(start(tmp_path, f"import sys; sys.exit({status})"))[0] == status
+    assert forked(tmp_path, f"import sys; sys.exit({status})")[0] == status
 
 
 def test_a_rank_whose_agent_has_died_before_it_could_bind_ends_at_once(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait(WAIT)
-    code, out, _ = ended(start(tmp_path, "print('trains on')", agent=dead.pid))
+    code, out, _ = forked(tmp_path, "print('trains on')", agent=dead.pid)
     assert (code, out) == (-signal.SIGKILL, "")
 
 
@@ -106,5 +129,5 @@ def test_children_that_the_script_spawns_do_not_break(tmp_path: Path) -> None:
         "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(double, [1, 2]))\n"
         "    with multiprocessing.get_context('spawn').Manager() as manager: print(manager.list([3])[0])\n"
     )
-    code, out, error = ended(start(tmp_path, script))
+    code, out, error = started(tmp_path, script)
     assert (code, out.splitlines()) == (0, ["[2, 4]", "3"]), error

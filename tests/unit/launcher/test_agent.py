@@ -1,0 +1,368 @@
+"""The agent with a real SMP: two ranks forked from an agent that is forked from this process; real signals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.launcher.api import LaunchConfig
+
+from ft_plugins import events
+from ft_plugins.config import Config, launch_context, run_directory
+from ft_plugins.errors import BusyError, ConfigError
+from ft_plugins.launcher.launch import Outcome, launch
+from ft_plugins.launcher.watcher import Job
+from ft_plugins.smp import liveness
+from ft_plugins.smp.client import Client
+from ft_plugins.snapshot import segment as segments
+from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.slots import Version, choose
+
+WAIT = 90.0
+SHAPE = Shape(nbytes=4096, small_nbytes=64, buckets=1, layout=1)
+fork = get_context("fork")
+numbers = itertools.count()
+
+
+class Told:
+    """What ranks and agents say: lines in a pipe, which no killed writer can lock or tear."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        self._heard = b""
+
+    def say(self, who: str, *what: Any) -> None:
+        os.write(self._writer, json.dumps([who, *what]).encode() + b"\n")
+
+    def hear(self, who: str) -> Any:
+        """What `who` says next; what others say before is dropped."""
+        deadline = time.monotonic() + WAIT
+        while True:
+            while b"\n" not in self._heard:
+                ready, _, _ = select.select([self._reader], [], [], max(0.0, deadline - time.monotonic()))
+                assert ready, f"nothing was heard of the {who} within {WAIT:.0f} s"
+                self._heard += os.read(self._reader, 1 << 16)
+            line, _, self._heard = self._heard.partition(b"\n")
+            speaker, *what = json.loads(line)
+            if speaker == who:
+                return what
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+@dataclass
+class Node:
+    """A job on this node: `start` it in an agent of its own, as often as it takes."""
+
+    job: Job
+    logs: Path
+    told: Told = field(default_factory=Told)
+    agents: list[ForkProcess] = field(default_factory=list)
+
+    def start(self, rank: Callable[..., Any], *, bounded: bool = False, max_restarts: int = 0) -> ForkProcess:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=2,
+            run_id=f"agent-{os.getpid()}-{next(numbers)}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            start_method="fork",
+            max_restarts=max_restarts,
+            monitor_interval=0.02,
+            logs_specs=DefaultLogsSpecs(log_dir=str(self.logs)),
+        )
+
+        def agent() -> None:
+            try:
+                found = launch(config, rank, (self.told,), job=self.job, bounded=bounded)
+                self.told.say("agent", found.status, found.reason, found.return_values, found.restarts)
+            except (BusyError, SignalException) as error:
+                self.told.say("agent", error.__class__.__name__)
+
+        process = fork.Process(target=agent)
+        process.start()
+        self.agents.append(process)
+        return process
+
+    def outcome(self) -> Outcome:
+        """How the job ended."""
+        status, reason, values, restarts = self.told.hear("agent")
+        return Outcome(status, reason, {int(rank): value for rank, value in values.items()}, {}, restarts)
+
+    def run(self, rank: Callable[..., Any], **bounds: Any) -> Outcome:
+        """Start and wait for the end."""
+        self.start(rank, **bounds)
+        return self.outcome()
+
+    def pids(self) -> dict[int, int]:
+        """By rank, once both ranks have said so."""
+        return dict([self.told.hear("rank"), self.told.hear("rank")])
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        found = [event for event in events.read(self.job.run_dir / "events.jsonl") if event.name == name]
+        return [{"rank": event.rank, "pid": event.pid, **event.fields} for event in found]
+
+    def left_behind(self) -> list[Path]:
+        return segments.segments_of(self.job.name, self.job.node)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    name = f"agent-{os.getpid()}-{next(numbers)}"
+    config, _ = Config.from_flags(["--reft", "--ftp-job", name])
+    node = Node(Job(config, name, "n", run_directory(name, "n")), tmp_path)
+    yield node
+    for process in node.agents:
+        process.kill()
+        process.join(WAIT)
+    if liveness.held(node.job.run_dir / "smp.lock"):
+        with Client(node.job.run_dir) as client:
+            client.end()
+    node.told.close()
+    assert node.left_behind() == []
+
+
+def gone(pid: int) -> bool:
+    """Wait for the end of a process that may be nobody's child here."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], WAIT)[0])
+    finally:
+        os.close(descriptor)
+
+
+def capture(iteration: int) -> None:
+    """This rank's share of a version, complete."""
+    context = launch_context(os.environ)
+    assert context.run_dir is not None
+    with Client(context.run_dir) as client:
+        path = client.attach(context.rank, context.token, SHAPE, {"job": "test"}, fresh=False)
+    segment = Segment(path)
+    slot = choose(segment.slots())
+    segment.dirty(slot, Version(1, iteration), context.token)
+    segment.seal(slot)
+    segment.close()
+
+
+def forever() -> None:
+    while True:
+        signal.pause()
+
+
+# ---- what ranks do ----
+
+
+def succeed(told: Told) -> list[int]:
+    context = launch_context(os.environ)
+    return [context.rank, context.restart, context.token]
+
+
+def killed_once(told: Told) -> list[int]:
+    context = launch_context(os.environ)
+    if context.restart == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a script with a handler of its own
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        forever()
+    return [context.rank, context.restart, context.token]
+
+
+def killed_beside_a_stopped_peer(told: Told) -> int:
+    context = launch_context(os.environ)
+    if context.restart == 0:
+        told.say("rank", context.rank, os.getpid())
+        if context.rank == 1:
+            forever()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return context.rank
+
+
+def always_fail(told: Told) -> None:
+    if launch_context(os.environ).rank == 1:
+        raise RuntimeError("the loss is infinite")
+    forever()
+
+
+def fail_at_version_7(told: Told) -> None:
+    if launch_context(os.environ).restart == 0:
+        capture(7)
+    raise RuntimeError("the loss is infinite")
+
+
+def fail_with_progress(told: Told) -> int:
+    context = launch_context(os.environ)
+    if context.restart == 6:
+        return context.restart
+    capture(context.restart + 1)
+    if context.rank == 0:
+        forever()
+    # rank 1 ends only after rank 0 has captured as well: its segment says so
+    run_dir = context.run_dir
+    assert run_dir is not None
+    with Client(run_dir) as client:
+        while len(client.status()["segments"]) < 2 or not _both_have(client, context.restart + 1):
+            continue
+    os.kill(os.getpid(), signal.SIGKILL)
+    return -1
+
+
+def _both_have(client: Client, iteration: int) -> bool:
+    return all(
+        any(slot["state"] == "CLEAN" and slot["iteration"] == iteration for slot in segment["slots"])
+        for segment in client.status()["segments"]
+    )
+
+
+def refuse(told: Told) -> None:
+    if launch_context(os.environ).rank == 1:
+        raise ConfigError("--reft-interval: no such interval")
+    forever()
+
+
+def wait_to_be_killed(told: Told) -> int:
+    context = launch_context(os.environ)
+    if context.token == 1:
+        capture(3)
+        told.say("rank", context.rank, os.getpid())
+        forever()
+    return context.token
+
+
+# ---- stories ----
+
+
+def test_a_job_that_succeeds_returns_its_values_and_leaves_nothing_behind(node: Node) -> None:
+    outcome = node.run(succeed)
+    assert (outcome.status, outcome.return_values) == ("succeeded", {0: [0, 0, 1], 1: [1, 0, 1]})
+    assert not liveness.held(node.job.run_dir / "smp.lock") and not liveness.held(node.job.run_dir / "lock")
+    assert [event["status"] for event in node.events("job.end")] == ["succeeded"]
+    assert [(event["nproc"], event["script"]) for event in node.events("job.start")] == [(2, "succeed")]
+
+
+def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_a_new_token(node: Node) -> None:
+    before = time.monotonic()
+    outcome = node.run(killed_once)
+    assert (outcome.status, outcome.return_values) == ("succeeded", {0: [0, 1, 2], 1: [1, 1, 2]})
+    failed = node.events("worker.failed")
+    assert [(event["rank"], event["exitcode"], event["signal"]) for event in failed] == [(1, -9, "SIGKILL")]
+    [restart] = node.events("workers.restart")
+    assert (restart["restart"], restart["token"]) == (1, 2)
+    assert restart["seconds"] < 25 and time.monotonic() - before < WAIT  # torch would wait 30 s for the peer
+
+
+def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node: Node) -> None:
+    node.start(killed_beside_a_stopped_peer)
+    pids = node.pids()
+    os.kill(pids[1], signal.SIGKILL)
+    outcome = node.outcome()
+    assert (outcome.status, outcome.return_values) == ("succeeded", {0: 0, 1: 1})
+    assert node.events("workers.restart")[0]["seconds"] < 25
+
+
+def test_a_job_that_fails_at_the_beginning_each_time_is_stopped(node: Node) -> None:
+    outcome = node.run(always_fail)
+    assert (outcome.status, outcome.restarts) == ("stuck", 3)
+    assert "rank 1 exited with status 1: RuntimeError: the loss is infinite" in outcome.reason
+    assert [event["restart"] for event in node.events("workers.restart")] == [1, 2, 3]
+    assert [event["status"] for event in node.events("job.end")] == ["stuck"]
+    assert liveness.held(node.job.run_dir / "smp.lock")  # it keeps what there is
+
+
+def test_a_job_that_fails_after_the_same_version_each_time_is_stopped(node: Node) -> None:
+    outcome = node.run(fail_at_version_7)
+    assert (outcome.status, outcome.restarts) == ("stuck", 3)
+    assert "iteration 7 was restored 3 times without a newer version" in outcome.reason
+
+
+def test_a_job_that_gets_further_is_restarted_more_often_than_that(node: Node) -> None:
+    outcome = node.run(fail_with_progress)
+    assert (outcome.status, outcome.restarts, outcome.return_values) == ("succeeded", 6, {0: 6, 1: 6})
+
+
+def test_an_explicit_number_of_restarts_is_respected(node: Node) -> None:
+    outcome = node.run(always_fail, bounded=True, max_restarts=1)
+    assert (outcome.status, outcome.restarts) == ("failed", 1)
+    assert outcome.reason == "rank 1 exited with status 1: RuntimeError: the loss is infinite"
+    assert len(node.events("worker.failed")) == 2
+
+
+def test_what_a_rank_refuses_is_not_tried_again(node: Node) -> None:
+    outcome = node.run(refuse)
+    assert (outcome.status, outcome.restarts) == ("refused", 0)
+    assert outcome.reason == "ft_plugins: rank 1: --reft-interval: no such interval"
+    assert [(event["rank"], event["exitcode"]) for event in node.events("worker.failed")] == [(1, 78)]
+
+
+def test_ranks_end_with_a_killed_agent_and_the_same_job_goes_on_from_memory(node: Node) -> None:
+    agent = node.start(wait_to_be_killed)
+    ranks = node.pids()
+    agent.kill()
+    assert all(gone(pid) for pid in ranks.values())
+    with Client(node.job.run_dir) as client:
+        assert len(client.status()["segments"]) == 2
+    outcome = node.run(wait_to_be_killed)
+    assert (outcome.status, outcome.return_values) == ("succeeded", {0: 2, 1: 2})
+
+
+def test_a_second_agent_of_the_same_job_is_refused_and_disturbs_nothing(node: Node) -> None:
+    first = node.start(wait_to_be_killed)
+    node.pids()
+    node.start(wait_to_be_killed)
+    assert node.told.hear("agent") == ["BusyError"]
+    assert first.is_alive()
+    with Client(node.job.run_dir) as client:
+        assert client.status()["token"] == 1
+
+
+def test_a_killed_smp_comes_back_with_the_segments_while_ranks_run_on(node: Node) -> None:
+    node.start(wait_to_be_killed)
+    ranks = node.pids()
+    with Client(node.job.run_dir) as client:
+        old = client.status()["pid"]
+    os.kill(old, signal.SIGKILL)
+    assert gone(old)
+    with Client(node.job.run_dir, WAIT) as client:
+        found = client.status()
+    assert found["pid"] != old and len(found["segments"]) == 2
+    assert node.events("smp.lost") == [{"rank": None, "pid": old}]
+    os.kill(ranks[0], signal.SIGKILL)  # and the next start is fenced by the new one
+    assert node.outcome().return_values == {0: 2, 1: 2}
+
+
+def test_smp_and_rank_killed_together_start_again(node: Node) -> None:
+    node.start(wait_to_be_killed)
+    ranks = node.pids()
+    with Client(node.job.run_dir) as client:
+        smp = client.status()["pid"]
+    os.kill(smp, signal.SIGKILL)
+    os.kill(ranks[1], signal.SIGKILL)
+    outcome = node.outcome()
+    assert (outcome.status, outcome.return_values, outcome.restarts) == ("succeeded", {0: 2, 1: 2}, 1)
+
+
+def test_a_terminated_agent_ends_its_ranks_and_leaves_the_memory(node: Node) -> None:
+    agent = node.start(wait_to_be_killed)
+    ranks = node.pids()
+    os.kill(agent.pid or 0, signal.SIGTERM)
+    assert node.told.hear("agent") == ["SignalException"]
+    assert all(gone(pid) for pid in ranks.values())
+    assert [event["status"] for event in node.events("job.end")] == ["signalled"]
+    assert len(node.left_behind()) == 2
