@@ -142,7 +142,7 @@ def test_the_table_leaves_out_the_keys_of_a_system_that_is_off() -> None:
         ({"reft": {}, "resume": "disk"}, "ft_plugins.resume: expected one of auto, memory, storage, fresh, found"),
         ({"reft": {}, "orphan_seconds": 1e999}, "ft_plugins.orphan_seconds: expected a number >= 0, found inf"),
         ({"resume": "memory"}, "ft_plugins.resume: has no effect while no system is on; add --reft or drop it"),
-        ({"reft": False, "max_unprotected_steps": 5}, "ft_plugins.max_unprotected_steps: has no effect while no system"),
+        ({"reft": False, "max_unprotected_steps": 5}, "ft_plugins.max_unprotected_steps: has no effect while no"),
         ([], "ft_plugins: expected an object, found []"),
     ],
 )
