@@ -31,7 +31,9 @@ def tensor_digest(tensor: torch.Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         "dtype": str(dense.dtype).removeprefix("torch."),
         "shape": list(dense.shape),
-        "xxh3": xxhash.xxh3_64_hexdigest(dense.reshape(-1).view(torch.uint8).numpy()) if dense.numel() else "",
+        "xxh3": xxhash.xxh3_64_hexdigest(dense.reshape(-1).view(torch.uint8).numpy().data)
+        if dense.numel()
+        else "",
     }
     if 0 < dense.numel() <= SHOWN_ELEMENTS:
         found["values"] = [readable(value) for value in dense.reshape(-1).tolist()]

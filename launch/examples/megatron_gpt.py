@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.overlap_param_gather and not args.distributed_optimizer:
         parser.error("--overlap-param-gather needs --distributed-optimizer: there is nothing to gather otherwise")
+    if args.sequence_parallel and not any(map(find_spec, ("apex", "transformer_engine"))):
+        parser.error("--sequence-parallel needs the LayerNorm of NVIDIA's apex or Transformer Engine; torch's cannot")
     args.overlap_grad_reduce |= args.overlap_param_gather
     return args
 

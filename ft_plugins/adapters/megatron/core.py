@@ -60,7 +60,7 @@ class MegatronCoreHost:
 
     def __init__(
         self,
-        chunks: Sequence[torch.nn.Module],
+        chunks: Sequence[Any],
         optimizer: Any,
         scheduler: Any,
         *,
@@ -275,7 +275,8 @@ class MegatronCoreHost:
         """
         for optimizer in self.optimizers:
             for one in state.trained(optimizer, self._names):
-                one.parameter.main_grad.fill_(float("inf"))
+                gradient: torch.Tensor = one.parameter.main_grad  # type: ignore[attr-defined]  # set by Megatron's DDP
+                gradient.fill_(float("inf"))
                 return
 
 

@@ -114,7 +114,7 @@ def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
             )
         case _:
             own = [group["params"] for group in optimizer.optimizer.param_groups]
-            groups = ((own, own),)
+            groups = ((own, own), ([], []))
     for models, mains in groups:
         for model_group, main_group in zip(models, mains, strict=True):
             yield from zip(model_group, main_group, strict=True)
@@ -147,7 +147,7 @@ def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int
                 f"rank {rank}: parameter '{name}' requires a gradient, but no optimizer updates it: "
                 "freeze it, or give the host its optimizer"
             )
-        found.append(_held(name, Role.PARAMETER, replicas(parameter), layers, _NEVER, lambda p=parameter: p.detach()))
+        found.append(_held(name, Role.PARAMETER, replicas(parameter), layers, _NEVER, parameter.detach))
     for index, chunk in enumerate(chunks):
         for name, buffer in chunk.named_buffers():
             owner, _, key = name.rpartition(".")
