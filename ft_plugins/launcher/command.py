@@ -112,7 +112,9 @@ def _choose_rendezvous(options: argparse.Namespace) -> None:
 
 @record
 def _pass_on(outcome: Outcome, name: str) -> None:
-    """Raise ChildFailedError for failed workers; `record` copies the first error to whoever started ft-run."""
+    """Raise what ended the job; `record` copies it to whoever started ft-run and asked for an error file."""
+    if outcome.status == "refused":
+        raise FtError(outcome.reason)
     outcome.raise_for_failure(name)
 
 
@@ -131,12 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         _pass_on(outcome, planned.torch.training_script)
-    except ChildFailedError as error:
-        if outcome.status != "refused":
-            print(error, file=sys.stderr)
-    if outcome.status == "refused":
-        print(outcome.reason, file=sys.stderr)
+    except FtError as error:
+        print(error, file=sys.stderr)
         return EXIT_REFUSED
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
     print(f"ft-run: {outcome.reason}", file=sys.stderr)
     return 1
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher import command
 from ft_plugins.launcher.command import Plan
+from ft_plugins.launcher.launch import Outcome
 
 
 @pytest.fixture
@@ -98,3 +102,57 @@ def test_a_bad_flag_is_one_line_and_a_status(folder: Path, capsys: pytest.Captur
     assert command.main(["--reft-intervall", "3", "--reft", str(folder / "train.py")]) == 78
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1 and "did you mean --reft-interval?" in errors[0]
+
+
+def failed(rank: int, message: str) -> ProcessFailure:
+    failure = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file="")
+    failure.message = message
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "lines"),
+    [
+        (Outcome("succeeded"), 0, []),
+        (
+            Outcome("refused", "ft_plugins: rank 1: bad", failures={1: failed(1, "bad")}),
+            78,
+            ["ft_plugins: rank 1: bad"],
+        ),
+        (Outcome("failed", "another node ended the job"), 1, ["ft-run: another node ended the job"]),
+    ],
+    ids=lambda value: value.status if isinstance(value, Outcome) else "",
+)
+def test_how_the_job_ended_is_the_status_and_at_most_one_line(
+    outcome: Outcome,
+    code: int,
+    lines: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "execute", lambda planned: outcome)
+    assert command.main(["--reft", str(folder / "train.py")]) == code
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_a_job_that_was_stopped_ends_with_torchs_report_and_our_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = Outcome("stuck", "stopped, as iteration 7 ...: rank 3 ...", failures={3: failed(3, "loss is infinite")})
+    monkeypatch.setattr(command, "execute", lambda planned: outcome)
+    assert command.main(["--reft", str(folder / "train.py")]) == 1
+    shown = capsys.readouterr().err
+    assert "train.py FAILED" in shown and "loss is infinite" in shown
+    assert shown.splitlines()[-1] == "ft-run: stopped, as iteration 7 ...: rank 3 ..."
+
+
+def test_a_signal_is_told_by_the_status_as_a_shell_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(planned: Plan) -> Outcome:
+        raise SignalException("told to end", signal.SIGTERM)
+
+    monkeypatch.setattr(command, "execute", execute)
+    assert command.main(["--reft", str(folder / "train.py")]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "ft-run: ended by SIGTERM; the same command given again resumes\n"

@@ -1,0 +1,223 @@
+"""ft-run as a user gives it: real commands, torch processes of two ranks, a training loop of torch alone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_plugins import events
+from ft_plugins.config import run_directory
+from ft_plugins.events import Event
+from ft_plugins.smp import liveness
+from ft_plugins.smp.client import Client
+from ft_plugins.snapshot import segment as segments
+
+WAIT = 240.0  # a start imports torch in every rank
+ITERATIONS = 6
+TRAINER = f"""
+import os, sys
+import torch, torch.distributed as dist
+import ft_plugins
+from ft_plugins import faults
+from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.config import launch_context
+
+assert sys.argv[1:] == ["--lr", "1"], sys.argv
+dist.init_process_group("gloo")
+context = launch_context()
+weight = torch.zeros(8)
+host = PlainHost({{"weight": weight}}, rank=context.rank, world_size=context.world_size, replicated=True)
+session = ft_plugins.attach(host)
+done = session.resume()
+for k in range(done + 1, {ITERATIONS} + 1):
+    session.iteration_begin(k)
+    faults.reach("iteration.forward", iteration=k)
+    if k == 4 and context.rank == 0 and "HOLD" in os.environ:
+        print("holding in 4", flush=True)
+        open(os.environ["HOLD"]).read()
+    gradient = torch.full((8,), float(k * (context.rank + 1)))
+    dist.all_reduce(gradient)
+    session.before_update(k)
+    weight += gradient
+    session.after_update(k)
+    session.iteration_end(k)
+session.shutdown()
+if context.rank == 0:
+    print(f"resumed {{done}} restart {{context.restart}} weight {{weight[0].item():.0f}}", flush=True)
+dist.destroy_process_group()
+"""
+WEIGHT = sum(k * (1 + 2) for k in range(1, ITERATIONS + 1))
+LAST_LINE = re.compile(rf"resumed (\d+) restart (\d+) weight {WEIGHT}\n")
+numbers = itertools.count()
+
+
+class FtRun:
+    """One ft-run, its output of all ranks read as it comes."""
+
+    def __init__(self, folder: Path, *words: str, **environment: str) -> None:
+        self.output = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ft_plugins.launcher.command", *words],
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def read_until(self, text: str | None) -> None:
+        """Read until `text` was printed; None: until every process that could print has ended."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + WAIT
+        while text is None or text not in self.output:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"not within {WAIT:.0f} s: {text}\n{self.output}"
+            part = os.read(self.process.stdout.fileno(), 1 << 16).decode(errors="replace")
+            if not part:
+                assert text is None, f"ended without: {text}\n{self.output}"
+                return
+            self.output += part
+
+    def end(self) -> int:
+        """Wait for the end of ft-run and of all ranks; its status."""
+        self.read_until(None)
+        return self.process.wait(WAIT)
+
+
+class Job:
+    """A job of a name of its own, on one or more nodes of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = f"run-{os.getpid()}-{next(numbers)}"
+        self.folder = folder
+        self.runs: list[FtRun] = []
+        self.nodes: set[str] = set()
+        (folder / "train.py").write_text(TRAINER)
+
+    def start(self, *words: str, node: str = "a", script: str = "train.py", **environment: str) -> FtRun:
+        self.nodes.add(node)
+        ours = ("--reft", "--ftp-job", self.name, "--ftp-node-name", node)
+        run = FtRun(self.folder, *words, *ours, script, "--lr", "1", **environment)
+        self.runs.append(run)
+        return run
+
+    def run_dir(self, node: str = "a") -> Path:
+        return run_directory(self.name, node)
+
+    def events(self, name: str, node: str = "a") -> list[Event]:
+        return [event for event in events.read(self.run_dir(node) / "events.jsonl") if event.name == name]
+
+    def left_behind(self) -> list[Path]:
+        return [path for node in self.nodes for path in segments.segments_of(self.name, node)]
+
+    def clean(self) -> None:
+        for run in self.runs:
+            run.process.kill()
+            run.process.communicate(timeout=WAIT)
+        for node in self.nodes:
+            if liveness.held(self.run_dir(node) / "smp.lock"):
+                with Client(self.run_dir(node)) as client:
+                    client.end()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.clean()
+    assert job.left_behind() == []
+
+
+def test_a_rank_killed_in_its_fourth_iteration_costs_at_most_one_and_the_result_is_the_same(job: Job) -> None:
+    fault = "--ftp-faults=iteration.forward@iteration=4,rank=1,restart=0:kill"
+    run = job.start("--standalone", "--nproc-per-node", "2", fault)
+    assert run.end() == 0, run.output
+    found = LAST_LINE.search(run.output)
+    assert found, run.output
+    resumed, restart = int(found[1]), int(found[2])
+    assert (resumed in (2, 3), restart) == (True, 1)
+    [failure] = [event for event in job.events("worker.failed") if event.rank == 1]
+    assert failure.fields["signal"] == "SIGKILL"
+    assert [event.fields["iteration"] for event in job.events("restore.done") if event.rank == 0] == [resumed]
+    assert [event.fields["status"] for event in job.events("job.end")] == ["succeeded"]
+    assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
+
+
+def test_a_job_outlives_its_smp_and_then_its_ft_run_while_a_second_ft_run_is_kept_out(job: Job, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    os.mkfifo(hold)
+    first = job.start("--nproc-per-node", "2", HOLD=str(hold))
+    first.read_until("holding in 4")
+
+    second = job.start("--nproc-per-node", "2")
+    assert second.end() == 78
+    [line] = second.output.splitlines()
+    assert f"pid {first.process.pid}" in line and "--ftp-job" in line
+
+    with Client(job.run_dir()) as client:
+        smp = client.status()["pid"]
+    os.kill(smp, signal.SIGKILL)
+    with Client(job.run_dir(), WAIT) as client:
+        status = client.status()
+    assert status["pid"] != smp and len(status["segments"]) == 2
+    assert [event.pid for event in job.events("smp.lost")] == [smp]
+
+    first.process.send_signal(signal.SIGKILL)
+    first.read_until(None)  # the ranks have ended too: nobody holds the pipe any more
+    assert job.left_behind() != []
+
+    again = job.start("--nproc-per-node", "2")
+    assert again.end() == 0, again.output
+    found = LAST_LINE.search(again.output)
+    assert found and int(found[1]) in (2, 3), again.output
+    assert job.left_behind() == []
+
+
+def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    fault = "--ftp-faults=iteration.forward@iteration=4,rank=1,restart=0:kill"
+    nodes = {node: job.start(*words, "--rdzv-id", job.name, fault, node=node) for node in ("a", "b")}
+    assert {node: run.end() for node, run in nodes.items()} == {"a": 0, "b": 0}, "".join(
+        run.output for run in nodes.values()
+    )
+    [line] = [found for run in nodes.values() if (found := LAST_LINE.search(run.output))]
+    assert (int(line[1]) in (2, 3), int(line[2])) == (True, 1)
+    killed = [event for node in nodes for event in job.events("worker.failed", node) if event.fields["signal"]]
+    assert [event.rank for event in killed] == [1]
+    for node in nodes:
+        assert [event.fields["restart"] for event in job.events("workers.restart", node)] == [1]
+        assert not liveness.held(job.run_dir(node) / "smp.lock")
+
+
+def test_what_no_restart_can_cure_is_one_line_and_no_restart(job: Job) -> None:
+    (job.folder / "refused.py").write_text(
+        "from ft_plugins.errors import *\nraise TopologyError('dp 3 does not divide 8 ranks; choose another')"
+    )
+    run = job.start("--nproc-per-node", "1", script="refused.py")
+    assert run.end() == 78
+    assert run.output == "ft_plugins: rank 0: dp 3 does not divide 8 ranks; choose another\n"
+    assert job.events("workers.restart") == []
+    assert [event.fields["status"] for event in job.events("job.end")] == ["refused"]
+
+
+def test_without_our_flags_it_is_torchrun_and_says_that_nothing_is_protected(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("import os, sys; print(sys.argv[1:], os.environ['RANK']); sys.exit(3)")
+    run = FtRun(tmp_path, "--nproc-per-node", "1", "-m", "plain", "--epochs", "2")
+    assert run.end() == 1
+    first, ours, *report = run.output.splitlines()
+    assert "nothing is protected" in first and ours == "['--epochs', '2'] 0"
+    assert "exitcode  : 3" in run.output
+    assert report[-1].startswith("ft-run: rank 0 exited with status 3")
