@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
-from ..config import worker_environment
+from ..config import Config, worker_environment
 from ..errors import ProtectionError
 from ..events import Events
 from .restarts import Verdict, WorkerFailure, judge, root_cause
@@ -59,10 +59,11 @@ class ProgressAgent(LocalElasticAgent):
         self.restarts = 0
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Torch's, and then a store for this incarnation alone.
+        """Torch's, and then a store for this incarnation alone, where torch would hand out one for the agent's life.
 
-        torch hands the workers one store for the life of the agent, in which those of a restart find what the dead ones
-        wrote: addresses and NCCL ids of processes that are gone (seen; pytorch issue 135712).
+        In that one, the workers of a restart find what the dead ones wrote: addresses and NCCL ids of processes that
+        are gone (seen; pytorch issue 135712). `launch` has a dynamic rendezvous leave the store to rank 0; a static one
+        knows no such choice.
         """
         super()._rendezvous(worker_group)
         spec = worker_group.spec
@@ -84,7 +85,8 @@ class ProgressAgent(LocalElasticAgent):
         token = self._watcher.fence() if self._watcher else 0
         self.restarts = worker_group.spec.max_restarts - self._remaining_restarts
         if self._job:  # torch hands its own environment on to workers; its signals travel the same way
-            os.environ.update(worker_environment(self._job.config, self._job.run_dir, token, os.getpid()))
+            config = self._job.config if self.restarts == 0 else restarted(self._job.config)
+            os.environ.update(worker_environment(config, self._job.run_dir, token, os.getpid()))
         with self._watcher.paused() if self._watcher else nullcontext():
             started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._context()
@@ -175,6 +177,11 @@ class ProgressAgent(LocalElasticAgent):
         if self._pcontext is None:
             raise RuntimeError("the agent has not started its workers yet")
         return self._pcontext
+
+
+def restarted(config: Config) -> Config:
+    """What the ranks of a restart are told: the `resume` of the command was carried out by the first ones."""
+    return config.model_copy(update={"resume": "auto"})
 
 
 def _close_at_once(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:

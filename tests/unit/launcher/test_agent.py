@@ -9,7 +9,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -237,6 +237,15 @@ def refuse(told: Told) -> None:
     forever()
 
 
+def resume_as_told(told: Told) -> str:
+    context = launch_context(os.environ)
+    assert context.config is not None
+    if context.restart == 0:
+        assert context.config.resume == "fresh"
+        os.kill(os.getpid(), signal.SIGKILL)
+    return context.config.resume
+
+
 def wait_to_be_killed(told: Told) -> int:
     context = launch_context(os.environ)
     if context.token == 1:
@@ -295,6 +304,11 @@ def test_a_job_that_fails_after_the_same_version_each_time_is_stopped(node: Node
 def test_a_job_that_gets_further_is_restarted_more_often_than_that(node: Node) -> None:
     outcome = node.run(fail_with_progress)
     assert (outcome.status, outcome.restarts, outcome.return_values) == ("succeeded", 6, {0: 6, 1: 6})
+
+
+def test_a_restart_resumes_from_memory_also_where_the_command_began_afresh(node: Node) -> None:
+    node.job = replace(node.job, config=Config.from_flags([*node.job.config.flags(), "--ftp-resume", "fresh"])[0])
+    assert node.run(resume_as_told).return_values == {0: "auto", 1: "auto"}
 
 
 def test_an_explicit_number_of_restarts_is_respected(node: Node) -> None:
