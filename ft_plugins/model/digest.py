@@ -31,9 +31,7 @@ def tensor_digest(tensor: torch.Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         "dtype": str(dense.dtype).removeprefix("torch."),
         "shape": list(dense.shape),
-        "xxh3": xxhash.xxh3_64_hexdigest(dense.reshape(-1).view(torch.uint8).numpy().data)
-        if dense.numel()
-        else "",
+        "xxh3": xxhash.xxh3_64_hexdigest(dense.reshape(-1).view(torch.uint8).numpy().data) if dense.numel() else "",
     }
     if 0 < dense.numel() <= SHOWN_ELEMENTS:
         found["values"] = [readable(value) for value in dense.reshape(-1).tolist()]
@@ -54,7 +52,8 @@ def readable(value: Any) -> Any:
         case torch.Tensor():
             return tensor_digest(value)
         case np.ndarray():
-            return tensor_digest(torch.from_numpy(np.ascontiguousarray(value).view(np.uint8)))
+            raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
+            return {**tensor_digest(raw), "dtype": value.dtype.str, "shape": list(value.shape)}
         case dict():
             return {str(key): readable(part) for key, part in value.items()}
         case list() | tuple():

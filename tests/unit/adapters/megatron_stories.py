@@ -1,0 +1,307 @@
+"""Stories about the Megatron host, one rank each, told in a process of their own: the device shim changes torch.
+
+Run as a program: every function below that begins with `it_` runs in a fork of one parent that has imported Megatron.
+Printed is a JSON object, story -> traceback, null for one that held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch" / "examples"))
+
+import megatron_gpt
+import torch
+import torch.distributed as dist
+from gpt_job import Job
+from megatron.core.optimizer.optimizer import FP32Optimizer
+
+from ft_plugins import faults
+from ft_plugins.adapters.megatron import state
+from ft_plugins.adapters.megatron.core import MegatronCoreHost
+from ft_plugins.adapters.megatron.support import require_supported
+from ft_plugins.config import launch_context
+from ft_plugins.errors import FtError, InventoryError, ResumeError, TopologyError, UnsupportedError
+from ft_plugins.model.digest import state_digest
+from ft_plugins.model.inventory import Role, Span
+from ft_plugins.model.topology import Topology
+from ft_plugins.snapshot import codec
+
+SMALL = ["--layers", "2", "--hidden", "16", "--heads", "2", "--sequence", "16", "--global-batch", "4", "--warmup", "1"]
+SHARDED_BF16 = ["--bf16", "--distributed-optimizer", "--loss-scale", "4"]
+
+
+class Recorded:
+    """Hooks that write down what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def iteration_begin(self, step: int) -> None: ...
+    def iteration_end(self, step: int) -> None: ...
+    def shutdown(self) -> None: ...
+
+    def before_update(self, step: int) -> None:
+        self.calls.append(("before", step))
+
+    def after_update(self, step: int) -> None:
+        self.calls.append(("after", step))
+
+
+def job(*flags: str) -> Job:
+    return Job(megatron_gpt.parse([*SMALL, *flags]), launch_context())
+
+
+def trained(built: Job, iterations: int) -> Job:
+    for _ in range(iterations):
+        built.train_step(skip=lambda: None)
+    return built
+
+
+def refused(kind: type[FtError], call: Any) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def it_creates_optimizer_state_eagerly_without_changing_a_number() -> None:
+    for flags in ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"]):
+        lazy = trained(job(*flags), 3)
+        expected = state_digest(lazy.host())
+        lazy.close()
+        eager = job(*flags)
+        moments = [item for item in eager.host().inventory().items if item.role is Role.MOMENT]
+        assert moments, flags
+        assert state_digest(trained(eager, 3).host()) == expected, flags
+        eager.close()
+
+
+def it_inventories_twelve_bytes_a_parameter_and_no_derivable_copy() -> None:
+    for flags in ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"]):
+        built = job(*flags)
+        host = built.host()
+        parameters = sum(parameter.numel() for chunk in built.chunks for parameter in chunk.parameters())
+        items = host.inventory().items
+        assert host.inventory().nbytes == 12 * parameters, flags
+        assert {item.dtype for item in items} == {"float32"}, flags
+        assert {item.changed_by for item in items} == {frozenset({Span.UPDATE})}
+        assert {item.layer for item in items} == {None, 1, 2}
+        assert set(host.tensors()) == {item.name for item in items}
+        kept = {item.role for item in items} - {Role.MOMENT}
+        assert kept == ({Role.MAIN_PARAMETER} if flags else {Role.PARAMETER}), flags
+        built.close()
+
+
+def it_inventories_frozen_parameters_and_buffers_as_they_are() -> None:
+    built = job("--bf16")
+    host = built.host()
+    layer = built.chunks[0].module.module.decoder.layers[0]
+    layer.register_buffer("tokens_seen", torch.zeros(4, dtype=torch.int64))
+    name = "chunk0.decoder.layers.0.mlp.linear_fc1.weight"
+    frozen = layer.mlp.linear_fc1.weight
+    wrapped = built.optimizer.chained_optimizers[0]
+    for groups in (wrapped.float16_groups, wrapped.fp32_from_float16_groups):
+        for group in groups:
+            group[:] = [one for one in group if one is not frozen and one is not frozen.main_param]
+    assert name in refused(InventoryError, host.inventory)
+    frozen.requires_grad = False
+    items = {item.name: item for item in host.inventory().items}
+    assert (items[name].role, items[name].dtype, items[name].changed_by) == (Role.PARAMETER, "bfloat16", frozenset())
+    buffer = items["chunk0.decoder.layers.0.tokens_seen"]
+    assert (buffer.role, buffer.replicas, buffer.layer, buffer.background) == (Role.BUFFER, (0,), 1, False)
+
+
+def it_continues_bit_for_bit_after_everything_was_overwritten() -> None:
+    for flags in ([], ["--bf16"], SHARDED_BF16, [*SHARDED_BF16, "--overlap-param-gather"], ["--distributed-optimizer"]):
+        first = job(*flags)
+        host = trained(first, 2).host()
+        tensors = {name: tensor.detach().clone() for name, tensor in host.tensors().items()}
+        small = codec.decode(codec.encode(host.small_state()))
+        expected = state_digest(trained(first, 2).host())
+        first.close()
+        again = trained(job(*flags), 1)
+        host = again.host()
+        with torch.no_grad():
+            for parameter in again.chunks[0].parameters():
+                parameter.fill_(float("nan"))
+            for name, tensor in host.tensors().items():
+                tensor.copy_(tensors[name])
+        host.restore(small)
+        host.restore_position(small)
+        assert again.iteration == 2
+        assert state_digest(trained(again, 2).host()) == expected, flags
+        again.close()
+
+
+def it_gives_every_parameter_a_step_tensor_of_its_own() -> None:
+    built = trained(job("--bf16"), 1)
+    host = built.host()
+    small = codec.decode(codec.encode(host.small_state()))
+    inner = built.optimizer.chained_optimizers[0].optimizer
+    shared = torch.tensor(9.0)
+    for values in inner.state.values():
+        values["step"] = shared  # as Megatron's own load leaves it
+    host.restore(small)
+    trained(built, 1)
+    steps = [float(values["step"]) for values in inner.state.values()]
+    assert len(steps) > 1 and set(steps) == {2.0}
+
+
+def it_calls_the_hooks_of_an_update_around_it_also_where_it_is_skipped() -> None:
+    built = job(*SHARDED_BF16)
+    host, hooks = built.host(), Recorded()
+    host.install(hooks)
+    faults.arm("update.begin@iteration=2:inf")
+    trained(built, 1)
+    before = {name: tensor.detach().clone() for name, tensor in host.tensors().items()}
+    trained(built, 1)
+    assert built.skipped_updates == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in host.tensors().items())
+    trained(built, 1)
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in host.tensors().items())
+    host.skip_update(hooks)
+    assert hooks.calls == [(word, step) for step in (1, 2, 3, 4) for word in ("before", "after")]
+
+
+def it_reaches_each_fault_point_of_an_iteration_in_order() -> None:
+    built = job("--eval-at", "1")
+    host, seen = built.host(), []
+    original = faults.reach
+    faults.reach = lambda point, **facts: seen.append((point, facts["iteration"]))  # type: ignore[func-returns-value]
+    try:
+        host.install(Recorded())
+        trained(built, 2)
+    finally:
+        faults.reach = original
+    points = ("iteration.forward", "update.begin", "update.middle", "update.end")
+    assert seen == [(point, iteration) for iteration in (1, 2) for point in points]
+
+
+def it_finds_the_state_of_an_optimizer_that_counts_steps_per_group() -> None:
+    class FusedLike(torch.optim.Optimizer):
+        """As apex's FusedAdam: moments per parameter, the step in the group from the first update on."""
+
+        def step(self) -> None:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    inner = FusedLike([{"params": [parameter]}], {"lr": 0.5, "betas": (0.9, 0.95)})
+    inner.state[parameter] = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    wrapped = FP32Optimizer(inner, SimpleNamespace(timers=None), None)
+    chunk = torch.nn.Module()
+    chunk.weight = parameter
+    items = [one.item.name for one in state.held([chunk], [wrapped], 0, lambda parameter: (0,))]
+    assert items == ["chunk0.weight", "chunk0.weight:exp_avg", "chunk0.weight:exp_avg_sq"]
+    inner.step()
+    captured = codec.decode(codec.encode(state.groups(wrapped)))
+    assert captured == [{"lr": 0.5, "betas": (0.9, 0.95), "step": 1}]
+    inner.step()
+    state.restore_groups(wrapped, captured)
+    assert inner.param_groups[0]["step"] == 1 and inner.param_groups[0]["params"] == [parameter]
+
+
+def it_refuses_by_name_what_it_cannot_follow() -> None:
+    chunk = SimpleNamespace(
+        config=SimpleNamespace(
+            overlap_moe_expert_parallel_comm=True,
+            cuda_graph_impl="local",
+            cuda_graph_scope=["full_iteration"],
+            fp8="hybrid",
+        ),
+        ddp_config=SimpleNamespace(use_megatron_fsdp=True, num_distributed_optimizer_instances=2),
+    )
+    parameter = torch.nn.Parameter(torch.ones(3))
+    momentum = FP32Optimizer(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), SimpleNamespace(), None)
+    unknown = SimpleNamespace(is_stub_optimizer=False)
+    message = refused(UnsupportedError, lambda: require_supported([chunk], [momentum, unknown], 3))
+    for part in (
+        *("rank 3", "--overlap-moe-expert-parallel-comm", "full_iteration", "fp8", "--use-megatron-fsdp"),
+        *("--num-distributed-optimizer-instances", "SGD with momentum", "SimpleNamespace is unknown"),
+    ):
+        assert part in message, (part, message)
+
+
+def it_refuses_a_topology_that_is_not_megatrons() -> None:
+    built = job()
+    built.topology = Topology(tp=1, pp=1, dp=2)
+    assert "[0, 1]" in refused(TopologyError, built.host)
+
+
+def it_refuses_state_of_other_settings_and_says_what_to_do() -> None:
+    built = job()
+    host = built.host()
+    host.inventory()
+    small = host.small_state()
+    schedule = {**small, "scheduler": {**small["scheduler"], "max_lr": 7.0}}
+    built.scheduler.use_checkpoint_opt_param_scheduler = False
+    assert "--override-opt-param-scheduler" in refused(ResumeError, lambda: host.restore(schedule))
+    assert "counters" in refused(ResumeError, lambda: host.restore({**small, "counters": {}}))
+    assert "parameter groups" in refused(ResumeError, lambda: host.restore({**small, "groups": [[]]}))
+    streams = {**small, "rng": {**small["rng"], "tracker": {}}}
+    assert "RNG tracker" in refused(ResumeError, lambda: host.restore_position(streams))
+
+
+def it_has_one_fingerprint_for_a_job_and_another_for_another_model() -> None:
+    def fingerprint(*flags: str) -> dict[str, Any]:
+        built = job(*flags)
+        found = dict(built.host().fingerprint())
+        built.close()
+        return codec.decode(codec.encode(found))  # plain values
+
+    usual = fingerprint()
+    assert fingerprint("--lr", "0.5", "--iterations", "99") == usual
+    for flags in (
+        ["--hidden", "32"],
+        ["--bf16"],
+        ["--seed", "5"],
+        ["--global-batch", "8"],
+        ["--distributed-optimizer"],
+    ):
+        assert fingerprint(*flags) != usual, flags
+
+
+def it_takes_experts_for_replicas_over_expert_data_parallelism() -> None:
+    host = job().host()
+    assert isinstance(host, MegatronCoreHost)
+    host._topology = Topology(tp=1, pp=1, dp=4, ep=2)
+    dense, expert = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    expert.allreduce = False  # as Megatron marks them
+    assert (host._replicas(dense), host._replicas(expert)) == ((0, 1, 2, 3), (0, 2))
+
+
+def told(story: Any) -> str | None:
+    """The traceback of a story that did not hold, in a fork."""
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = ""
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+            dist.init_process_group("gloo", rank=0, world_size=1)
+            story()
+        except BaseException:
+            text = traceback.format_exc()
+        os.write(into, text.encode()[-20_000:])
+        os._exit(0)
+    os.close(into)
+    with open(out) as reader:
+        text = reader.read()
+    _, status = os.waitpid(pid, 0)
+    return text or (f"ended with status {status}" if status else None)
+
+
+if __name__ == "__main__":
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    torch.set_num_threads(1)
+    print(json.dumps({name: told(story) for name, story in dict(globals()).items() if name.startswith("it_")}))
