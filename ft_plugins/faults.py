@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import dataclass
 
 from .errors import ConfigError
@@ -72,7 +73,7 @@ def reach(point: str, **facts: object) -> str | None:
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
+                    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread first, then all others
                 case "exit":
                     os._exit(1)
                 case "raise":
