@@ -6,7 +6,8 @@ fencing token is checked: an incarnation that has been superseded writes at most
 writes the SMP's slot itself; nothing is copied twice and no message is sent.
 
 Digests are taken of the bytes as they lie in the slot. Only a bucket that a superseded writer may still be in (the
-cursor of a slot found DIRTY at start) is digested from its source, so that a late write shows.
+cursor of a slot found DIRTY at start) is digested from its source, so that a late write shows; and what is sealed are
+the digests, the version and the small state as this process knows them, not as they are found in shared memory.
 
 In: segment, layout, live tensors, token. Out: sealed slots; `Commit` per version.
 """
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 
@@ -71,6 +73,8 @@ class Capture:
         self._suspect = {
             (slot.index, segment.cursor(slot.index)) for slot in segment.slots() if slot.state is SlotState.DIRTY
         }
+        self._digests = np.zeros(len(layout.buckets), dtype=np.uint64)  # of the running capture: what is sealed
+        self._small = b""
         self._pending: tuple[int, Version, float] | None = None
         self._failure: BaseException | None = None
         self._work = threading.Semaphore(0)
@@ -100,6 +104,7 @@ class Capture:
         faults.reach("capture.begin", iteration=version.iteration, slot=index)
         self._segment.dirty(index, version, self._token)
         self._segment.write_small(index, small)
+        self._small = small
         for number, bucket in enumerate(self._layout.synchronous):
             self._copy(index, number, bucket, version)
         self._pending = (index, version, started)
@@ -148,14 +153,14 @@ class Capture:
         self._check_token()
         faults.reach("capture.seal.before", iteration=version.iteration, slot=index)
         self._segment.set_cursor(index, None)
-        self._segment.seal(index)
+        self._segment.seal(index, version, self._token, self._small, self._digests)
         faults.reach("capture.seal.after", iteration=version.iteration, slot=index)
         self._committed(Commit(version, index, self._layout.nbytes, time.perf_counter() - started))
 
     def _copy(self, index: int, number: int, bucket: Bucket, version: Version) -> None:
         """One bucket: token, copy, digest."""
+        self._segment.set_cursor(index, number)  # first: whoever is stopped after the check is in the cursor's bucket
         self._check_token()
-        self._segment.set_cursor(index, number)
         faults.reach("capture.bucket.begin", iteration=version.iteration, bucket=number, slot=index)
         for device, (destinations, sources) in self._pieces[index][number].items():
             self._copiers[device].copy(destinations, sources)
@@ -164,7 +169,7 @@ class Capture:
         else:
             area = self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes]
             digest = xxhash.xxh3_64_intdigest(area.data)
-        self._segment.digests(index)[number] = digest
+        self._digests[number] = self._segment.digests(index)[number] = digest
         faults.reach("capture.bucket.end", iteration=version.iteration, bucket=number, slot=index)
 
     def _plan_pieces(self, index: int, bucket: Bucket) -> _Pieces:

@@ -108,7 +108,8 @@ def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) 
             f"with medium Memory and a sizeLimit) or remove stale segments with 'ft-plugins sweep'"
         )
     building = path.with_name(path.name + ".new")
-    fd = os.open(building, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    building.unlink(missing_ok=True)  # of an SMP that died meanwhile; or not ours at all, hence O_EXCL
+    fd = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
             os.posix_fallocate(fd, 0, shape.total)
@@ -143,7 +144,7 @@ class Segment:
     def __init__(self, path: Path, *, populate: bool = False) -> None:
         """Map `path`. `populate` maps every page at once, so that no first touch costs a fault in the step path.
 
-        Raises SegmentError when the file is missing or is not a segment of this version.
+        Raises SegmentError when the file is missing, is not a segment of this version, or is another user's.
         """
         self.path = path
         try:
@@ -154,6 +155,8 @@ class Segment:
             ) from error
         try:
             found = os.fstat(fd)
+            if found.st_uid != os.getuid():  # anyone may put files into /dev/shm under a name that can be guessed
+                raise SegmentError(f"segment {path} belongs to user {found.st_uid}; expected {os.getuid()}: remove it")
             if found.st_size < PAGE:
                 raise SegmentError(f"segment {path} has {found.st_size} bytes: not a segment")
             self.resident_bytes = found.st_blocks * 512  # the kernel's figure
@@ -227,10 +230,13 @@ class Segment:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the job whose state this is."""
+        """What identifies the job whose state this is. Raises SegmentError when it is damaged."""
         length = int.from_bytes(self.bytes[_FINGERPRINT : _FINGERPRINT + 8].tobytes(), "little")
         start = _FINGERPRINT + 8
-        return dict(json.loads(self.bytes[start : start + min(length, _FINGERPRINT_ROOM)].tobytes()))
+        try:
+            return dict(json.loads(self.bytes[start : start + min(length, _FINGERPRINT_ROOM)].tobytes()))
+        except (ValueError, TypeError) as error:
+            raise SegmentError(f"segment {self.path}: the job's fingerprint in it is damaged ({error})") from error
 
     def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int]) -> None:
         """Grow `lineage` from `base`: the slots in `voided` can no longer be restored. Idempotent; void first, so
@@ -288,7 +294,7 @@ class Segment:
             SlotState(int(words[_SLOT["state"]])) if int(words[_SLOT["state"]]) <= SlotState.CLEAN else SlotState.DIRTY
         )
         version = Version(int(words[_SLOT["lineage"]]), int(words[_SLOT["iteration"]]))
-        if state is SlotState.CLEAN and int(words[_SLOT["seal"]]) != self._seal(index):
+        if state is SlotState.CLEAN and not self._sealed(index):
             state = SlotState.DIRTY
         return Slot(index, state, version if state is not SlotState.EMPTY else None, int(words[_SLOT["token"]]))
 
@@ -305,18 +311,23 @@ class Segment:
         words[_SLOT["lineage"]], words[_SLOT["iteration"]] = (version.lineage, version.iteration) if version else (0, 0)
         words[_SLOT["token"]] = token
 
-    def seal(self, index: int) -> None:
-        """Everything of the slot's version is in place: it becomes CLEAN. The last store is the state."""
+    def seal(self, index: int, version: Version, token: int, small: bytes, digests: npt.NDArray[np.uint64]) -> None:
+        """Everything of `version` is in place: the slot becomes CLEAN. The last store is the state.
+
+        The seal covers what the writer knows, not what it finds: whatever a superseded writer has put into header,
+        small state or digest table meanwhile does not fit it, and the slot is read as DIRTY.
+        """
         words = self._slot_words[index]
         check_transition(SlotState(int(words[_SLOT["state"]])), SlotState.CLEAN)
-        words[_SLOT["seal"]] = self._seal(index)
+        known = np.array([version.lineage, version.iteration, token, len(small)], dtype=np.uint64)
+        words[_SLOT["seal"]] = _seal(known, digests, small)
         words[_SLOT["state"]] = SlotState.CLEAN
 
-    def _seal(self, index: int) -> int:
-        digest = xxhash.xxh3_64(self._slot_words[index][_SLOT["lineage"] : _SLOT["cursor"]].tobytes())
-        digest.update(self.digests(index).data)
-        digest.update(self.small(index))
-        return digest.intdigest()
+    def _sealed(self, index: int) -> bool:
+        """Whether the slot's header, digests and small state are those that its seal covers."""
+        words = self._slot_words[index]
+        found = _seal(words[_SLOT["lineage"] : _SLOT["cursor"]], self.digests(index), self.small(index))
+        return int(words[_SLOT["seal"]]) == found
 
     def verify(self, index: int, buckets: Sequence[tuple[int, int]]) -> None:
         """Compare every bucket (offset, nbytes) of the data area with its digest. Raises CorruptSlotError."""
@@ -329,15 +340,26 @@ class Segment:
                 )
 
 
+def _seal(words: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64], small: bytes) -> int:
+    """Digest of (lineage, iteration, token, small size), digest table and small state."""
+    digest = xxhash.xxh3_64(words.tobytes())
+    digest.update(digests.tobytes())
+    digest.update(small)
+    return digest.intdigest()
+
+
 def segments_of(job: str, node: str) -> list[Path]:
     """The segments of a job on a node, by rank."""
-    found = [path for path in SHM.glob(f"ftp-{job}-{node}-r*") if path.name.rsplit("-r", 1)[1].isdigit()]
-    return sorted(found, key=lambda path: int(path.name.rsplit("-r", 1)[1]))
+    prefix = path_of(job, node, 0).name[:-1]
+    ranks = {path.name.removeprefix(prefix): path for path in SHM.glob(f"{prefix}*")}
+    return [ranks[rank] for rank in sorted(filter(str.isdecimal, ranks), key=int)]
 
 
 def remove(job: str, node: str) -> int:
     """Remove the segments of a job on a node, half-made ones too. Returns how many."""
-    paths = [*segments_of(job, node), *SHM.glob(f"ftp-{job}-{node}-r*.new")]
+    prefix = path_of(job, node, 0).name[:-1]
+    half_made = [p for p in SHM.glob(f"{prefix}*.new") if p.stem.removeprefix(prefix).isdecimal()]
+    paths = [*segments_of(job, node), *half_made]
     for path in paths:
         path.unlink(missing_ok=True)
     return len(paths)
