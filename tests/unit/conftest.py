@@ -1,0 +1,194 @@
+"""Segments, snapshot processes and ranks for unit tests: real ones, bounded in time, gone afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import select
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins import faults
+from ft_plugins.events import Event, read
+from ft_plugins.smp import liveness
+from ft_plugins.smp.client import Client, ensure
+from ft_plugins.snapshot.segment import SHM, path_of
+
+_numbers = itertools.count()
+RANKS_SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    """No armed fault outlives its test."""
+    yield
+    faults.arm("")
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    """A job name of its own. Afterwards nothing of it may be in /dev/shm."""
+    name = f"t{os.getpid()}-{next(_numbers)}"
+    yield name
+    left = sorted(SHM.glob(f"ftp-{name}-*"))
+    for path in left:
+        path.unlink()
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+def segment_path(job: str) -> Iterator[Path]:
+    """Where a test creates a segment itself; removed afterwards."""
+    path = path_of(job, "n", 0)
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@dataclass
+class Node:
+    """An emulated node of a job: its run directory and SMP."""
+
+    job: str
+    name: str
+    run_dir: Path
+    pids: list[int] = field(default_factory=list)
+
+    def start(self, orphan_seconds: float = 600, armed: str = "") -> int:
+        """Start the SMP, or find it; its pid."""
+        self.pids.append(ensure(self.run_dir, self.job, self.name, orphan_seconds, armed))
+        return self.pids[-1]
+
+    def client(self, timeout: float = 30) -> Client:
+        return Client(self.run_dir, timeout)
+
+    def fence(self) -> int:
+        with self.client() as client:
+            return client.fence()
+
+    def status(self) -> dict[str, Any]:
+        with self.client() as client:
+            return client.status()
+
+    def events(self, name: str = "") -> list[Event]:
+        return [event for event in read(self.run_dir / "events.jsonl") if not name or event.name == name]
+
+    def segment(self, rank: int) -> Path:
+        return path_of(self.job, self.name, rank)
+
+    def kill(self) -> None:
+        """SIGKILL the SMP; it is gone when this returns."""
+        kill(self.pids[-1])
+
+    def end(self) -> None:
+        """End the SMP however it stands: in order if it answers, else by SIGKILL."""
+        if liveness.held(self.run_dir / "smp.lock"):
+            pid = int((self.run_dir / "smp.lock").read_text())
+            os.kill(pid, signal.SIGCONT)
+            with self.client(10) as client:
+                client.end()
+            gone(pid)
+
+
+def gone(pid: int, seconds: float = 20) -> None:
+    """Wait until a process has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        assert poller.poll(seconds * 1000), f"{pid} is still there after {seconds} s"
+    finally:
+        os.close(descriptor)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process and wait until it has ended."""
+    descriptor = os.pidfd_open(pid)
+    os.close(descriptor)
+    os.kill(pid, signal.SIGKILL)
+    gone(pid)
+
+
+@pytest.fixture
+def nodes(job: str) -> Iterator[Callable[[str], Node]]:
+    """Nodes by name. Their SMPs are ended afterwards, and have then removed every segment."""
+    made: dict[str, Node] = {}
+    with tempfile.TemporaryDirectory(prefix="ftu-", dir="/tmp") as folder:
+
+        def node(name: str = "n") -> Node:
+            if name not in made:
+                run_dir = Path(folder) / job / name
+                run_dir.mkdir(parents=True, mode=0o700)
+                made[name] = Node(job, name, run_dir)
+            return made[name]
+
+        yield node
+        for each in made.values():
+            each.end()
+
+
+@pytest.fixture
+def node(nodes: Callable[[str], Node]) -> Node:
+    """The one node of a job."""
+    return nodes("n")
+
+
+def _rank(function: Callable[..., Any], rank: int, world: int, store: str, reply: Connection, args: Any) -> None:
+    import torch.distributed as dist
+
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=40)
+        )
+        reply.send(("done", function(rank, world, *args)))
+        dist.barrier()
+    except BaseException:
+        reply.send(("failed", traceback.format_exc()))
+    reply.close()
+    os._exit(0)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Run `function(rank, world, *args)` on `world` forked gloo ranks; what they returned, by rank."""
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+
+    def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        store = tmp_path / f"store{next(_numbers)}"
+        found: list[Any] = [None] * world
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(function, rank, world, str(store), theirs, args), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            for rank, pipe in enumerate(pipes):
+                assert wait([pipe], RANKS_SECONDS), f"rank {rank} did not answer within {RANKS_SECONDS} s"
+                verdict, found[rank] = pipe.recv()
+                assert verdict == "done", f"rank {rank}:\n{found[rank]}"
+        finally:
+            for process in processes:
+                process.join(10 if None not in found else 0.1)
+                process.kill()
+                process.join()
+        return found
+
+    return run

@@ -1,0 +1,450 @@
+"""Capture: what is sealed is the state at the version point, whatever training or a superseded writer does meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ft_plugins import faults
+from ft_plugins.errors import CorruptSlotError, FencedError, InventoryError, SegmentError
+from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.snapshot.capture import Capture, Commit
+from ft_plugins.snapshot.copiers import HostCopier, flat_bytes
+from ft_plugins.snapshot.layout import Layout, plan_layout
+from ft_plugins.snapshot.segment import Segment, Shape, create
+from ft_plugins.snapshot.slots import SlotState, Version
+
+BUCKET = 256
+SECONDS = 20  # bound of every wait
+UPDATE = frozenset({Span.UPDATE})
+CPU = torch.device("cpu")
+
+
+def state(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors of many kinds: two buckets and more, dense in another order, without dimensions, empty, low precision."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "w": random(10, 20),
+        "transposed": random(6, 8).t(),
+        "channels_last": random(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "step": random(1).reshape(()),
+        "empty": torch.empty(0, 4),
+        "half": random(33).bfloat16(),
+        "part": random(100)[20:50],
+        "amax": random(3),
+        "rng": torch.randint(0, 255, (70,), dtype=torch.uint8, generator=generator),
+    }
+
+
+def inventory(tensors: Mapping[str, torch.Tensor]) -> Inventory:
+    early = {"amax": UPDATE | {Span.FORWARD}, "rng": frozenset({Span.BETWEEN})}
+    return Inventory.of(
+        0,
+        [
+            Item(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numel() * t.element_size(), Role.BUFFER,
+                 (0,), None, early.get(name, UPDATE))
+            for name, t in tensors.items()
+        ],
+    )  # fmt: skip
+
+
+def contents(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: flat_bytes(name, tensor).numpy().tobytes() for name, tensor in tensors.items()}
+
+
+class Gate(HostCopier):
+    """The host's copier, which calls `hook` on the capture thread before or after each background bucket."""
+
+    def __init__(self, before: Callable[[int], None] = lambda n: None, after: Callable[[int], None] = lambda n: None):
+        self._before, self._after, self._done = before, after, 0
+
+    def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            return super().copy(destinations, sources)
+        self._before(self._done)
+        super().copy(destinations, sources)
+        self._after(self._done)
+        self._done += 1
+
+
+class Rig:
+    """A segment with the capture of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = state()
+        self.layout: Layout = plan_layout(inventory(self.tensors), (), BUCKET)
+        self.shape = Shape(self.layout.nbytes, 1000, len(self.layout.buckets), 1)
+        create(path, self.shape, 0, {})
+        self.segment = Segment(path)
+        self.segment.token = 1
+        self.commits: list[tuple[Commit, str]] = []
+        self.captures: list[Capture] = []
+
+    def capture(self, token: int = 1, gate: HostCopier | None = None) -> Capture:
+        def committed(commit: Commit) -> None:
+            self.commits.append((commit, threading.current_thread().name))
+
+        made = Capture(self.segment, self.layout, self.tensors, token, committed)
+        if gate is not None:
+            made._copiers[CPU] = gate
+        self.captures.append(made)
+        return made
+
+    def held(self, index: int) -> dict[str, bytes]:
+        """The items as slot `index` holds them, put together from the pieces."""
+        found = {name: bytearray(tensor.numel() * tensor.element_size()) for name, tensor in self.tensors.items()}
+        data = self.segment.data(index)
+        for bucket in self.layout.buckets:
+            for piece in bucket.pieces:
+                end = piece.item_offset + piece.nbytes
+                found[piece.item][piece.item_offset : end] = data[piece.offset : piece.offset + piece.nbytes].tobytes()
+        return {name: bytes(raw) for name, raw in found.items()}
+
+    def restorable(self) -> dict[Version, int]:
+        """The versions that recovery could take, and their slots."""
+        found = {}
+        for slot in self.segment.slots():
+            if slot.state is SlotState.CLEAN and slot.version:
+                try:
+                    self.segment.verify(slot.index, [(b.offset, b.nbytes) for b in self.layout.buckets])
+                except CorruptSlotError:
+                    continue
+                found[slot.version] = slot.index
+        return found
+
+    def train(self) -> None:
+        """Change every element of every tensor."""
+        for tensor in self.tensors.values():
+            tensor.view(torch.uint8).bitwise_not_() if tensor.dtype is torch.uint8 else tensor.neg_().add_(1)
+
+
+@pytest.fixture
+def rig(segment_path: Path) -> Iterator[Rig]:
+    made = Rig(segment_path)
+    yield made
+    faults.arm("")
+    for capture in made.captures:
+        capture.close()
+
+
+def test_there_are_several_buckets_of_both_kinds(rig: Rig) -> None:
+    """What the other tests rely on."""
+    assert len(rig.layout.synchronous) == 1
+    assert len(rig.layout.background) >= 6
+
+
+def test_the_sealed_version_is_the_state_at_its_version_point_and_training_goes_on_right_after_the_fence(
+    rig: Rig,
+) -> None:
+    capture = rig.capture()
+    expected = {}
+    for iteration in range(1, 8):
+        expected[Version(1, iteration)] = contents(rig.tensors)
+        capture.start(Version(1, iteration), f"small {iteration}".encode())
+        capture.wait()
+        rig.train()
+    found = rig.restorable()
+    assert sorted(found) == [Version(1, 5), Version(1, 6), Version(1, 7)]
+    for version, index in found.items():
+        assert rig.held(index) == expected[version]
+        assert rig.segment.small(index) == f"small {version.iteration}".encode()
+        assert rig.segment.slot(index).token == 1
+
+
+def test_what_the_step_may_change_is_copied_before_start_returns(rig: Rig) -> None:
+    released = threading.Event()
+    capture = rig.capture(gate=Gate(before=lambda n: assert_set(released)))
+    expected = contents(rig.tensors)
+    capture.start(Version(1, 1), b"")
+    rig.tensors["amax"].fill_(9)
+    rig.tensors["rng"].fill_(9)
+    released.set()
+    capture.wait()
+    assert rig.held(rig.restorable()[Version(1, 1)]) == expected
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(SECONDS), "nobody released the capture"
+
+
+def test_the_fence_lets_nobody_through_before_the_seal(rig: Rig) -> None:
+    reached, released, passed = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(bucket: int) -> None:
+        if bucket == 3:
+            reached.set()
+            assert_set(released)
+
+    capture = rig.capture(gate=Gate(before=hold))
+    capture.start(Version(1, 1), b"")
+    assert_set(reached)
+
+    def fence() -> None:
+        waited.append(capture.wait())
+        passed.set()
+
+    waited: list[float] = []
+    other = threading.Thread(target=fence)
+    other.start()
+    assert not passed.is_set() and rig.restorable() == {}
+    released.set()
+    assert_set(passed)
+    other.join(SECONDS)
+    assert list(rig.restorable()) == [Version(1, 1)] and waited[0] >= 0
+
+
+def test_a_version_that_starts_while_the_last_one_runs_waits_for_it(rig: Rig) -> None:
+    capture = rig.capture()
+    capture.start(Version(1, 1), b"a")
+    capture.start(Version(1, 2), b"b")
+    capture.wait()
+    assert sorted(rig.restorable()) == [Version(1, 1), Version(1, 2)]
+
+
+def test_a_commit_tells_version_slot_and_bytes_on_the_capture_thread(rig: Rig) -> None:
+    capture = rig.capture()
+    capture.start(Version(4, 2), b"")
+    capture.wait()
+    ((commit, thread),) = rig.commits
+    assert (commit.version, commit.slot, commit.nbytes) == (Version(4, 2), 0, rig.layout.nbytes)
+    assert thread == "ftp-capture" and 0 < commit.seconds < SECONDS
+
+
+def test_a_tensor_that_was_moved_is_named_and_the_version_before_stays(rig: Rig) -> None:
+    capture = rig.capture()
+    capture.start(Version(1, 1), b"")
+    capture.wait()
+    rig.tensors["half"].data = rig.tensors["half"].clone()
+    with pytest.raises(InventoryError, match="rank 0: item 'half' was moved"):
+        capture.start(Version(1, 2), b"")
+    assert list(rig.restorable()) == [Version(1, 1)]
+
+
+def test_small_state_that_has_outgrown_its_room_fails_the_start_and_the_version_before_stays(rig: Rig) -> None:
+    capture = rig.capture()
+    capture.start(Version(1, 1), b"")
+    capture.wait()
+    with pytest.raises(SegmentError, match="grown to 1001 bytes"):
+        capture.start(Version(1, 2), b"x" * 1001)
+    capture.start(Version(1, 3), b"x" * 1000)
+    capture.wait()
+    assert sorted(rig.restorable()) == [Version(1, 1), Version(1, 3)]
+
+
+def test_a_failure_behind_the_step_surfaces_at_the_fence_once_and_the_version_before_stays(rig: Rig) -> None:
+    capture = rig.capture()
+    capture.start(Version(1, 1), b"")
+    capture.wait()
+    number = len(rig.layout.buckets) - 1
+    faults.arm(f"capture.bucket.begin@iteration=2,bucket={number}:raise")
+    capture.start(Version(1, 2), b"")
+    with pytest.raises(RuntimeError, match="capture.bucket.begin"):
+        capture.wait()
+    assert list(rig.restorable()) == [Version(1, 1)]
+    capture.wait()
+    capture.start(Version(1, 3), b"")
+    capture.wait()
+    assert sorted(rig.restorable()) == [Version(1, 1), Version(1, 3)]
+
+
+def test_a_failure_that_no_fence_has_met_surfaces_at_the_next_start(rig: Rig) -> None:
+    capture = rig.capture()
+    faults.arm("capture.seal.before:raise")
+    capture.start(Version(1, 1), b"")
+    with pytest.raises(RuntimeError, match="capture.seal.before"):
+        capture.start(Version(1, 2), b"")
+    assert rig.restorable() == {}
+
+
+def test_a_superseded_incarnation_cannot_start(rig: Rig) -> None:
+    capture = rig.capture()
+    rig.segment.token = 2
+    before = rig.segment.bytes.tobytes()
+    with pytest.raises(FencedError, match=r"rank 0: .*token 1.*superseded.*token 2"):
+        capture.start(Version(1, 1), b"")
+    assert rig.segment.bytes.tobytes() == before
+
+
+def test_a_token_raised_in_mid_capture_stops_it_after_the_bucket_it_is_in(rig: Rig) -> None:
+    """Given a slot full of a pattern, when the token is raised while background bucket 2 is being copied."""
+    rig.segment.data(0)[:] = 0x5A
+    capture = rig.capture(gate=Gate(before=lambda n: setattr(rig.segment, "token", 2) if n == 2 else None))
+    capture.start(Version(1, 1), b"")
+    with pytest.raises(FencedError, match="may not write"):
+        capture.wait()
+    written = rig.layout.background[2].offset + rig.layout.background[2].nbytes
+    assert (rig.segment.data(0)[written:] == 0x5A).all()
+    assert rig.segment.slot(0).state is SlotState.DIRTY
+    assert rig.segment.cursor(0) in (len(rig.layout.synchronous) + 2, len(rig.layout.synchronous) + 3)
+
+
+def test_a_token_raised_during_the_last_bucket_prevents_the_seal(rig: Rig) -> None:
+    last = len(rig.layout.background) - 1
+    capture = rig.capture(gate=Gate(after=lambda n: setattr(rig.segment, "token", 2) if n == last else None))
+    capture.start(Version(1, 1), b"")
+    with pytest.raises(FencedError):
+        capture.wait()
+    assert rig.restorable() == {}
+
+
+LEFT = {
+    "capture.begin": {2, 3, 4},  # not marked yet
+    "capture.bucket.begin": {3, 4},
+    "capture.bucket.end": {3, 4},
+    "capture.seal.before": {3, 4},
+    "capture.seal.after": {3, 4, 5},
+}
+
+
+@pytest.mark.parametrize("point", LEFT)
+def test_a_writer_killed_at_any_point_leaves_whole_versions_only(rig: Rig, point: str) -> None:
+    """Given versions 1 to 4, when the writer is killed during version 5, in each bucket where there are several."""
+    conditions = [f",bucket={n}" for n in range(len(rig.layout.buckets))] if "bucket" in point else [""]
+    for lineage, condition in enumerate(conditions, start=1):
+        pid = os.fork()
+        if pid == 0:
+            faults.arm(f"{point}@iteration=5{condition}:kill")
+            capture = rig.capture()
+            for iteration in range(1, 6):
+                rig.tensors["w"].fill_(iteration)
+                capture.start(Version(lineage, iteration), str(iteration).encode())
+                capture.wait()
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+        found = rig.restorable()
+        assert set(found) == {Version(lineage, iteration) for iteration in LEFT[point]}, condition
+        for version, index in found.items():
+            raw = np.frombuffer(rig.held(index)["w"], dtype=np.float32)
+            assert (raw == version.iteration).all() and rig.segment.small(index) == str(version.iteration).encode()
+
+
+# ---- superseded writers that wake up ----
+
+
+def stopped_writer(rig: Rig, place: str) -> int:
+    """A process of incarnation 1 that was stopped at `place` while it captured version 3; its pid."""
+    pid = os.fork()
+    if pid == 0:
+        faults.arm(f"{place}:stop")
+        capture = rig.capture()
+        for iteration in (1, 2, 3):
+            for tensor in rig.tensors.values():
+                tensor.fill_(iteration)
+            try:
+                capture.start(Version(1, iteration), f"stale {iteration}".encode())
+                capture.wait()
+            except FencedError:
+                os._exit(7)
+        os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    return pid
+
+
+def wake(pid: int) -> None:
+    """Let the stopped writer go on until it notices."""
+    os.kill(pid, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7, "it was fenced"
+
+
+def check_new(rig: Rig, expected: dict[Version, dict[str, bytes]]) -> None:
+    """Every restorable version is one of incarnation 2, whole, or an untouched one of incarnation 1."""
+    for version, index in rig.restorable().items():
+        small = rig.segment.small(index)
+        if version.lineage == 2:
+            assert rig.held(index) == expected[version], f"{version} is torn"
+            assert small == f"new {version.iteration}".encode()
+        else:
+            raw = np.frombuffer(rig.held(index)["w"], dtype=np.float32)
+            assert (raw == version.iteration).all(), f"{version} is torn"
+            assert small == f"stale {version.iteration}".encode()
+
+
+@pytest.mark.parametrize("moment", ["before its digest", "after its digest", "after the seal"])
+def test_a_late_write_into_the_bucket_it_was_in_is_never_restored(rig: Rig, moment: str) -> None:
+    """Given a writer of incarnation 1 stopped in mid-bucket of slot 2, which nobody could kill; incarnation 2 captures
+    into the same slot. When the old one wakes up in the middle of that, its bytes are in no version that can be
+    restored."""
+    number = len(rig.layout.synchronous) + 1
+    pid = stopped_writer(rig, f"capture.bucket.begin@iteration=3,bucket={number}")
+    assert rig.segment.slot(2).state is SlotState.DIRTY and rig.segment.cursor(2) == number
+    rig.segment.token = 2
+    for tensor in rig.tensors.values():
+        tensor.fill_(30)
+    expected = {Version(2, 3): contents(rig.tensors)}
+
+    def after(bucket: int) -> None:
+        if moment == "before its digest" and bucket == 1 or moment == "after its digest" and bucket == 2:
+            wake(pid)
+
+    capture = rig.capture(token=2, gate=Gate(after=after))
+    capture.start(Version(2, 3), b"new 3")
+    capture.wait()
+    if moment == "after the seal":
+        assert Version(2, 3) in rig.restorable()
+        wake(pid)
+    assert rig.held(2) != expected[Version(2, 3)], "the late write happened"
+    check_new(rig, expected)
+    assert Version(2, 3) not in rig.restorable()
+    assert {Version(1, 1), Version(1, 2)} <= set(rig.restorable())
+
+
+@pytest.mark.parametrize("moment", ["during the capture", "after the seal"])
+def test_a_late_start_of_a_capture_never_relabels_what_the_new_incarnation_wrote(rig: Rig, moment: str) -> None:
+    """Given a writer stopped between choosing slot 2 and marking it; incarnation 2 writes that slot meanwhile."""
+    pid = stopped_writer(rig, "capture.begin@iteration=3")
+    rig.segment.token = 2
+    for tensor in rig.tensors.values():
+        tensor.fill_(30)
+    expected = {Version(2, 3): contents(rig.tensors)}
+    capture = rig.capture(
+        token=2, gate=Gate(after=lambda n: wake(pid) if n == 2 and moment == "during the capture" else None)
+    )
+    capture.start(Version(2, 3), b"new 3")
+    capture.wait()
+    if moment == "after the seal":
+        wake(pid)
+    check_new(rig, expected)
+    assert {Version(1, 1), Version(1, 2)} <= set(rig.restorable())
+
+
+def test_a_writer_stopped_at_a_bucket_edge_is_suspected_of_the_next_bucket(rig: Rig) -> None:
+    """The cursor is moved before the token is looked at: whoever passed that check is in the cursor's bucket."""
+    seen: list[int | None] = []
+
+    class Watched(Capture):
+        def _check_token(self) -> None:
+            seen.append(self._segment.cursor(0))
+            super()._check_token()
+
+    capture = Watched(rig.segment, rig.layout, rig.tensors, 1)
+    rig.captures.append(capture)
+    capture.start(Version(1, 1), b"")
+    capture.wait()
+    assert seen[1:-1] == list(range(len(rig.layout.buckets)))  # between the one at start and the one before the seal
+
+
+def test_tensors_on_two_devices_or_missing_ones_are_refused(rig: Rig) -> None:
+    with pytest.raises(KeyError):
+        Capture(rig.segment, rig.layout, {}, 1)
+    with pytest.raises(InventoryError, match="meta"):
+        Capture(rig.segment, rig.layout, {**rig.tensors, "w": torch.empty(10, 20, device="meta")}, 1)
+
+
+def test_closing_finishes_the_running_capture(rig: Rig) -> None:
+    capture = rig.capture()
+    expected = contents(rig.tensors)
+    capture.start(Version(1, 1), b"")
+    capture.close()
+    assert rig.held(rig.restorable()[Version(1, 1)]) == expected
+    assert "ftp-capture" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,369 @@
+"""Segments: claimed whole or not at all, private, and readable as a version only when every byte of it is right."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from ft_plugins.errors import BudgetError, CorruptSlotError, FtError, SegmentError
+from ft_plugins.snapshot import segment as segments
+from ft_plugins.snapshot.segment import PAGE, Segment, Shape, create, path_of, remove, segments_of
+from ft_plugins.snapshot.slots import SLOTS, SlotState, Version
+
+SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
+BUCKETS = [(0, 128), (128, 128), (256, 44)]
+FINGERPRINT = {"layers": 2, "lr": 0.1, "order": ["tp", "dp"], "data": {"path": "/d", "size": 10}}
+SMALL = b"small state"
+
+
+def fill(segment: Segment, index: int, version: Version, seed: int = 1, token: int = 5) -> np.ndarray:
+    """Write a version as capture does; its data."""
+    data = np.random.default_rng(seed).integers(0, 256, SHAPE.nbytes, dtype=np.uint8)
+    digests = [xxhash.xxh3_64_intdigest(data[start : start + size].tobytes()) for start, size in BUCKETS]
+    segment.dirty(index, version, token)
+    segment.write_small(index, SMALL)
+    segment.data(index)[:] = data
+    segment.digests(index)[:] = np.array(digests, dtype=np.uint64)
+    segment.set_cursor(index, None)
+    segment.seal(index, version, token, SMALL, np.array(digests, dtype=np.uint64))
+    return data
+
+
+@pytest.fixture
+def segment(segment_path: Path) -> Segment:
+    create(segment_path, SHAPE, 0, FINGERPRINT)
+    return Segment(segment_path)
+
+
+def test_a_new_segment_is_private_resident_and_empty(segment_path: Path) -> None:
+    create(segment_path, SHAPE, 7, FINGERPRINT)
+    found = segment_path.stat()
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert found.st_size == SHAPE.total == found.st_blocks * 512
+
+    segment = Segment(segment_path, populate=True)
+    assert segment.shape == SHAPE and segment.rank == 7 and segment.fingerprint == FINGERPRINT
+    assert segment.resident_bytes == SHAPE.total
+    assert (segment.token, segment.lineage, segment.completed, segment.owner) == (0, 0, 0, (0, 0))
+    assert [slot.state for slot in segment.slots()] == [SlotState.EMPTY] * SLOTS
+    assert not segment_path.with_name(segment_path.name + ".new").exists()
+
+
+def test_the_file_is_private_even_where_someone_left_a_half_made_one_open_to_all(segment_path: Path) -> None:
+    building = segment_path.with_name(segment_path.name + ".new")
+    building.write_bytes(b"theirs")
+    building.chmod(0o666)
+    held = os.open(building, os.O_RDWR)
+    try:
+        create(segment_path, SHAPE, 0, FINGERPRINT)
+        assert stat.S_IMODE(segment_path.stat().st_mode) == 0o600
+        assert os.fstat(held).st_ino != segment_path.stat().st_ino
+    finally:
+        os.close(held)
+
+
+def test_a_mount_that_is_too_small_is_an_error_that_names_it_and_the_bytes(
+    segment_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(segment_path.parent)
+    sizes = list(real)[:10]
+    sizes[4] = 5  # f_bavail
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(sizes))
+    with pytest.raises(BudgetError) as caught:
+        create(segment_path, SHAPE, 3, FINGERPRINT)
+    for part in ("rank 3", str(SHAPE.total), "/dev/shm", str(5 * real.f_frsize), "--shm-size"):
+        assert part in str(caught.value)
+    assert not list(segment_path.parent.glob(segment_path.name + "*"))
+
+
+@pytest.fixture
+def small_mount(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of eight pages."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", bytes(tmp_path), b"tmpfs", 0, f"size={8 * PAGE}".encode()) != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {os.strerror(ctypes.get_errno())}")
+    yield tmp_path
+    assert libc.umount(bytes(tmp_path)) == 0
+
+
+def test_a_real_mount_that_is_too_small_leaves_nothing_behind(small_mount: Path) -> None:
+    with pytest.raises(BudgetError, match=f"{SHAPE.total} bytes in {small_mount}.*only {8 * PAGE} are free"):
+        create(small_mount / "ftp-j-n-r0", SHAPE, 0, FINGERPRINT)
+    assert list(small_mount.iterdir()) == []
+
+
+def test_memory_that_goes_to_someone_else_meanwhile_is_the_same_error(
+    small_mount: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given that the figure of free bytes was right a moment ago; the kernel refuses the pages."""
+    monkeypatch.setattr(os, "statvfs", lambda path, free=os.statvfs("/dev/shm"): free)
+    with pytest.raises(BudgetError, match=f"{small_mount} could not give {SHAPE.total} bytes: No space left"):
+        create(small_mount / "ftp-j-n-r0", SHAPE, 0, FINGERPRINT)
+    assert list(small_mount.iterdir()) == []
+
+
+def test_a_fingerprint_that_does_not_fit_leaves_nothing_behind(segment_path: Path) -> None:
+    with pytest.raises(SegmentError, match="fingerprint has 5\\d\\d\\d bytes"):
+        create(segment_path, SHAPE, 0, {"text": "x" * 5000})
+    assert not list(segment_path.parent.glob(segment_path.name + "*"))
+
+
+def test_what_one_process_writes_another_reads(segment: Segment) -> None:
+    data = fill(segment, 1, Version(2, 9))
+    segment.token, segment.completed, segment.owner = 4, 9, (123, 456)
+    child = os.fork()
+    if child == 0:
+        other = Segment(segment.path, populate=True)
+        right = (
+            (other.token, other.completed, other.owner) == (4, 9, (123, 456))
+            and other.slot(1).version == Version(2, 9)
+            and other.slot(1).state is SlotState.CLEAN
+            and other.small(1) == SMALL
+            and bool((other.data(1) == data).all())
+        )
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+class Stores:
+    """The words of a slot's header; after every store `observe` looks at shared memory as it stands then."""
+
+    def __init__(self, words: Any, observe: Callable[[], None]) -> None:
+        self._words, self._observe = words, observe
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._words[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._words[key] = value
+        self._observe()
+
+
+def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_whole(segment: Segment) -> None:
+    """A writer may die at any instruction. Given version 1 in the slot, when version 2 overwrites it."""
+    old = fill(segment, 0, Version(1, 1), seed=1)
+    reader = Segment(segment.path)
+    seen: list[int | None] = []
+
+    def observe() -> None:
+        slot = reader.slot(0)
+        if slot.state is not SlotState.CLEAN:
+            seen.append(None)
+            return
+        assert slot.version is not None
+        seen.append(slot.version.iteration)
+        reader.verify(0, BUCKETS)
+        expected = old if slot.version == Version(1, 1) else new
+        assert (reader.data(0) == expected).all() and reader.small(0) == SMALL
+
+    new = np.random.default_rng(2).integers(0, 256, SHAPE.nbytes, dtype=np.uint8)
+    segment._slot_words[0] = Stores(segment._slot_words[0], observe)
+    fill(segment, 0, Version(1, 2), seed=2)
+    assert seen[-1] == 2 and set(seen[:-1]) <= {None, 1}
+    assert seen.count(2) == 1, "the last store, and only the last, makes the new version readable"
+
+
+def restorable(segment: Segment, index: int) -> bool:
+    if segment.slot(index).state is not SlotState.CLEAN:
+        return False
+    try:
+        segment.verify(index, BUCKETS)
+    except CorruptSlotError:
+        return False
+    return True
+
+
+def test_a_flip_of_any_byte_of_a_version_makes_it_unrestorable(segment: Segment) -> None:
+    fill(segment, 1, Version(3, 14))
+    assert restorable(segment, 1)
+    start = PAGE + SHAPE.slot_room
+    small = start + PAGE + SHAPE.table_room
+    areas = {
+        "state, lineage, iteration, token, small size": range(start, start + 5 * 8),
+        "seal": range(start + 6 * 8, start + 7 * 8),
+        "digests": range(start + PAGE, start + PAGE + 8 * SHAPE.buckets),
+        "small state": range(small, small + len(SMALL)),
+        "data": range(small + SHAPE.small_room, small + SHAPE.small_room + SHAPE.nbytes),
+    }
+    for area, places in areas.items():
+        for at in places:
+            for mask in (0x01, 0x80, 0xFF):
+                segment.bytes[at] ^= mask
+                assert not restorable(segment, 1), (
+                    f"{area}: byte {at - places.start} flipped by {mask:#x} went unnoticed"
+                )
+                segment.bytes[at] ^= mask
+    assert restorable(segment, 1)
+
+
+def test_a_mismatch_names_rank_bucket_slot_and_version(segment: Segment) -> None:
+    fill(segment, 2, Version(3, 14))
+    segment.data(2)[130] ^= 1
+    with pytest.raises(CorruptSlotError, match=r"rank 0: bucket 1 of slot 2 \(14 \(lineage 3\)\)"):
+        segment.verify(2, BUCKETS)
+
+
+def test_a_flip_in_the_sizes_or_the_fingerprint_of_the_header_is_noticed(segment: Segment) -> None:
+    """They decide whether the segment is this job's: another value is a refusal, not another job's bytes."""
+    for at in range(5 * 8):
+        segment.bytes[at] ^= 0x10
+        try:
+            assert Segment(segment.path).shape != SHAPE
+        except SegmentError as error:
+            assert str(segment.path) in str(error)
+        finally:
+            segment.bytes[at] ^= 0x10
+    length = int.from_bytes(segment.bytes[1024:1032].tobytes(), "little")
+    for at in range(1024, 1032 + length):
+        segment.bytes[at] ^= 0xFF
+        try:
+            assert segment.fingerprint != FINGERPRINT
+        except FtError as error:
+            assert "fingerprint" in str(error)
+        finally:
+            segment.bytes[at] ^= 0xFF
+    assert Segment(segment.path).fingerprint == FINGERPRINT
+
+
+def test_a_seal_over_other_values_than_those_in_memory_is_no_seal(segment: Segment) -> None:
+    """What a superseded writer puts into the slot while it is being sealed does not become part of the version."""
+    digests = np.array([1, 2, 3], dtype=np.uint64)
+    for change in ("version", "digests", "small"):
+        segment.dirty(0, Version(2, 2), 5)
+        segment.write_small(0, SMALL)
+        segment.digests(0)[:] = digests
+        match change:
+            case "version":
+                segment.dirty(0, Version(1, 2), 4)
+            case "digests":
+                segment.digests(0)[1] = 99
+            case "small":
+                segment.write_small(0, b"other state")
+        segment.seal(0, Version(2, 2), 5, SMALL, digests)
+        assert segment.slot(0).state is SlotState.DIRTY, change
+
+
+def test_small_state_that_outgrew_its_room_is_refused_with_both_sizes(segment: Segment) -> None:
+    segment.dirty(0, Version(1, 1), 0)
+    segment.write_small(0, b"x" * 100)
+    assert segment.small(0) == b"x" * 100
+    segment.write_small(0, b"y")
+    assert segment.small(0) == b"y"
+    with pytest.raises(SegmentError, match="grown to 101 bytes; 100 were claimed"):
+        segment.write_small(0, b"x" * 101)
+    assert segment.small(0) == b"y"
+
+
+def test_a_new_lineage_voids_then_says_so(segment: Segment) -> None:
+    for index, iteration in enumerate((4, 5, 6)):
+        fill(segment, index, Version(1, iteration), seed=iteration)
+    segment.completed = 6
+    for _ in range(2):  # a second time changes nothing
+        segment.open_lineage(2, Version(1, 5), [2])
+        assert [slot.state for slot in segment.slots()] == [SlotState.CLEAN, SlotState.CLEAN, SlotState.DIRTY]
+        assert (segment.lineage, segment.completed) == (2, 5)
+    segment.open_lineage(3, None, [0, 1])
+    assert not any(restorable(segment, index) for index in range(SLOTS))
+    assert (segment.lineage, segment.completed) == (3, 0)
+
+
+def test_the_cursor_tells_the_bucket_being_written(segment: Segment) -> None:
+    segment.set_cursor(1, 0)
+    assert segment.cursor(1) == 0
+    segment.set_cursor(1, 2)
+    assert segment.cursor(1) == 2
+    segment.set_cursor(1, None)
+    assert segment.cursor(1) is None
+
+
+def test_closing_leaves_the_file_and_whatever_view_is_still_held(segment: Segment) -> None:
+    data = fill(segment, 0, Version(1, 1))
+    view = segment.data(0)
+    segment.close()
+    assert (view == data).all()
+    assert (Segment(segment.path).data(0) == data).all()
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "short", "magic", "truncated", "longer", "link", "directory"])
+def test_what_is_no_segment_is_refused_by_path(segment_path: Path, tmp_path: Path, damage: str) -> None:
+    create(segment_path, SHAPE, 0, FINGERPRINT)
+    match damage:
+        case "missing":
+            segment_path.unlink()
+        case "empty":
+            os.truncate(segment_path, 0)
+        case "short":
+            os.truncate(segment_path, PAGE - 1)
+        case "magic":
+            with open(segment_path, "r+b") as file:
+                file.write(b"FTPSEG00")
+        case "truncated":
+            os.truncate(segment_path, SHAPE.total - PAGE)
+        case "longer":
+            os.truncate(segment_path, SHAPE.total + PAGE)
+        case "link":
+            shutil.move(segment_path, tmp_path / "elsewhere")
+            segment_path.symlink_to(tmp_path / "elsewhere")
+        case "directory":
+            segment_path.unlink()
+            segment_path.mkdir()
+    try:
+        with pytest.raises(SegmentError, match=str(segment_path)):
+            Segment(segment_path)
+    finally:
+        if damage == "directory":
+            segment_path.rmdir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_a_segment_of_another_user_is_refused(segment_path: Path) -> None:
+    """Anyone may create files in /dev/shm under names that he can guess."""
+    create(segment_path, SHAPE, 0, FINGERPRINT)
+    os.chown(segment_path, 65534, 65534)
+    with pytest.raises(SegmentError, match=f"{segment_path} belongs to user 65534; expected 0: remove it"):
+        Segment(segment_path)
+
+
+def test_segments_are_found_by_job_and_node_and_ordered_by_rank(job: str) -> None:
+    names = ["n", "n-r1", "n2"]
+    for name in names:
+        for rank in (10, 9, 0):
+            create(path_of(job, name, rank), SHAPE, rank, {})
+    path_of(job, "n", 3).with_name(f"ftp-{job}-n-r3.new").touch()
+    try:
+        for name in names:
+            assert segments_of(job, name) == [path_of(job, name, rank) for rank in (0, 9, 10)]
+        assert remove(job, "n") == 4
+        assert segments_of(job, "n") == []
+        assert len(segments_of(job, "n-r1")) == len(segments_of(job, "n2")) == 3, "another node's segments stay"
+    finally:
+        for name in names:
+            remove(job, name)
+    assert remove(job, "n") == 0
+
+
+def test_a_shape_of_nothing_is_a_segment_all_the_same(segment_path: Path) -> None:
+    """A rank may have an empty share."""
+    create(segment_path, Shape(0, 10, 0, 0), 0, {})
+    segment = Segment(segment_path)
+    segment.dirty(0, Version(1, 1), 1)
+    segment.write_small(0, b"s")
+    segment.seal(0, Version(1, 1), 1, b"s", np.zeros(0, dtype=np.uint64))
+    assert segment.slot(0).state is SlotState.CLEAN
+    segment.verify(0, [])
+
+
+def test_room_is_counted_in_whole_pages() -> None:
+    shape = Shape(nbytes=PAGE + 1, small_nbytes=1, buckets=513, layout=0)
+    assert (shape.table_room, shape.small_room, shape.slot_room) == (2 * PAGE, PAGE, PAGE + 2 * PAGE + PAGE + 2 * PAGE)
+    assert shape.total == PAGE + SLOTS * shape.slot_room
+    assert segments.PAGE == os.sysconf("SC_PAGE_SIZE") or segments.PAGE % os.sysconf("SC_PAGE_SIZE") == 0
