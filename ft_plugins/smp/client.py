@@ -85,6 +85,8 @@ class Client:
                 protocol.raise_refusal(reply)
                 return reply
             self._connection.close()
+            if name == "end":
+                return {"ok": True}  # it was gone before its answer was out; the lock tells
             if left:
                 self._connection = self._connect()
         raise ProtocolError(f"the SMP of {self._run_dir} hung up on '{name}' {_TRIES} times; see its smp.log")
@@ -166,7 +168,7 @@ def sweep(base: Path, older_than_seconds: float) -> list[Path]:
     for run_dir in sorted(base.glob("*/*")):
         if any(liveness.held(run_dir / name) for name in ("smp.lock", "lock")):
             continue
-        last = max((path.stat().st_mtime for path in run_dir.iterdir()), default=0.0)
+        last = max(path.stat().st_mtime for path in [run_dir, *run_dir.iterdir()])
         if time.time() - last < older_than_seconds:
             continue
         removed += segments.segments_of(run_dir.parent.name, run_dir.name)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+_LOCK_TRIES, _LOCK_PAUSE_SECONDS = 5, 0.02
+
 
 def started(pid: int) -> int:
     """When `pid` was started, in clock ticks since boot; 0 when there is no such process."""
@@ -79,11 +81,15 @@ def held(lock: Path) -> bool:
 def acquire(lock: Path) -> int | None:
     """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
+    for left in reversed(range(_LOCK_TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # `held` takes the lock for a moment too
+            if not left:
+                os.close(descriptor)
+                return None
+            time.sleep(_LOCK_PAUSE_SECONDS)
     os.ftruncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor

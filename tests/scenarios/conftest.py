@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import FtError
+from ft_plugins.rig import gpt_runs
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
@@ -21,6 +22,13 @@ def torch_server() -> Iterator[ForkServer]:
     """Jobs of torch alone."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with ForkServer(["ft_plugins.rig.fills", "ft_plugins.launcher.launch"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def megatron_server() -> Iterator[ForkServer]:
+    """Jobs of the GPT example."""
+    with ForkServer(gpt_runs.PRELOAD) as server:
         yield server
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,20 +31,14 @@ DEFAULT = {  # of the product, what the default run takes: both precisions, opti
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(gpt_runs.PRELOAD) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def golden(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Configuration], GptRun]:
+def golden(megatron_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Configuration], GptRun]:
     """The unfailed run of a configuration, made once."""
     made: dict[Configuration, GptRun] = {}
 
     def run(configuration: Configuration) -> GptRun:
         if configuration not in made:
             folder = tmp_path_factory.mktemp(f"golden-{configuration}")
-            made[configuration] = finish(server, GptRun("golden", folder, configuration))
+            made[configuration] = finish(megatron_server, GptRun("golden", folder, configuration))
         return made[configuration]
 
     return run
@@ -81,13 +75,13 @@ def restored(job: RunningJob) -> list[int]:
 
 
 def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
-    server: ForkServer, golden: Callable[[Configuration], GptRun], tmp_path: Path
+    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], tmp_path: Path
 ) -> None:
     first = golden(HARDEST)
     (tmp_path / "again").mkdir()
     (tmp_path / "other").mkdir()
-    again = finish(server, GptRun("again", tmp_path / "again", HARDEST))
-    other = finish(server, GptRun("other", tmp_path / "other", HARDEST, seed=4321))
+    again = finish(megatron_server, GptRun("again", tmp_path / "again", HARDEST))
+    other = finish(megatron_server, GptRun("other", tmp_path / "other", HARDEST, seed=4321))
     assert_identical(again, first)
     found = state_differences(other.digests, first.digests, RANKS)
     for rank in range(RANKS):
@@ -109,7 +103,7 @@ def test_the_injected_infinity_skips_an_update(golden: Callable[[Configuration],
     ],
 )
 def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run(
-    server: ForkServer,
+    megatron_server: ForkServer,
     golden: Callable[[Configuration], GptRun],
     jobs: Spec,
     tmp_path: Path,
@@ -119,7 +113,7 @@ def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run
         "iteration.forward@iteration=4,rank=5,restart=0:kill;"  # right after the skipped update
         "update.middle@iteration=7,rank=2,restart=1:kill"
     )
-    run, job = start(server, jobs, tmp_path, configuration, kills)
+    run, job = start(megatron_server, jobs, tmp_path, configuration, kills)
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", job.tail()
     assert outcome["restarts"] == 2
@@ -145,10 +139,10 @@ KILLS = {
 
 @pytest.mark.parametrize("story", KILLS)
 def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(
-    server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path, story: str
+    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path, story: str
 ) -> None:
     kills, expected = KILLS[story]
-    run, job = start(server, jobs, tmp_path, HARDEST, kills)
+    run, job = start(megatron_server, jobs, tmp_path, HARDEST, kills)
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", job.tail()
     assert outcome["restarts"] >= 1
@@ -164,13 +158,13 @@ def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(
 
 
 def test_killed_at_the_agent_the_same_command_given_again_resumes(
-    server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path
+    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path
 ) -> None:
-    run, job = start(server, jobs, tmp_path, HARDEST, "")
+    run, job = start(megatron_server, jobs, tmp_path, HARDEST, "")
     wait_for(run.loss_log, lambda lines: len(lines) >= 4, BOUND)
     job.kill()
     assert job.wait(BOUND)["status"] == "killed"
-    again = server.start(job.spec)
+    again = megatron_server.start(job.spec)
     assert again.wait(BOUND)["status"] == "succeeded", again.tail()
     (version,) = restored(again)
     assert version >= 3
@@ -179,13 +173,13 @@ def test_killed_at_the_agent_the_same_command_given_again_resumes(
 
 @pytest.mark.parametrize("with_trainer", [False, True], ids=["alone", "with-a-trainer"])
 def test_the_smp_killed_loses_at_most_one_iteration(
-    server: ForkServer,
+    megatron_server: ForkServer,
     golden: Callable[[Configuration], GptRun],
     jobs: Spec,
     tmp_path: Path,
     with_trainer: bool,
 ) -> None:
-    run, job = start(server, jobs, tmp_path, HARDEST, "")
+    run, job = start(megatron_server, jobs, tmp_path, HARDEST, "")
     wait_for(run.loss_log, lambda lines: len(lines) >= 3, BOUND)
     os.kill(job.events("smp.start")[-1].fields["pid"], signal.SIGKILL)
     if with_trainer:

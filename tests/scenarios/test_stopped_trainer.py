@@ -1,0 +1,132 @@
+"""A trainer that is stopped in mid-bucket when a new incarnation starts: it is ended; if it could not be, it is fenced.
+
+The stopped trainer is no child of an agent here, as one would be that escaped its agent's end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ft_plugins.config import Config, LaunchContext, run_directory
+from ft_plugins.rig.journal import entries, wait_for
+from ft_plugins.smp.client import Client, ensure
+from ft_plugins.snapshot.segment import Segment, path_of
+from ft_plugins.snapshot.slots import SlotState, Version
+
+BOUND = 60
+STOPPED_AT = "capture.bucket.begin@iteration=4,bucket=2"
+BUCKETS = 4  # of 16 MiB
+
+Trainer = Callable[[int, int, str], subprocess.Popen[bytes]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """An SMP of this test, and how to start a trainer under one of its tokens."""
+
+    name: str
+    run_dir: Path
+    journal: Path
+    started: list[subprocess.Popen[bytes]]
+
+    def trainer(self, token: int, iterations: int, faults: str = "") -> subprocess.Popen[bytes]:
+        config = Config.from_flags(["--reft", *(["--ftp-faults", faults] if faults else [])])[0]
+        context = LaunchContext(config, self.run_dir, token, os.getpid(), 0, 0, 1, 1, 0, token - 1)
+        words = ["--iterations", str(iterations), "--mib", "64", "--journal", str(self.journal)]
+        command = [sys.executable, "-c", f"from ft_plugins.rig import fills; fills.main({words!r})"]
+        process = subprocess.Popen(command, env={**os.environ, **context.environment(), "OMP_NUM_THREADS": "1"})
+        self.started.append(process)
+        return process
+
+    def fence(self) -> int:
+        with Client(self.run_dir) as client:
+            return client.fence()
+
+
+@pytest.fixture
+def make_node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
+    made: list[Node] = []
+
+    def make(faults: str) -> Node:
+        name = f"stopped{os.getpid()}"
+        run_dir = run_directory(name, "node0", {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)})
+        ensure(run_dir, name, "node0", 60, faults)
+        made.append(Node(name, run_dir, tmp_path / "journal", []))
+        with Client(run_dir) as client:
+            client.watch(os.getpid())
+        return made[-1]
+
+    yield make
+    for node in made:
+        for process in node.started:
+            process.kill()
+            process.wait(BOUND)
+        with Client(node.run_dir) as client:
+            client.end()
+
+
+def wait_until_stopped(process: subprocess.Popen[bytes]) -> None:
+    """The kernel says when: waitid with WSTOPPED, in a bounded look."""
+    deadline = select.poll()
+    for _ in range(BOUND * 20):
+        found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG)
+        if found is not None:
+            return
+        deadline.poll(50)
+    raise TimeoutError("the trainer did not stop at its fault point")
+
+
+def test_a_new_start_ends_a_stopped_trainer_and_resumes(make_node: Callable[[str], Node]) -> None:
+    node = make_node("")
+    stopped = node.trainer(node.fence(), 10, f"{STOPPED_AT}:stop")
+    wait_until_stopped(stopped)
+    token = node.fence()
+    assert stopped.wait(BOUND) == -signal.SIGKILL
+    fresh = node.trainer(token, 6)
+    assert fresh.wait(BOUND) == 0
+    restored = [entry for entry in entries(node.journal) if "restored" in entry]
+    assert [entry["restored"] for entry in restored] == [0, 3]
+    assert all(entry["torn"] == [] for entry in entries(node.journal))
+
+
+def test_a_stopped_trainer_that_wakes_writes_one_bucket_at_most_and_is_refused_at_the_next_edge(
+    make_node: Callable[[str], Node],
+) -> None:
+    node = make_node("fence.kill:skip")
+    stopped = node.trainer(node.fence(), 10, f"{STOPPED_AT}:stop")
+    wait_until_stopped(stopped)
+    segment = Segment(path_of(node.name, "node0", 0))
+    (touched,) = [slot.index for slot in segment.slots() if slot.state is SlotState.DIRTY]
+    token = node.fence()
+    # the new incarnation restores, trains on and reuses the slot; then the old one wakes, and copies its bucket
+    fresh = node.trainer(token, 1000, "update.begin@iteration=8:stop")
+    wait_until_stopped(fresh)
+    before = segment.data(touched).copy()
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert stopped.wait(BOUND) != 0, "refused: FencedError at the next bucket edge"
+    changed = np.flatnonzero(segment.data(touched) != before)
+    assert len(changed), "the late write took place, or this test shows nothing"
+    starts = np.arange(BUCKETS) * (16 << 20)
+    buckets = {int(np.searchsorted(starts, offset, side="right")) - 1 for offset in (changed[0], changed[-1])}
+    assert buckets == {2}, "only the bucket it was in was written"
+    assert segment.slot(touched).version == Version(2, 7), "the new incarnation had sealed the slot again"
+    assert segment.slot(touched).state is SlotState.DIRTY, (
+        "the seal no longer fits: the late writer's digest is not its"
+    )
+    os.kill(fresh.pid, signal.SIGKILL)
+    fresh.wait(BOUND)
+    last = node.trainer(node.fence(), 12)
+    assert last.wait(BOUND) == 0
+    found = wait_for(node.journal, lambda lines: len(lines) >= 4, BOUND)
+    assert all(entry["torn"] == [] for entry in found), "the slot that the late write touched was not restored"
+    assert [entry["restored"] for entry in found if "restored" in entry][-1] == 6

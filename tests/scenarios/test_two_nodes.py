@@ -1,0 +1,87 @@
+"""Two emulated nodes, each sharding group spanning both: every share is read on its own node.
+
+Two agents meet in one rendezvous; each has its own SMP, run directory and segments. The order tp-cp-ep-pp-dp puts the
+two data-parallel replicas on different nodes. Parameters are replicated (no distributed optimizer), so restoring is an
+all-gather between the nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.golden import explain, loss_differences, state_differences
+from ft_plugins.rig.gpt_runs import RANKS, Configuration, GptRun
+from ft_plugins.rig.journal import wait_for
+
+Spec = Callable[..., JobSpec]
+BOUND = 240
+ARGV = ("--order", "tp-cp-ep-pp-dp")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def mapped_segments(pid: int) -> set[str]:
+    """Names of the segments in a process's memory, by the kernel's word."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(line.split()[-1]).name for line in lines if "/dev/shm/ftp-" in line}
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distopt"])
+def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, distributed: bool
+) -> None:
+    configuration = Configuration(bf16=True, distributed_optimizer=distributed, interleaved=False)
+    (tmp_path / "golden").mkdir()
+    golden = GptRun("golden", tmp_path / "golden", configuration, argv=ARGV)
+    unfailed = megatron_server.start(golden.spec())
+    assert unfailed.wait(BOUND)["status"] == "succeeded", unfailed.tail()
+
+    kills = "iteration.forward@iteration=5,rank=6,restart=0:kill;iteration.forward@iteration=7,restart=1,rank=1:stop"
+    run = GptRun("two", tmp_path, configuration, protected=True, kills=kills, argv=ARGV)
+    endpoint = f"localhost:{free_port()}"
+    fields = {key: value for key, value in vars(run.spec()).items() if key not in ("name", "nproc", "flags")}
+    running: list[RunningJob] = []
+    for node in ("node0", "node1"):
+        flags = (*run.spec().flags, "--ftp-node-name", node)
+        spec = jobs(**{**fields, "node": node, "nnodes": 2, "endpoint": endpoint, "nproc": RANKS // 2, "flags": flags})
+        running.append(megatron_server.start(spec))
+        if node == "node0":  # agents are sorted by address and pid: the first one started takes ranks 0 to 3
+            wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "smp.start" for e in lines), BOUND)
+
+    def stopped(lines: list[dict[str, object]]) -> bool:
+        return max((int(str(line["iteration"])) for line in lines), default=0) >= 6 and any(
+            line["restart"] for line in lines
+        )
+
+    wait_for(run.loss_log, stopped, BOUND)
+    for job in running:  # the second incarnation, restored: each rank maps its own segment and no other
+        newest: dict[int, int] = {
+            event.rank: event.pid for event in job.events("rank.attach") if event.rank is not None
+        }
+        assert len(newest) == RANKS // 2
+        for rank, pid in newest.items():
+            assert mapped_segments(pid) == {f"ftp-{job.spec.name}-{job.spec.node}-r{rank}"}
+    os.kill(newest_pid(running, 1), signal.SIGCONT)
+    for job in running:
+        outcome = job.wait(BOUND)
+        assert outcome["status"] == "succeeded", job.tail()
+        restores = job.events("restore.done")
+        assert len(restores) == RANKS // 2
+        assert {event.fields["iteration"] for event in restores} <= {3, 4}
+    found = state_differences(run.digests, golden.digests, RANKS) + loss_differences(run.loss_log, golden.loss_log)
+    assert not found, explain(found)
+
+
+def newest_pid(running: list[RunningJob], rank: int) -> int:
+    return [event.pid for job in running for event in job.events("rank.attach") if event.rank == rank][-1]
