@@ -56,11 +56,11 @@ class TerminalDisplay:
     def __init__(self, console: Console, ranks: int) -> None:
         self._ranks = ranks
         self._bars = Bars(
-            TextColumn("{task.description:<26}"),
+            TextColumn("{task.description:<17}"),
             TextColumn("{task.fields[state]:<20}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]:<12}"),
+            TextColumn("{task.fields[loss]:<11}"),
             TimeElapsedColumn(),
             console=console,
             refresh_per_second=4,

@@ -64,7 +64,7 @@ def parse(argv: Sequence[str]) -> Plan:
         prog="quickstart", description="Pretrain a small GPT twice, kill a process in the second run, and compare."
     )
     parser.add_argument("--data", type=Path, help="any text file (default: the sources of Python's standard library)")
-    parser.add_argument("--iterations", type=int, default=60, help="iterations of each run (default %(default)s)")
+    parser.add_argument("--iterations", type=int, default=80, help="iterations of each run (default %(default)s)")
     parser.add_argument("--kill-at", type=int, help="kill once this iteration is logged (default: half of them)")
     parser.add_argument("--kill-rank", type=int, default=5, help="whose process is killed (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("quickstart-out"), help="folder (default %(default)s)")
@@ -98,10 +98,9 @@ def parse(argv: Sequence[str]) -> Plan:
 
 def job_flags(quick: bool) -> tuple[str, ...]:
     """The job: distributed optimizer, bf16, dropout on, sizes that two cores can bear."""
-    sizes = {"--layers": 4, "--hidden": 64, "--sequence": 64, "--global-batch": 16, "--micro-batch": 2}
-    if not quick:
-        sizes |= {"--hidden": 128, "--sequence": 128, "--global-batch": 32, "--micro-batch": 4}
-    flags = ["--tp", str(TP), "--pp", str(PP), "--bf16", "--distributed-optimizer", "--lr", "3e-3", "--warmup", "5"]
+    sizes = {"--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
+    sizes |= {"--global-batch": 16, "--micro-batch": 2} if quick else {"--global-batch": 64, "--micro-batch": 8}
+    flags = ["--tp", str(TP), "--pp", str(PP), "--bf16", "--distributed-optimizer", "--lr", "1e-3", "--warmup", "5"]
     return (*flags, *(word for name, size in sizes.items() for word in (name, str(size))))
 
 

@@ -289,8 +289,11 @@ def verdict(report: Report) -> str:
             f"Both runs ended in identical parameters, optimizer state and losses, bit for bit: after a SIGKILL of "
             f"rank {report.killed['rank']} and one restore from memory."
         )
-    ended = "identical" if report.identical else "DIFFERENT"
-    return f"Both runs ended in {ended} parameters, but survival is not proven: " + "; ".join(report.unproven) + "."
+    if report.identical:
+        return (
+            "Both runs ended in identical parameters, but survival is not proven: " + "; ".join(report.unproven) + "."
+        )
+    return "The two runs did NOT end in identical state: " + "; ".join(report.unproven) + "."
 
 
 def _s(value: float | None) -> str:
