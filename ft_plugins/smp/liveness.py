@@ -10,9 +10,15 @@ import fcntl
 import os
 import select
 import signal
+import struct
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+
+# `struct flock` of a write lock on all of a file. Locks of the open file description: they live as long as it does,
+# over fork too, like those of flock(2), but can be asked about without being taken for a moment.
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 _LOCK_TRIES, _LOCK_PAUSE_SECONDS = 5, 0.02
 
@@ -41,8 +47,11 @@ def kill_and_wait(owners: Iterable[tuple[int, int]], timeout: float) -> list[int
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
                 continue
+            if started(pid) != began:  # the number went to another process in between
+                os.close(descriptor)
+                continue
             waiting[descriptor] = pid
-            if started(pid) == began:
+            with suppress(ProcessLookupError):  # it ended by itself, and its parent has seen that already
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return _wait_gone(waiting, timeout)
     finally:
@@ -64,32 +73,26 @@ def _wait_gone(waiting: dict[int, int], timeout: float) -> list[int]:
 
 
 def held(lock: Path) -> bool:
-    """Whether a living process holds the lock file `lock`."""
+    """Whether a living process holds the lock file `lock`. Asking never keeps anyone from taking it."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WHOLE_FILE)
     finally:
         os.close(descriptor)
-    return False
+    return int(struct.unpack_from("h", found)[0]) != fcntl.F_UNLCK
 
 
 def acquire(lock: Path) -> int | None:
     """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    for left in reversed(range(_LOCK_TRIES)):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:  # `held` takes the lock for a moment too
-            if not left:
-                os.close(descriptor)
-                return None
-            time.sleep(_LOCK_PAUSE_SECONDS)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
     os.ftruncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor
