@@ -153,8 +153,10 @@ def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_who
     old = fill(segment, 0, Version(1, 1), seed=1)
     reader = Segment(segment.path)
     seen: list[int | None] = []
+    states: list[int] = []
 
     def observe() -> None:
+        states.append(int(reader._slot_words[0][0]))
         slot = reader.slot(0)
         if slot.state is not SlotState.CLEAN:
             seen.append(None)
@@ -170,6 +172,9 @@ def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_who
     fill(segment, 0, Version(1, 2), seed=2)
     assert seen[-1] == 2 and set(seen[:-1]) <= {None, 1}
     assert seen.count(2) == 1, "the last store, and only the last, makes the new version readable"
+    assert set(states[:-1]) == {SlotState.DIRTY} and states[-1] == SlotState.CLEAN, (
+        "the state goes first, and comes last"
+    )
 
 
 def restorable(segment: Segment, index: int) -> bool:

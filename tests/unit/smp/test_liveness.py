@@ -1,0 +1,164 @@
+"""Who is alive: with real processes and real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.smp import liveness
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing for as long as nobody ends it."""
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_process_goes_with_its_start_time_and_a_dead_one_has_none(sleeper: subprocess.Popen[bytes]) -> None:
+    began = liveness.started(sleeper.pid)
+    assert began > 0 and began == liveness.started(sleeper.pid)
+    sleeper.send_signal(signal.SIGSTOP)
+    assert liveness.started(sleeper.pid) == began, "a stopped process is alive"
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert liveness.started(sleeper.pid) == 0, "a zombie is not"
+    sleeper.wait()
+    assert liveness.started(sleeper.pid) == 0
+    assert liveness.started(0) == liveness.started(-1) == 0
+
+
+def test_a_process_whose_name_looks_like_a_status_line_is_read_right(tmp_path: Path) -> None:
+    odd = tmp_path / "a) Z 1 (b"
+    odd.symlink_to("/bin/cat")
+    with subprocess.Popen([odd], stdin=subprocess.PIPE) as process:
+        assert ") Z 1 (" in Path(f"/proc/{process.pid}/stat").read_text()
+        assert liveness.started(process.pid) > 0
+
+
+def test_superseded_processes_are_gone_when_the_kill_returns_stopped_ones_too(sleeper: subprocess.Popen[bytes]) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        other.send_signal(signal.SIGSTOP)
+        owners = [(process.pid, liveness.started(process.pid)) for process in (sleeper, other)]
+        assert liveness.kill_and_wait(owners, 10) == []
+        assert [liveness.started(pid) for pid, _ in owners] == [0, 0]
+        assert sleeper.wait(1) == other.wait(1) == -signal.SIGKILL
+
+
+def test_a_pid_that_is_used_again_by_another_process_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
+    began = liveness.started(sleeper.pid)
+    before = time.monotonic()
+    assert liveness.kill_and_wait([(sleeper.pid, began - 1), (sleeper.pid, 0), (0, 5), (-1, 5)], 10) == []
+    assert time.monotonic() - before < 5
+    assert sleeper.poll() is None and liveness.started(sleeper.pid) == began
+
+
+def test_a_process_that_ends_by_itself_between_the_look_and_the_kill_is_gone(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent may reap it at any moment: an agent kills its workers too."""
+    began, looks = liveness.started(sleeper.pid), []
+
+    def started(pid: int) -> int:
+        looks.append(pid)
+        if len(looks) == 2:
+            sleeper.kill()
+            sleeper.wait()
+        return began
+
+    monkeypatch.setattr(liveness, "started", started)
+    assert liveness.kill_and_wait([(sleeper.pid, began)], 10) == []
+
+
+def test_a_pid_that_is_used_again_between_the_two_looks_is_neither_killed_nor_waited_for(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([77, liveness.started(sleeper.pid)])
+    monkeypatch.setattr(liveness, "started", lambda pid: next(answers))
+    before = time.monotonic()
+    assert liveness.kill_and_wait([(sleeper.pid, 77)], 10) == []
+    assert time.monotonic() - before < 5 and sleeper.poll() is None
+
+
+def test_a_process_that_does_not_go_is_reported_after_the_time_given(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda descriptor, number: None)
+    assert liveness.kill_and_wait([(sleeper.pid, liveness.started(sleeper.pid))], 0.05) == [sleeper.pid]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from ft_plugins.smp import liveness
+got = liveness.acquire(Path(sys.argv[1]))
+print(got is not None, flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(lock: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "True\n"
+    return process
+
+
+def test_a_lock_is_held_by_one_living_process_and_free_the_moment_it_dies(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    assert not liveness.held(lock) and not lock.exists(), "asking makes no file"
+    with holder(lock) as process:
+        assert liveness.held(lock)
+        assert liveness.acquire(lock) is None
+        assert int(lock.read_text()) == process.pid, "who failed to take it did not change what it says"
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+        process.kill()
+        process.wait(10)
+        assert not liveness.held(lock)
+    taken = liveness.acquire(lock)
+    assert taken is not None and int(lock.read_text()) == os.getpid()
+    os.close(taken)
+
+
+def test_being_asked_about_never_costs_anyone_the_lock(tmp_path: Path) -> None:
+    """Given somebody who asks all the time, when another takes the free lock, then he gets it."""
+    lock = tmp_path / "lock"
+    lock.touch(0o600)
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            liveness.held(lock)
+
+    askers = [threading.Thread(target=ask) for _ in range(2)]
+    for asker in askers:
+        asker.start()
+    try:
+        for _ in range(300):
+            taken = liveness.acquire(lock)
+            assert taken is not None
+            os.close(taken)
+    finally:
+        over.set()
+        for asker in askers:
+            asker.join(10)
+
+
+def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        liveness.acquire(tmp_path / "lock")
+    assert not (tmp_path / "elsewhere").exists()
