@@ -220,4 +220,4 @@ def test_without_our_flags_it_is_torchrun_and_says_that_nothing_is_protected(tmp
     first, ours, *report = run.output.splitlines()
     assert "nothing is protected" in first and ours == "['--epochs', '2'] 0"
     assert "exitcode  : 3" in run.output
-    assert report[-1].startswith("ft-run: rank 0 exited with status 3")
+    assert report[-1] == "ft-run: rank 0 exited with status 3"
