@@ -20,8 +20,6 @@ from pathlib import Path
 # over fork too, like those of flock(2), but can be asked about without being taken for a moment.
 _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
-_LOCK_TRIES, _LOCK_PAUSE_SECONDS = 5, 0.02
-
 
 def started(pid: int) -> int:
     """When `pid` was started, in clock ticks since boot; 0 when there is no such process."""
