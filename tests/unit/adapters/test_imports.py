@@ -1,0 +1,82 @@
+"""Callbacks run right after a module's own code, and names taken from it are what the callback left there."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ft_plugins.adapters.imports import instead_of_import, on_import
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An importable package whose `user` takes a name from its `maker`."""
+    name = f"imported_{tmp_path.name.replace('-', '_')}"
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "maker.py").write_text("def make():\n    return 'original'\n")
+    (folder / "user.py").write_text("from .maker import make\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    for loaded in [one for one in sys.modules if one.partition(".")[0] == name]:
+        del sys.modules[loaded]
+
+
+def test_a_name_imported_from_a_module_is_what_the_callback_left_there(package: str) -> None:
+    called: list[str] = []
+
+    def replace(module: ModuleType) -> None:
+        called.append(module.__name__)
+        module.make = lambda: "replaced"  # type: ignore[attr-defined]
+
+    on_import(f"{package}.maker", replace)
+    assert called == []
+    assert importlib.import_module(f"{package}.user").make() == "replaced"
+    importlib.import_module(f"{package}.maker")
+    assert called == [f"{package}.maker"]
+
+
+def test_a_module_already_imported_is_called_at_once(package: str) -> None:
+    module = importlib.import_module(f"{package}.maker")
+    called: list[ModuleType] = []
+    on_import(f"{package}.maker", called.append)
+    assert called == [module]
+
+
+def test_callbacks_run_in_the_order_in_which_they_were_registered(package: str) -> None:
+    order: list[int] = []
+    on_import(f"{package}.maker", lambda module: order.append(1))
+    on_import(f"{package}.maker", lambda module: order.append(2))
+    importlib.import_module(f"{package}.maker")
+    assert order == [1, 2]
+
+
+def test_an_error_in_a_callback_fails_the_import(package: str) -> None:
+    def fail(module: ModuleType) -> None:
+        raise LookupError("drifted")
+
+    on_import(f"{package}.maker", fail)
+    for _ in range(2):  # the second attempt must not find an unpatched module
+        with pytest.raises(LookupError, match="drifted"):
+            importlib.import_module(f"{package}.user")
+        assert f"{package}.maker" not in sys.modules
+
+
+def test_the_module_keeps_its_own_loader_and_source(package: str) -> None:
+    import inspect
+
+    on_import(f"{package}.maker", lambda module: None)
+    module = importlib.import_module(f"{package}.maker")
+    assert "def make" in inspect.getsource(module)
+    assert type(module.__spec__.loader).__name__ == "SourceFileLoader"  # type: ignore[union-attr]
+
+
+def test_a_module_can_be_built_in_place_of_its_file(package: str) -> None:
+    instead_of_import(f"{package}.maker", lambda module: module.__dict__.update(make=lambda: "built"))
+    assert importlib.import_module(f"{package}.user").make() == "built"
