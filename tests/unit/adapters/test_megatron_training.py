@@ -1,0 +1,176 @@
+"""Megatron-LM's loop calls the hooks in the contract's order; what cannot be followed is refused by name."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ft_plugins.adapters.megatron.data_identity import describe
+from ft_plugins.adapters.megatron.flags import extend, resolve
+from ft_plugins.adapters.megatron.training import TrainingHooks, require_followed, topology
+from ft_plugins.adapters.megatron.wrapping import replace
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import ConfigError, UnsupportedError
+
+
+class RecordingLoop:
+    """Stands where `Loop` stands, and writes down what it is told."""
+
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
+
+    def begin_iteration(self) -> None:
+        self.told.append("begin")
+
+    def skip_iteration(self) -> None:
+        self.told.append("skip")
+
+    def end_iteration(self, iteration: int, operations: float) -> None:
+        self.told.append(("end", iteration, operations))
+
+    def shutdown(self) -> None:
+        self.told.append("shutdown")
+
+
+def training_module(told: list[Any], exit_code: int | None = None) -> ModuleType:
+    """A module with the functions and the calling order of megatron.training.training."""
+    module = ModuleType("megatron.training.training")
+
+    def setup_model_and_optimizer(model_provider_func: Any, model_type: Any, checkpointing_context: Any = None) -> Any:
+        return [], None, None
+
+    def train_step(forward_step_func: Any, data_iterator: Any, iteration: Any = None) -> str:
+        told.append("train_step")
+        return "losses"
+
+    def dummy_train_step(data_iterator: Any) -> None:
+        told.append("dummy_train_step")
+
+    def checkpoint_and_decide_exit(
+        model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int,
+        num_floating_point_operations_so_far: float, checkpointing_context: Any, train_data_iterator: Any,
+    ) -> bool:  # fmt: skip
+        told.append("save")
+        return False
+
+    def pretrain() -> None:
+        module.dummy_train_step(None)
+        assert module.train_step(None, None, iteration=1) == "losses"
+        assert module.checkpoint_and_decide_exit(None, None, None, 2, 8.0, None, None) is False
+        if exit_code is not None:
+            raise SystemExit(exit_code)
+
+    for function in (*(setup_model_and_optimizer, train_step, dummy_train_step, checkpoint_and_decide_exit, pretrain),):
+        setattr(module, function.__name__, function)
+    return module
+
+
+def followed(exit_code: int | None = None) -> tuple[ModuleType, list[Any]]:
+    told: list[Any] = []
+    module, hooks = training_module(told, exit_code), TrainingHooks()
+    hooks.follow(module)
+    hooks.loop = RecordingLoop(told)  # type: ignore[assignment]
+    return module, told
+
+
+IN_ORDER = ["begin", "dummy_train_step", "skip", "begin", "train_step", "save", ("end", 2, 8.0)]
+
+
+def test_hooks_are_called_around_megatrons_own_functions_and_the_version_point_follows_its_save() -> None:
+    module, told = followed()
+    module.pretrain()
+    assert told == [*IN_ORDER, "shutdown"]
+
+
+def test_an_orderly_exit_ends_in_order_and_any_other_status_does_not() -> None:
+    for code, ending in ((0, ["shutdown"]), (16, [])):
+        module, told = followed(code)
+        with pytest.raises(SystemExit):
+            module.pretrain()
+        assert told == [*IN_ORDER, *ending]
+
+
+def test_a_function_that_this_version_lacks_is_named() -> None:
+    module = training_module([])
+    del module.checkpoint_and_decide_exit
+    with pytest.raises(UnsupportedError, match="no function 'checkpoint_and_decide_exit'"):
+        TrainingHooks().follow(module)
+
+
+def test_a_function_is_wrapped_once() -> None:
+    module = ModuleType("m")
+    module.add = lambda value: value  # type: ignore[attr-defined]
+    for _ in range(2):
+        replace(module, "add", lambda original: lambda value: original(value) + 1)
+    assert module.add(1) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("overlap_moe_expert_parallel_comm", True, "combined 1F1B"),
+        ("skip_train", True, "--skip-train"),
+        ("inprocess_restart", True, "--inprocess-restart"),
+        ("dataloader_type", "external", "--dataloader-type external"),
+        ("fim_data", True, "--fim-data"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(option: str, value: object, named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        require_followed(argparse.Namespace(**{option: value}))
+
+
+def test_full_iteration_cuda_graphs_are_refused_and_per_layer_ones_are_not() -> None:
+    per_layer = argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=["CudaGraphScope.attn"])
+    require_followed(per_layer)
+    whole = argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=["CudaGraphScope.full_iteration"])
+    with pytest.raises(UnsupportedError, match="full-iteration CUDA graphs"):
+        require_followed(whole)
+
+
+def test_ranks_are_laid_out_as_the_arguments_say() -> None:
+    args = argparse.Namespace(
+        *(), tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2,
+        context_parallel_size=1, expert_model_parallel_size=1, expert_tensor_parallel_size=None,
+        virtual_pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True,
+    )  # fmt: skip
+    laid_out = topology(args)
+    assert (laid_out.world_size, laid_out.vpp) == (8, 2)
+    assert laid_out.replicas(0) == (0, 4)
+    args.use_tp_pp_dp_mapping = False
+    assert topology(args).replicas(0) == (0, 2)
+
+
+def test_our_flags_are_in_megatrons_parser_once_and_resolve_to_what_ft_run_passed() -> None:
+    module = ModuleType("megatron.training.arguments")
+    module.add_megatron_arguments = lambda parser: parser  # type: ignore[attr-defined]
+    extend(module)
+    extend(module)
+    parser = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    assert "--reft-interval" in parser.format_help()
+    passed = Config.from_flags(["--reft", "--reft-interval", "3"])[0]
+    context = LaunchContext(passed, None, 0, None, 0, 0, 1, 1, 0, 0)
+    assert resolve(parser.parse_args([]), context) == passed
+    assert resolve(parser.parse_args(["--reft", "--reft-interval=3"]), context) == passed
+    with pytest.raises(ConfigError, match="--reft-interval.*ft-run says 3, the script says 4"):
+        resolve(parser.parse_args(["--reft", "--reft-interval=4"]), context)
+
+
+def test_data_is_known_by_name_size_and_head(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "text")
+    with pytest.raises(ConfigError, match=r"text.bin is missing; check --data-path"):
+        describe(prefix)
+    Path(f"{prefix}.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"text.bin is empty"):
+        describe(prefix)
+    Path(f"{prefix}.bin").write_bytes(b"tokens")
+    Path(f"{prefix}.idx").write_bytes(b"index")
+    described = describe(prefix)
+    assert [part[:2] for part in described[1:]] == [["text.bin", 6], ["text.idx", 5]]
+    Path(f"{prefix}.bin").write_bytes(b"Tokens")
+    assert describe(prefix) != described
+    assert describe("s3://bucket/text") == ["s3://bucket/text"]
