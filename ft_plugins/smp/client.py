@@ -136,6 +136,7 @@ class Client:
             if time.monotonic() > deadline:
                 raise ProtocolError(f"the SMP of {self._run_dir} did not end within 10 s after it agreed to")
             time.sleep(_RETRY_SECONDS)
+        segments.remove(self._run_dir.parent.name, self._run_dir.name)  # left by one that was killed over it
 
 
 def ensure(run_dir: Path, job: str, node: str, orphan_seconds: float, faults: str = "", timeout: float = 30.0) -> int:

@@ -91,7 +91,7 @@ class Shape:
 
 def path_of(job: str, node: str, rank: int) -> Path:
     """The file of a rank's segment."""
-    return SHM / f"ftp-{job}-{node}-r{rank}"
+    return SHM / f"ftp-{job}@{node}-r{rank}"  # no name holds an '@', so two jobs never share a file
 
 
 def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
                     client.end()
             except FtError:
                 continue
-    left = [path for found in made for path in Path("/dev/shm").glob(f"ftp-{found.name}-*")]
+    left = [path for found in made for path in Path("/dev/shm").glob(f"ftp-{found.name}@*")]
     for path in left:
         path.unlink()
     assert not left, f"segments were left behind: {left}"

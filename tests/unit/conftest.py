@@ -41,7 +41,7 @@ def job() -> Iterator[str]:
     """A job name of its own. Afterwards nothing of it may be in /dev/shm."""
     name = f"t{os.getpid()}-{next(_numbers)}"
     yield name
-    left = sorted(SHM.glob(f"ftp-{name}-*"))
+    left = sorted(SHM.glob(f"ftp-{name}*"))
     for path in left:
         path.unlink()
     assert not left, f"left behind: {left}"

@@ -1,0 +1,187 @@
+"""Bad input gets one clear line that names the remedy, and loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.gpt_runs import EXAMPLE
+from ft_plugins.rig.journal import Entry, entries, wait_for
+from ft_plugins.snapshot.segment import Segment, path_of
+from ft_plugins.snapshot.slots import SlotState
+
+Spec = Callable[..., JobSpec]
+BOUND = 90
+
+
+def fills(jobs: Spec, tmp_path: Path, *words: str, flags: tuple[str, ...] = ("--reft",), mib: int = 8) -> JobSpec:
+    argv = ("--mib", str(mib), "--journal", str(tmp_path / "journal"), *words)
+    return jobs(entry="ft_plugins.rig.fills:main", argv=argv, flags=flags)
+
+
+def left_behind(server: ForkServer, jobs: Spec, tmp_path: Path) -> JobSpec:
+    """A job of six iterations, whose agent was killed in the fifth: four versions were sealed."""
+    spec = fills(jobs, tmp_path, "--iterations", "6", flags=("--reft", "--ftp-faults", "update.begin@iteration=5:stop"))
+    job = server.start(spec)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: any(sealed(entry, 4) for entry in found), BOUND)
+    job.kill()
+    assert job.wait(BOUND) == {"status": "killed"}
+    return dataclasses.replace(spec, flags=("--reft",))
+
+
+def sealed(entry: Entry, iteration: int) -> bool:
+    return entry["name"] == "capture.commit" and entry["iteration"] == iteration
+
+
+def refused(job: RunningJob) -> str:
+    """The one line with which a job was refused, without a restart."""
+    outcome = job.wait(BOUND)
+    assert (outcome["status"], outcome["restarts"]) == ("refused", 0), (outcome, job.tail())
+    assert "\n" not in outcome["reason"]
+    assert "Traceback" not in job.tail()
+    return str(outcome["reason"])
+
+
+def resumed(server: ForkServer, spec: JobSpec) -> int:
+    """The iteration from which the job goes on; it must end in order."""
+    before = len(entries(Path(spec.argv[3])))
+    job = server.start(spec)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    found = entries(Path(spec.argv[3]))[before:]
+    assert all(entry["torn"] == [] for entry in found)
+    return int(found[0]["restored"])
+
+
+def test_a_misspelt_key_is_refused_with_a_suggestion() -> None:
+    command = [sys.executable, "-m", "ft_plugins.launcher.command", "--reft", "--reft-intervall", "2", "script.py"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=BOUND)
+    assert found.returncode != 0
+    (line,) = found.stderr.strip().splitlines()
+    assert "--reft-intervall" in line and "--reft-interval" in line.replace("--reft-intervall", "")
+
+
+def test_too_little_shared_memory_is_refused_before_the_first_step_with_mount_and_bytes(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    free = os.statvfs("/dev/shm")
+    mib = free.f_bavail * free.f_frsize // 3 // (1 << 20) + 256
+    spec = fills(jobs, tmp_path, "--iterations", "6", mib=mib)
+    line = refused(torch_server.start(spec))
+    assert "/dev/shm" in line and "ft-plugins sweep" in line and "--shm-size" in line
+    assert not path_of(spec.name, spec.node, 0).exists()
+
+
+@pytest.mark.parametrize("what", ["another model", "another topology"])
+def test_state_of_another_job_is_refused_by_name_and_kept(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, what: str
+) -> None:
+    spec = left_behind(torch_server, jobs, tmp_path)
+    if what == "another model":
+        other = dataclasses.replace(spec, argv=(*spec.argv, "--tensors", "5"))
+    else:
+        other = dataclasses.replace(spec, nproc=2)
+    line = refused(torch_server.start(other))
+    assert ("tensors: 37 -> 5" if what == "another model" else "world_size: 1 -> 2") in line
+    assert "--ftp-resume fresh" in line
+    assert resumed(torch_server, spec) == 4, "nothing was lost by it"
+
+
+def test_fresh_answers_it_and_counts_for_the_first_incarnation_only(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = left_behind(torch_server, jobs, tmp_path)
+    faults = "update.begin@iteration=3,restart=0:kill"
+    fresh = dataclasses.replace(spec, flags=("--reft", "--ftp-resume", "fresh", "--ftp-faults", faults))
+    job = torch_server.start(fresh)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    assert [entry["restored"] for entry in entries(tmp_path / "journal") if "restored" in entry] == [0, 0, 2]
+
+
+def test_memory_asked_for_where_there_is_none_is_refused(torch_server: ForkServer, jobs: Spec, tmp_path: Path) -> None:
+    spec = fills(jobs, tmp_path, "--iterations", "2", flags=("--reft", "--ftp-resume", "memory"))
+    assert "--ftp-resume auto" in refused(torch_server.start(spec))
+
+
+@pytest.mark.parametrize("part", ["data", "seal"])
+def test_a_flipped_byte_in_the_newest_slot_makes_the_older_version_the_newest(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, part: str
+) -> None:
+    spec = left_behind(torch_server, jobs, tmp_path)
+    segment = Segment(path_of(spec.name, spec.node, 0))
+    newest = max((slot for slot in segment.slots() if slot.state is SlotState.CLEAN), key=lambda slot: slot.version)
+    if part == "data":
+        segment.data(newest.index)[12345] ^= 1
+    else:
+        segment.digests(newest.index)[0] ^= 1
+    segment.close()
+    assert resumed(torch_server, spec) == 3
+    corrupt = [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "slot.corrupt"]
+    assert len(corrupt) == (1 if part == "data" else 0), (
+        "a digest that fails is an event; a seal that fails is no version"
+    )
+
+
+def test_a_damaged_or_foreign_segment_is_refused_by_name_and_fresh_replaces_it(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = left_behind(torch_server, jobs, tmp_path)
+    with open(path_of(spec.name, spec.node, 0), "r+b") as segment:
+        segment.write(b"GARBAGE!")
+    end_smp(spec)
+    line = refused(torch_server.start(spec))
+    assert str(path_of(spec.name, spec.node, 0)) in line and "--ftp-resume fresh" in line
+    assert resumed(torch_server, dataclasses.replace(spec, flags=("--reft", "--ftp-resume", "fresh"))) == 0
+
+
+def end_smp(spec: JobSpec) -> None:
+    """Kill this job's SMP, so that the next one has to adopt what lies there."""
+    pid = [line["pid"] for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "smp.fence"][-1]
+    os.kill(pid, 9)
+
+
+def test_a_second_job_of_the_same_name_is_refused_and_the_first_one_ends_undisturbed(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, "--iterations", "200")
+    first = torch_server.start(spec)
+    wait_for(tmp_path / "journal", lambda found: len(found) == 1, BOUND)
+    second = torch_server.start(spec)
+    reason = second.wait(BOUND)["reason"]
+    assert "BusyError" in reason and "--ftp-job" in reason and str(first.pid) in reason
+    assert first.wait(BOUND)["status"] == "succeeded", first.tail()
+    assert entries(tmp_path / "journal")[-1]["ended"] == 200
+
+
+def test_without_an_smp_required_protection_is_refused_and_a_job_without_it_trains_on() -> None:
+    program = (
+        "import sys, torch; from ft_plugins import session; from ft_plugins.config import Config;"
+        "from ft_plugins.adapters.plain import PlainHost; host = PlainHost({'a': torch.zeros(4)});"
+        "protection = session.attach(host, Config.from_flags(sys.argv[1:])[0]); print(protection.resume());"
+        "[protection.iteration_end(step) for step in (1, 2)]; protection.shutdown()"
+    )
+    run = [sys.executable, "-c", program, "--reft"]
+    required = subprocess.run([*run, "--ftp-require-protection"], capture_output=True, text=True, timeout=BOUND)
+    assert required.returncode != 0
+    assert required.stderr.strip().splitlines()[-1].startswith("ft_plugins.errors.ProtectionError: ")
+    assert "start the job with ft-run" in required.stderr
+    without = subprocess.run(run, capture_output=True, text=True, timeout=BOUND)
+    assert without.returncode == 0, without.stderr
+    assert "protection.lost" in without.stderr, "the alarm"
+
+
+@pytest.mark.parametrize("data", ["missing", "empty"])
+def test_a_data_file_that_is_missing_or_empty_is_named(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, data: str
+) -> None:
+    path = tmp_path / "data.txt"
+    if data == "empty":
+        path.touch()
+    spec = jobs(entry=f"{EXAMPLE}:main", argv=("--data", str(path)), flags=("--reft",))
+    assert str(path) in refused(megatron_server.start(spec))
