@@ -15,7 +15,8 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import getpid
 from pathlib import Path
@@ -34,6 +35,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "megatro
 TP, PP, DP = 2, 2, 2
 RANKS = TP * PP * DP
 FAILED_STATUS = 1
+REPORT, PICTURE = "report.json", "report.png"
 _LOOK_SECONDS = 0.2
 _WRITTEN = ("output.log", "loss.jsonl", "events.jsonl", "smp.log", "state-*.json")
 
@@ -148,37 +150,54 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 def prove(plan: Plan, console: Console, display: Display) -> Report:
     """Both runs, then the comparison. Raises FtError."""
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+        for name in (REPORT, PICTURE):  # of an earlier start, which must not pass for this one's
+            (plan.out / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {plan.out}: {error.strerror}; name a folder that can be written") from error
     unfailed = run(plan, "unfailed", "unfailed run", False, display)
     failed = run(plan, "failed", "run with one kill", True, display)
     display.close()
     report = make_report(failed, unfailed)
-    (plan.out / "report.json").write_text(report.json() + "\n")
-    draw(failed, unfailed, report, plan.out / "report.png")
+    (plan.out / REPORT).write_text(report.json() + "\n")
+    draw(failed, unfailed, report, plan.out / PICTURE)
     console.print(table(report))
-    console.print(
-        f"report: {plan.out / 'report.json'}\npicture: {plan.out / 'report.png'}", highlight=False, soft_wrap=True
-    )
+    console.print(f"report: {plan.out / REPORT}\npicture: {plan.out / PICTURE}", highlight=False, soft_wrap=True)
     return report
+
+
+@contextmanager
+def raising_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP unless it is ignored (nohup), end the body by SystemExit, so that it cleans up."""
+
+    def told(number: int, frame: FrameType | None) -> Any:
+        raise SystemExit(128 + number)
+
+    usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in usual.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, told)
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 proven, 1 not, 130 after Ctrl-C."""
     console = Console()
-
-    def told(number: int, frame: FrameType | None) -> Any:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, told)
     display: Display | None = None
     try:
-        plan = parse(sys.argv[1:] if argv is None else argv)
-        display = display_on(console, RANKS)
-        display.say(
-            f"A GPT on {plan.data or 'the sources of Python'}: TP{TP} x PP{PP} x DP{DP} = {RANKS} processes, "
-            f"{plan.iterations} iterations, once without and once with a failure. Logs: {plan.out}"
-        )
-        report = prove(plan, console, display)
+        with raising_signals():
+            plan = parse(sys.argv[1:] if argv is None else argv)
+            display = display_on(console, RANKS)
+            display.say(
+                f"A GPT on {plan.data or 'the sources of Python'}: TP{TP} x PP{PP} x DP{DP} = {RANKS} processes, "
+                f"{plan.iterations} iterations, once without and once with a failure. Logs: {plan.out}"
+            )
+            report = prove(plan, console, display)
     except FtError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return FAILED_STATUS

@@ -1,0 +1,103 @@
+"""The quickstart's decisions: what it runs, what it refuses, when it strikes, what counts as the same final state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.config import Config
+from ft_plugins.rig.driver import DriveError, Phase, Progress
+from ft_plugins.rig.quickstart import FAILED_STATUS, follow, main, parse, read_digests
+
+
+def test_both_runs_are_the_same_command_but_for_their_files(tmp_path: Path) -> None:
+    plan = parse(["--out", str(tmp_path), "--iterations", "40"])
+    one, other = plan.arguments(tmp_path / "one"), plan.arguments(tmp_path / "other")
+    assert [word.replace("/other/", "/one/") for word in other] == one
+    config, words = Config.from_flags(one)
+    assert config.reft is not None and config.reft.interval == 1 and config.resume == "auto" and not config.faults
+    for flag, value in (("--nproc-per-node", "8"), ("--tp", "2"), ("--pp", "2"), ("--iterations", "40")):
+        assert words[words.index(flag) + 1] == value
+    assert "--distributed-optimizer" in words and "--data" not in words
+    assert plan.kill_at == 20
+
+
+def test_the_given_text_is_what_both_runs_learn_from(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("some text")
+    words = parse(["--data", str(tmp_path / "text")]).arguments(tmp_path)
+    assert words[words.index("--data") + 1] == str(tmp_path / "text")
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--data", "/nowhere/text"], "--data /nowhere/text: expected a text file"),
+        (["--data", "/dev/null"], "--data /dev/null: expected a text file"),
+        (["--iterations", "10", "--kill-at", "9"], "--kill-at 9: expected 2 to 8, of 10 iterations"),
+        (["--iterations", "3"], "--kill-at 1: expected 2 to 1"),
+        (["--kill-rank", "8"], "--kill-rank 8: expected 0 to 7"),
+        (["--out", "/dev/null/out"], "--out /dev/null/out: Not a directory; name a folder that can be written"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == FAILED_STATUS
+    error = capsys.readouterr().err
+    assert error.startswith(f"quickstart: {message}") and error.count("\n") == 1
+
+
+class Script:
+    """A job that goes through `moments`, as `Drive` shows them."""
+
+    log = Path("output.log")
+
+    def __init__(self, moments: list[tuple[Phase, int]]) -> None:
+        self.moments, self.kills = moments, []  # type: ignore[var-annotated]
+
+    def follow(self, seconds: float, patience: float) -> Progress:
+        self.now, self.iteration = self.moments.pop(0)
+        return Progress(self.now, self.iteration, None, 8, 0.0)
+
+    def kill(self, rank: int) -> int:
+        self.kills.append((rank, self.now, self.iteration))
+        return 4711
+
+
+class Silent:
+    """Shows nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: None
+
+
+def strikes(moments: list[tuple[Phase, int]], kill: bool = True) -> list[Any]:
+    job, display = Script(moments), Silent()
+    plan = parse(["--iterations", "10", "--kill-at", "4", "--kill-rank", "3"])
+    follow(job, plan, kill, display)  # type: ignore[arg-type]
+    return job.kills
+
+
+def test_one_process_is_killed_once_and_not_before_its_iteration_is_logged() -> None:
+    before = [(Phase.STARTING, 0), (Phase.TRAINING, 3)]
+    after = [(Phase.RESTARTING, 5), (Phase.TRAINING, 6), (Phase.ENDING, 10), (Phase.DONE, 10)]
+    assert strikes([*before, (Phase.TRAINING, 5), *after]) == [(3, Phase.TRAINING, 5)]
+    assert strikes([*before, (Phase.TRAINING, 5), *after], kill=False) == []
+
+
+def test_a_job_that_ends_before_anyone_was_killed_is_no_failed_run() -> None:
+    with pytest.raises(DriveError, match=r"nobody was killed; see output\.log"):
+        strikes([(Phase.STARTING, 0), (Phase.ENDING, 10), (Phase.DONE, 10)])
+
+
+def test_the_final_state_is_compared_part_by_part(tmp_path: Path) -> None:
+    for rank in (0, 11):
+        state = {"items": {"weight": {"xxh3": f"a{rank}"}}, "small": {"step": "0x1p+3"}}
+        (tmp_path / f"state-{rank:05d}.json").write_text(json.dumps(state))
+    assert read_digests(tmp_path) == {
+        "rank 0 / items / weight": '{"xxh3": "a0"}',
+        "rank 0 / small / step": '"0x1p+3"',
+        "rank 11 / items / weight": '{"xxh3": "a11"}',
+        "rank 11 / small / step": '"0x1p+3"',
+    }
