@@ -7,6 +7,7 @@ iteration. An iteration that Megatron skips as a whole (`--iterations-to-skip`) 
 `checkpoint_and_decide_exit`: its version point is the moment before the next iteration, when the counters have moved.
 
     setup_model_and_optimizer     builds host and session, restores        train_step         iteration_begin
+    build_..._data_loaders        from the restored counters
     checkpoint_and_decide_exit    iteration_end, after it has saved        dummy_train_step   a skipped iteration
     pretrain                      the orderly end                          optimizer.step     wrapped by the core host
 
@@ -19,6 +20,7 @@ import argparse
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +45,7 @@ class TrainingHooks:
     def follow(self, module: ModuleType) -> None:
         """Wrap the functions of `module`. Raises UnsupportedError naming the one that it lacks."""
         replace(module, "setup_model_and_optimizer", functools.partial(self._building, module))
+        replace(module, "build_train_valid_test_data_loaders", self._building_data)
         replace(module, "train_step", self._stepping)
         replace(module, "dummy_train_step", self._skipping)
         replace(module, "checkpoint_and_decide_exit", self._ending_iteration)
@@ -60,6 +63,16 @@ class TrainingHooks:
             return built
 
         return setup_model_and_optimizer
+
+    def _building_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
+            if self.loop is None:
+                return original(*args, **kwargs)
+            with self.loop.counted_validation():
+                return original(*args, **kwargs)
+
+        return build_train_valid_test_data_loaders
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -122,6 +135,7 @@ class Loop:
         self.completed: int = self.args.iteration
         self.operations: Any = self.args.num_floating_point_operations_so_far
         self._skipped: int | None = None  # an iteration that was skipped, its version point still to come
+        self._restored = False  # from memory
         self._module = module
         self._host = MegatronCoreHost(
             chunks,
@@ -171,10 +185,25 @@ class Loop:
                 f"rank {self._host.rank}: iteration {iteration} was restored, but Megatron's counter says "
                 f"{self.args.iteration}; start with --ftp-resume fresh"
             )
+        self._restored = iteration > loaded
         self.completed = iteration
         self.operations = self.args.num_floating_point_operations_so_far
-        if iteration > loaded:
+        if self._restored:
             self._module.ft_integration.on_checkpoint_loaded(is_local_chkpt=True)
+
+    @contextmanager
+    def counted_validation(self) -> Iterator[None]:
+        """While data loaders are built: no validation samples consumed means none.
+
+        Megatron-LM takes 0 for 'not counted' and puts what regular evaluations would have consumed in its place; that
+        is wrong where an evaluation fell on a skipped iteration. It does so only where `args.iteration` is not 0,
+        which building loaders needs for nothing else without `--phase-transition-iterations`.
+        """
+        args, iteration = self.args, self.args.iteration
+        if self._restored and not args.consumed_valid_samples and not args.phase_transition_iterations:
+            args.iteration = 0
+        yield
+        args.iteration = iteration
 
     def begin_iteration(self) -> None:
         """Right before the forward of an iteration, or before the data of a skipped one is passed over."""

@@ -43,6 +43,9 @@ def training_module(told: list[Any], exit_code: int | None = None) -> ModuleType
     def setup_model_and_optimizer(model_provider_func: Any, model_type: Any, checkpointing_context: Any = None) -> Any:
         return [], None, None
 
+    def build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider: Any) -> None:
+        told.append("loaders")
+
     def train_step(forward_step_func: Any, data_iterator: Any, iteration: Any = None) -> str:
         told.append("train_step")
         return "losses"
@@ -64,7 +67,10 @@ def training_module(told: list[Any], exit_code: int | None = None) -> ModuleType
         if exit_code is not None:
             raise SystemExit(exit_code)
 
-    for function in (*(setup_model_and_optimizer, train_step, dummy_train_step, checkpoint_and_decide_exit, pretrain),):
+    for function in (
+        *(setup_model_and_optimizer, build_train_valid_test_data_loaders, train_step, dummy_train_step),
+        *(checkpoint_and_decide_exit, pretrain),
+    ):
         setattr(module, function.__name__, function)
     return module
 
