@@ -212,12 +212,13 @@ def _report(path: str) -> dict[str, Any]:
 def _described(rank: int, failure: ProcessFailure) -> WorkerFailure:
     """A failure of torch's with its message in words and the finest time there is."""
     report = Path(failure.error_file)
-    message: Any = failure.message
+    reported = report.is_file()
+    message: Any = failure.message if reported or failure.exitcode < 0 else ""  # else it is torch's advice
     return WorkerFailure(
         rank=rank,
         local_rank=failure.local_rank,
         pid=failure.pid,
         exitcode=failure.exitcode,
         message=message.get("message", "") if isinstance(message, dict) else str(message),
-        time=report.stat().st_mtime if report.is_file() else time.time(),
+        time=report.stat().st_mtime if reported else time.time(),
     )

@@ -23,6 +23,7 @@ from ft_plugins import events
 from ft_plugins.config import Config, launch_context, run_directory
 from ft_plugins.errors import BusyError, ConfigError
 from ft_plugins.launcher.launch import Outcome, launch
+from ft_plugins.launcher.restarts import newest_common
 from ft_plugins.launcher.watcher import Job
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
@@ -58,6 +59,7 @@ class Told:
             speaker, *what = json.loads(line)
             if speaker == who:
                 return what
+            assert speaker != "agent", f"the job ended while the {who} was waited for: {what}"
 
     def close(self) -> None:
         os.close(self._reader)
@@ -156,10 +158,21 @@ def capture(iteration: int) -> None:
     with Client(context.run_dir) as client:
         path = client.attach(context.rank, context.token, SHAPE, {"job": "test"}, fresh=False)
     segment = Segment(path)
-    slot = choose(segment.slots())
-    segment.dirty(slot, Version(1, iteration), context.token)
-    segment.seal(slot)
+    slot, version = choose(segment.slots()), Version(1, iteration)
+    segment.dirty(slot, version, context.token)
+    segment.write_small(slot, b"")
+    segment.seal(slot, version, context.token, b"", segment.digests(slot).copy())
     segment.close()
+
+
+def wait_for_version(iteration: int) -> None:
+    """Until the SMP says that both ranks have it."""
+    run_dir = launch_context(os.environ).run_dir
+    assert run_dir is not None
+    deadline = time.monotonic() + WAIT
+    with Client(run_dir) as client:
+        while (status := client.status()) and (len(status["segments"]) < 2 or newest_common(status) != iteration):
+            assert time.monotonic() < deadline, status
 
 
 def forever() -> None:
@@ -202,8 +215,12 @@ def always_fail(told: Told) -> None:
 
 
 def fail_at_version_7(told: Told) -> None:
-    if launch_context(os.environ).restart == 0:
+    context = launch_context(os.environ)
+    if context.restart == 0:
         capture(7)
+        wait_for_version(7)
+    if context.rank == 0:
+        forever()
     raise RuntimeError("the loss is infinite")
 
 
@@ -214,21 +231,9 @@ def fail_with_progress(told: Told) -> int:
     capture(context.restart + 1)
     if context.rank == 0:
         forever()
-    # rank 1 ends only after rank 0 has captured as well: its segment says so
-    run_dir = context.run_dir
-    assert run_dir is not None
-    with Client(run_dir) as client:
-        while len(client.status()["segments"]) < 2 or not _both_have(client, context.restart + 1):
-            continue
+    wait_for_version(context.restart + 1)
     os.kill(os.getpid(), signal.SIGKILL)
     return -1
-
-
-def _both_have(client: Client, iteration: int) -> bool:
-    return all(
-        any(slot["state"] == "CLEAN" and slot["iteration"] == iteration for slot in segment["slots"])
-        for segment in client.status()["segments"]
-    )
 
 
 def refuse(told: Told) -> None:
