@@ -229,7 +229,7 @@ def test_a_restore_leaves_what_megatrons_own_load_leaves(checkout: Path, tmp_pat
         folder.mkdir()
     options = [*JOB, "--mock-data", "--bf16", "--use-distributed-optimizer", "--save", folders["save"]]
 
-    kill = "iteration.forward@iteration=5,rank=0,restart=0:kill"  # right after Megatron has saved iteration 4
+    kill = "update.middle@iteration=5,rank=0,restart=0:kill"  # Megatron has saved iteration 4; memory has sealed it
     ours = ft_run(
         *([probe, checkout, folders["restored"], *options], tmp_path),
         *("--reft", "--ftp-faults", kill, "--ftp-orphan-seconds", 30),
