@@ -74,6 +74,7 @@ class PlainHost:
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         }
         return state
 
@@ -84,6 +85,8 @@ class PlainHost:
         random.setstate(small["python"])
         np.random.set_state(small["numpy"])
         torch.set_rng_state(small["torch"])
+        if small["cuda"]:
+            torch.cuda.set_rng_state_all(small["cuda"])
 
     def install(self, hooks: Hooks) -> None:
         """The caller's loop calls the hooks."""

@@ -26,11 +26,28 @@ def entries(path: Path) -> list[Entry]:
 
 def wait_for(path: Path, condition: Callable[[list[Entry]], bool], seconds: float) -> list[Entry]:
     """The entries once `condition` holds of them. Raises TimeoutError after `seconds`."""
+    found: list[Entry] = []
+
+    def holds() -> bool:
+        found[:] = entries(path)
+        return condition(found)
+
+    _until(holds, seconds, lambda: f"{path.name}: last entries: {found[-5:]}")
+    return found
+
+
+def wait_until_stopped(pid: int, seconds: float) -> None:
+    """Until the kernel says that `pid` is stopped by a signal. Raises TimeoutError after `seconds`."""
+
+    def state() -> str:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+    _until(lambda: state() == "T", seconds, lambda: f"process {pid} is in state {state()}")
+
+
+def _until(holds: Callable[[], bool], seconds: float, found: Callable[[], str]) -> None:
     deadline = time.monotonic() + seconds
-    while True:
-        found = entries(path)
-        if condition(found):
-            return found
+    while not holds():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{path.name}: not within {seconds:.0f} s; last entries: {found[-5:]}")
+            raise TimeoutError(f"not within {seconds:.0f} s; {found()}")
         time.sleep(_LOOK_SECONDS)

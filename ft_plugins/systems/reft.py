@@ -17,7 +17,7 @@ import xxhash
 
 from .. import faults
 from ..config import ReftConfig
-from ..errors import CorruptSlotError, FtError
+from ..errors import BudgetError, CorruptSlotError, FtError
 from ..events import Events
 from ..model.host import Host
 from ..recovery.collective import Collective
@@ -77,6 +77,11 @@ class Reft:
             path = client.attach(self._host.rank, self._token, shape, fingerprint, fresh=fresh)
         faults.reach("attach.after")
         self._segment = Segment(path, populate=True)
+        if self._segment.resident_bytes < shape.total:
+            raise BudgetError(
+                f"rank {self._host.rank}: {shape.total} bytes were claimed for {path}, but the kernel has given "
+                f"{self._segment.resident_bytes}; something has taken pages of it, 'ft-plugins end' removes it"
+            )
         self._events.emit(
             "rank.attach",
             token=self._token,
@@ -181,8 +186,12 @@ class Reft:
 
 
 def budget_table(shapes: Mapping[int, Shape], node: str) -> str:
-    """The memory claimed on a node, to be printed before step 0: slots x bytes, by rank and together."""
+    """The memory claimed on a node, printed before step 0: slots x bytes, by rank and together, with what that is for.
+
+    A slot holds the captured share, its digests and small state, in whole pages; the kernel's figure was compared.
+    """
     total = sum(shape.total for shape in shapes.values())
-    lines = [f"host memory for protection on node {node}: {total} bytes"]
+    share = sum(shape.nbytes for shape in shapes.values())
+    lines = [f"host memory for protection on node {node}: {total} bytes for {share} bytes captured, all of it resident"]
     lines += [f"  rank {rank}: {SLOTS} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
     return "\n".join(lines)

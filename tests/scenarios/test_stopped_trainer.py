@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 
 from ft_plugins.config import Config, LaunchContext, run_directory
-from ft_plugins.rig.journal import entries, wait_for
+from ft_plugins.rig.journal import entries, wait_for, wait_until_stopped
 from ft_plugins.smp.client import Client, ensure
 from ft_plugins.snapshot.segment import Segment, path_of
 from ft_plugins.snapshot.slots import SlotState, Version
@@ -75,21 +74,10 @@ def make_node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
             client.end()
 
 
-def wait_until_stopped(process: subprocess.Popen[bytes]) -> None:
-    """The kernel says when: waitid with WSTOPPED, in a bounded look."""
-    deadline = select.poll()
-    for _ in range(BOUND * 20):
-        found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG)
-        if found is not None:
-            return
-        deadline.poll(50)
-    raise TimeoutError("the trainer did not stop at its fault point")
-
-
 def test_a_new_start_ends_a_stopped_trainer_and_resumes(make_node: Callable[[str], Node]) -> None:
     node = make_node("")
     stopped = node.trainer(node.fence(), 10, f"{STOPPED_AT}:stop")
-    wait_until_stopped(stopped)
+    wait_until_stopped(stopped.pid, BOUND)
     token = node.fence()
     assert stopped.wait(BOUND) == -signal.SIGKILL
     fresh = node.trainer(token, 6)
@@ -104,13 +92,13 @@ def test_a_stopped_trainer_that_wakes_writes_one_bucket_at_most_and_is_refused_a
 ) -> None:
     node = make_node("fence.kill:skip")
     stopped = node.trainer(node.fence(), 10, f"{STOPPED_AT}:stop")
-    wait_until_stopped(stopped)
+    wait_until_stopped(stopped.pid, BOUND)
     segment = Segment(path_of(node.name, "node0", 0))
     (touched,) = [slot.index for slot in segment.slots() if slot.state is SlotState.DIRTY]
     token = node.fence()
     # the new incarnation restores, trains on and reuses the slot; then the old one wakes, and copies its bucket
     fresh = node.trainer(token, 1000, "update.begin@iteration=8:stop")
-    wait_until_stopped(fresh)
+    wait_until_stopped(fresh.pid, BOUND)
     before = segment.data(touched).copy()
     os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.wait(BOUND) != 0, "refused: FencedError at the next bucket edge"
