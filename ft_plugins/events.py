@@ -20,7 +20,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened. `time` is seconds since the epoch; `rank` is None for agent and SMP."""
+    """One thing that happened. `time` is seconds since the epoch; `rank` is None for agent and SMP.
+
+    Who speaks is whom it is about, unless a field says otherwise: the `pid` of `smp.lost`, the `rank` of
+    `worker.failed`. In the file the field stands in the speaker's place, and so it is read back.
+    """
 
     name: str
     time: float

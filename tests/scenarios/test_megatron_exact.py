@@ -181,7 +181,7 @@ def test_the_smp_killed_loses_at_most_one_iteration(
 ) -> None:
     run, job = start(megatron_server, jobs, tmp_path, HARDEST, "")
     wait_for(run.loss_log, lambda lines: len(lines) >= 3, BOUND)
-    os.kill(job.events("smp.start")[-1].fields["pid"], signal.SIGKILL)
+    os.kill(job.events("smp.start")[-1].pid, signal.SIGKILL)
     if with_trainer:
         os.kill(next(event.pid for event in job.events("rank.attach") if event.rank == 5), signal.SIGKILL)
     outcome = job.wait(BOUND)
