@@ -166,7 +166,7 @@ def sweep(base: Path, older_than_seconds: float) -> list[Path]:
     """Remove what no living job owns: for every run directory `base`/job/node whose SMP and ft-run are both gone for
     longer than `older_than_seconds`, its segments. Returns the removed files."""
     removed: list[Path] = []
-    for run_dir in sorted(base.glob("*/*")):
+    for run_dir in sorted(path for path in base.glob("*/*") if path.is_dir()):
         if any(liveness.held(run_dir / name) for name in ("smp.lock", "lock")):
             continue
         last = max(path.stat().st_mtime for path in [run_dir, *run_dir.iterdir()])

@@ -10,6 +10,7 @@ In: requests of `protocol`. Out: segments created, lineages opened, superseded t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import select
 import socket
@@ -31,6 +32,7 @@ from . import liveness, protocol
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
 _CONNECTIONS = 4096
+_RANKS = 1 << 32  # a number beyond is no rank
 
 
 class SnapshotProcess:
@@ -47,6 +49,7 @@ class SnapshotProcess:
         self.watched: tuple[int, int] = (0, 0)
         self.ended = threading.Event()
         self._segments: dict[int, Segment] = {}
+        self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
         for path in segments.segments_of(job, node):
             try:
                 adopted = Segment(path)
@@ -62,7 +65,7 @@ class SnapshotProcess:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out one request. Errors of this package become refusals."""
         name = request.get("do")
-        if name not in protocol.REQUESTS:
+        if not isinstance(name, str) or name not in protocol.REQUESTS:
             return protocol.refusal(ProtocolError(f"'{name}' is no request; known are {sorted(protocol.REQUESTS)}"))
         faults.reach(f"smp.{name}.before", adopted=self.adopted)
         try:
@@ -130,12 +133,12 @@ class SnapshotProcess:
         return {"token": self.token}
 
     def _check_token(self, request: dict[str, Any]) -> int:
-        rank, token = protocol.field(request, "rank", int), protocol.field(request, "token", int)
+        rank, token = protocol.number(request, "rank", _RANKS), protocol.field(request, "token", int)
         if token != self.token:
             raise FencedError(
                 f"rank {rank}: token {token} was superseded by {self.token}; this incarnation may not go on"
             )
-        return int(rank)
+        return rank
 
     def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
         rank = self._check_token(request)
@@ -145,38 +148,55 @@ class SnapshotProcess:
         ):
             raise ProtocolError(f"rank {rank}: attach with shape {fields}")
         shape = Shape(**fields)
-        fingerprint = protocol.field(request, "fingerprint", dict)
-        pid = protocol.field(request, "pid", int)
+        fingerprint = _plain(rank, protocol.field(request, "fingerprint", dict))
+        pid = protocol.number(request, "pid")
         fresh = protocol.field(request, "fresh", bool)
         path = path_of(self._job, self._node, rank)
-        with self._lock:
-            found = self._segments.get(rank)
-            if found is None and path.exists() and not fresh:
-                raise SegmentError(
-                    f"rank {rank}: {path} is there but is no segment of this version; "
-                    "'ft-plugins sweep' or --ftp-resume fresh removes it"
-                )
-            if found is not None and not fresh:
-                _check_same_job(rank, found, shape, fingerprint)
-            if found is not None and (found.shape != shape or found.fingerprint != fingerprint):
-                self._segments.pop(rank).close()
-                found = None
-        if found is None:  # outside of the lock: allocating takes seconds, and the ranks of a node do it side by side
-            path.unlink(missing_ok=True)
-            segments.create(path, shape, rank, fingerprint)
-            found = Segment(path)
-        with self._lock:
-            self._check_token(request)  # once more: a fence may have passed meanwhile
-            self._segments[rank] = found
-            found.token = self.token
-            found.owner = (pid, liveness.started(pid))
+        with self._allocating.setdefault(rank, threading.Lock()):
+            with self._lock:
+                found = self._reusable(rank, path, shape, fingerprint, fresh)
+            if found is None:  # without the lock: allocating takes seconds, and a node's ranks do it side by side
+                path.unlink(missing_ok=True)
+                segments.create(path, shape, rank, fingerprint)
+                found = Segment(path)
+            with self._lock:
+                self._segments[rank] = found  # before the token is checked: the next incarnation finds it
+                self._check_token(request)  # once more: a fence may have passed meanwhile
+                found.token = self.token
+                found.owner = (pid, liveness.started(pid))
         return {"path": str(path), "resident_bytes": found.resident_bytes}
+
+    def _reusable(
+        self, rank: int, path: Path, shape: Shape, fingerprint: dict[str, Any], fresh: bool
+    ) -> Segment | None:
+        """The segment that this rank has already, None when one is to be made. Raises ResumeError, SegmentError."""
+        found = self._segments.get(rank)
+        if found is None and path.exists() and not fresh:
+            raise SegmentError(
+                f"rank {rank}: {path} is there but is no segment of this version; "
+                "'ft-plugins sweep' or --ftp-resume fresh removes it"
+            )
+        if found is None:
+            return None
+        try:
+            _check_same_job(rank, found, shape, fingerprint)
+        except (ResumeError, SegmentError):
+            if not fresh:
+                raise
+            self._segments.pop(rank).close()
+            return None
+        return found
 
     def _restore(self, request: dict[str, Any]) -> dict[str, Any]:
         """Open a lineage for one rank's segment: what is newer than its base is void."""
         rank = self._check_token(request)
-        lineage = protocol.field(request, "lineage", int)
-        base = Version(*request["base"]) if request.get("base") is not None else None
+        lineage = protocol.number(request, "lineage")
+        base = None
+        if request.get("base") is not None:
+            parts = protocol.field(request, "base", list)
+            if len(parts) != 2 or not all(type(part) is int and part >= 0 for part in parts):
+                raise ProtocolError(f"rank {rank}: restore of {parts}; expected a lineage and an iteration")
+            base = Version(*parts)
         found = self._segments.get(rank)
         if found is None:
             raise ProtocolError(f"rank {rank}: restore before attach")
@@ -204,6 +224,14 @@ class SnapshotProcess:
         self.ended.set()
 
 
+def _plain(rank: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """The fingerprint as a segment's header gives it back. Raises ProtocolError for more than plain values."""
+    try:
+        return dict(json.loads(json.dumps(fingerprint)))
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"rank {rank}: the job's fingerprint holds more than plain values: {error}") from error
+
+
 def _check_same_job(rank: int, found: Segment, shape: Shape, fingerprint: dict[str, Any]) -> None:
     """Raises ResumeError when a segment holds the state of another job, or of this job laid out otherwise."""
     before = found.fingerprint
@@ -217,7 +245,13 @@ def _check_same_job(rank: int, found: Segment, shape: Shape, fingerprint: dict[s
             "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
         )
         raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
-    if found.shape != shape:
+    same = (found.shape.nbytes, found.shape.buckets, found.shape.layout) == (shape.nbytes, shape.buckets, shape.layout)
+    if same and 2 * found.shape.small_nbytes < shape.small_nbytes:  # twice what is needed is asked for
+        raise ResumeError(
+            f"rank {rank}: there is room for {found.shape.small_nbytes} bytes of small state in memory, now "
+            f"{shape.small_nbytes // 2} are needed at least; --ftp-resume fresh drops it"
+        )
+    if not same:
         raise ResumeError(
             f"rank {rank}: the state in memory was laid out otherwise ({found.shape.nbytes} bytes in "
             f"{found.shape.buckets} buckets, "
@@ -250,15 +284,15 @@ class _Server:
             threading.Thread(target=self._serve, args=(connection,), name="smp-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection:
+        with connection:
+            try:
                 protocol.check_peer(connection)
                 while (request := protocol.receive(connection)) is not None:
                     protocol.send(connection, self._process.answer(request))
-        except (FtError, OSError) as error:  # a malformed frame or a peer that died: its connection ends, nothing else
-            self._events.emit("smp.hangup", reason=str(error))
-        finally:
-            self._places.release()
+            except (FtError, OSError) as error:  # a malformed frame or a dead peer: its connection ends, nothing else
+                self._events.emit("smp.hangup", reason=str(error))
+            finally:
+                self._places.release()
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)

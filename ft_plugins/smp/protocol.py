@@ -94,3 +94,11 @@ def field(message: dict[str, Any], name: str, kind: type) -> Any:
             f"{message.get('do')}: field '{name}' should be a {kind.__name__}, found {type(value).__name__}"
         )
     return value
+
+
+def number(message: dict[str, Any], name: str, limit: int = 1 << 63) -> int:
+    """A field that counts something. Raises ProtocolError when it is missing, no integer, negative or over `limit`."""
+    value = field(message, name, int)
+    if not 0 <= value < limit:
+        raise ProtocolError(f"{message.get('do')}: field '{name}' should be from 0 to {limit - 1}, found {value}")
+    return int(value)

@@ -77,6 +77,7 @@ class Reft:
             path = client.attach(self._host.rank, self._token, shape, fingerprint, fresh=fresh)
         faults.reach("attach.after")
         self._segment = Segment(path, populate=True)
+        shape = self._segment.shape  # the room for small state is that of the first start
         if self._segment.resident_bytes < shape.total:
             raise BudgetError(
                 f"rank {self._host.rank}: {shape.total} bytes were claimed for {path}, but the kernel has given "
