@@ -1,0 +1,168 @@
+"""The SMP's callers: bounded in time, told what is wrong; and the sweep, which takes only what nobody owns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.errors import BudgetError, ProtectionError, ProtocolError
+from ft_plugins.smp import client as smp
+from ft_plugins.smp import liveness, protocol
+from ft_plugins.smp.client import Client, sweep
+from ft_plugins.snapshot.segment import Shape, create, path_of
+
+SHAPE = Shape(100, 100, 1, 1)
+
+
+def serve(run_dir: Path, *replies: Callable[[socket.socket], None]) -> threading.Thread:
+    """A peer in the SMP's place: one connection for each of `replies`."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(run_dir / "smp.sock"))
+    listener.listen()
+
+    def work() -> None:
+        with listener:
+            for reply in replies:
+                connection, _ = listener.accept()
+                with connection:
+                    reply(connection)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def answer(message: dict[str, Any]) -> Callable[[socket.socket], None]:
+    def reply(connection: socket.socket) -> None:
+        protocol.receive(connection)
+        protocol.send(connection, message)
+
+    return reply
+
+
+def test_without_an_smp_the_error_tells_where_it_was_looked_for_and_comes_in_time(tmp_path: Path) -> None:
+    before = time.monotonic()
+    with pytest.raises(ProtectionError, match=f"no SMP answers at {tmp_path}/smp.sock.*ft-run.*smp.log"):
+        Client(tmp_path, timeout=0.2)
+    assert 0.2 <= time.monotonic() - before < 10
+
+
+def test_a_socket_path_that_is_too_long_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ProtectionError, match="longer than 107 bytes; give a shorter --ftp-job"):
+        Client(tmp_path / ("x" * 120))
+
+
+def test_an_smp_that_comes_while_one_waits_is_found(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+
+    def call() -> None:
+        with Client(tmp_path, timeout=20) as client:
+            found.append(client.status())
+
+    calling = threading.Thread(target=call)
+    calling.start()
+    serve(tmp_path, answer({"ok": True, "pid": 5})).join(20)
+    calling.join(20)
+    assert found == [{"ok": True, "pid": 5}]
+
+
+def test_a_stopped_smp_is_an_error_within_the_time_given(node: Any) -> None:
+    pid = node.start()
+    os.kill(pid, signal.SIGSTOP)
+    before = time.monotonic()
+    try:
+        with node.client(timeout=0.3) as client, pytest.raises(ProtocolError, match="did not answer 'status' in time"):
+            client.status()
+        assert time.monotonic() - before < 10
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_an_smp_that_hangs_up_every_time_is_an_error_after_a_few_tries(tmp_path: Path) -> None:
+    serve(tmp_path, *[protocol.receive] * 3)  # type: ignore[list-item]
+    with pytest.raises(ProtocolError, match="hung up on 'fence' 3 times"), Client(tmp_path, timeout=5) as client:
+        client.fence()
+
+
+def test_a_refusal_arrives_as_its_error_and_the_connection_serves_on(tmp_path: Path) -> None:
+    def reply(connection: socket.socket) -> None:
+        answer({"ok": False, "error": "BudgetError", "message": "12 bytes are missing"})(connection)
+        answer({"ok": True, "token": 4})(connection)
+
+    serve(tmp_path, reply)
+    with Client(tmp_path, timeout=5) as client:
+        with pytest.raises(BudgetError, match="12 bytes are missing"):
+            client.attach(0, 0, SHAPE, {}, fresh=False)
+        assert client.fence() == 4
+
+
+def test_an_smp_that_cannot_start_is_an_error_that_names_its_log(node: Any) -> None:
+    (node.run_dir / "smp.sock").mkdir()
+    with pytest.raises(ProtectionError, match=f"the SMP of node n did not start; see {node.run_dir}/smp.log"):
+        node.start()
+    assert "Error" in (node.run_dir / "smp.log").read_text()
+    assert not liveness.held(node.run_dir / "smp.lock")
+    (node.run_dir / "smp.sock").rmdir()
+
+
+def test_starting_one_that_is_there_starts_nothing(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = node.start()
+    monkeypatch.setattr(smp.subprocess, "run", lambda *command, **how: pytest.fail("a process was started"))
+    assert node.start() == pid
+
+
+# ---- sweep ----
+
+
+def abandoned(base: Path, job: str, node: str) -> Path:
+    """A run directory without SMP or ft-run, with a segment; its segment's path."""
+    run_dir = base / job / node
+    run_dir.mkdir(parents=True)
+    (run_dir / "smp.lock").touch(0o600)
+    (run_dir / "events.jsonl").touch(0o600)
+    path = path_of(job, node, 0)
+    create(path, SHAPE, 0, {})
+    return path
+
+
+def test_the_sweep_takes_segments_that_nobody_owns_and_says_which(job: str, tmp_path: Path) -> None:
+    paths = [abandoned(tmp_path, job, node) for node in ("a", "b")]
+    assert sweep(tmp_path, 0) == paths
+    assert not any(path.exists() for path in paths)
+    assert sweep(tmp_path, 0) == []
+
+
+def test_the_sweep_leaves_what_was_touched_lately(job: str, tmp_path: Path) -> None:
+    path = abandoned(tmp_path, job, "a")
+    assert sweep(tmp_path, 3600) == [] and path.exists()
+    long_ago = time.time() - 7200
+    for entry in [*(tmp_path / job / "a").iterdir(), tmp_path / job / "a"]:
+        os.utime(entry, (long_ago, long_ago))
+    assert sweep(tmp_path, 3600) == [path]
+
+
+@pytest.mark.parametrize("name", ["smp.lock", "lock"])
+def test_the_sweep_leaves_what_an_smp_or_an_ft_run_owns(job: str, tmp_path: Path, name: str) -> None:
+    owned, free = abandoned(tmp_path, job, "a"), abandoned(tmp_path, job, "b")
+    held = liveness.acquire(tmp_path / job / "a" / name)
+    assert held is not None
+    assert sweep(tmp_path, 0) == [free] and owned.exists()
+    os.close(held)
+    assert sweep(tmp_path, 0) == [owned]
+
+
+def test_the_sweep_is_not_stopped_by_a_stray_file_or_an_empty_folder(job: str, tmp_path: Path) -> None:
+    path = abandoned(tmp_path, job, "z")
+    (tmp_path / job / "a").write_text("not a folder")
+    (tmp_path / job / "b").mkdir()
+    (tmp_path / "stray").touch()
+    assert sweep(tmp_path, 0) == [path]
+    assert sweep(tmp_path / "missing", 0) == []

@@ -1,0 +1,603 @@
+"""The daemon, as it really runs: started apart from the tests, asked over its socket, killed, replaced, orphaned."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+
+from ft_plugins.errors import BudgetError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
+from ft_plugins.events import Events
+from ft_plugins.smp import liveness, process, protocol
+from ft_plugins.smp.process import SnapshotProcess
+from ft_plugins.snapshot import segment as segments
+from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.slots import SlotState, Version
+
+SHAPE = Shape(nbytes=1000, small_nbytes=200, buckets=1, layout=77)
+FINGERPRINT = {"layers": 4, "seed": 1, "data": {"path": "/d", "size": 9}}
+SECONDS = 20.0
+
+Node = Any  # the fixture's class lives in conftest
+
+
+def ask(node: Node, name: str, **fields: Any) -> dict[str, Any]:
+    """One request, field by field as it goes over the wire."""
+    with node.client() as client:
+        return client._ask(name, **fields)
+
+
+def attach(node: Node, rank: int = 0, token: int = 0, **other: Any) -> Path:
+    """Attach a rank whose trainer is nobody, so that a fence kills nobody."""
+    fields = {"shape": asdict(SHAPE), "fingerprint": FINGERPRINT, "pid": 0, "fresh": False} | other
+    return Path(ask(node, "attach", rank=rank, token=token, **fields)["path"])
+
+
+def write(path: Path, index: int, version: Version, value: int = 1) -> None:
+    """Put a version into a slot as a trainer does."""
+    segment = Segment(path)
+    segment.dirty(index, version, segment.token)
+    segment.write_small(index, b"small")
+    segment.data(index)[:] = value
+    digests = np.array([xxhash.xxh3_64_intdigest(segment.data(index).tobytes())], dtype=np.uint64)
+    segment.digests(index)[:] = digests
+    segment.seal(index, version, segment.token, b"small", digests)
+    segment.completed = version.iteration
+    segment.close()
+
+
+def versions(path: Path) -> list[Version]:
+    segment = Segment(path)
+    found = [slot.version for slot in segment.slots() if slot.state is SlotState.CLEAN and slot.version]
+    segment.close()
+    return sorted(found)
+
+
+class Trainer:
+    """A forked process that attaches as `rank` and then stands still: for ever, or stopped."""
+
+    def __init__(self, node: Node, rank: int, token: int, stopped: bool = False) -> None:
+        readable, writable = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            with node.client() as client:
+                client.attach(rank, token, SHAPE, FINGERPRINT, fresh=False)
+            os.write(writable, b"1")
+            if stopped:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            threading.Event().wait(60)
+            os._exit(0)
+        os.close(writable)
+        assert os.read(readable, 1) == b"1", "the trainer could not attach"
+        os.close(readable)
+        if stopped:
+            assert os.WIFSTOPPED(os.waitpid(self.pid, os.WUNTRACED)[1])
+
+    def ended_by(self) -> int:
+        """The signal that ended it; waits."""
+        return os.WTERMSIG(os.waitpid(self.pid, 0)[1])
+
+
+# ---- what it is ----
+
+
+def test_it_stands_apart_holds_its_lock_listens_in_private_and_loads_no_torch(node: Node) -> None:
+    pid = node.start()
+    status = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    parent, group, session = (int(word) for word in status[1:4])
+    assert parent != os.getpid() and session != os.getsid(0) and group == session
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+    assert liveness.held(node.run_dir / "smp.lock") and int((node.run_dir / "smp.lock").read_text()) == pid
+    for name in ("smp.sock", "smp.lock", "events.jsonl"):
+        path = node.run_dir / name
+        assert not path.exists() or stat.S_IMODE(path.stat().st_mode) == 0o600, name
+    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+    told = node.status()
+    assert (told["pid"], told["job"], told["node"], told["token"]) == (pid, node.job, node.name, 0)
+    assert told["segments"] == [] and told["watched_pid"] == 0
+
+
+def test_several_that_are_started_at_once_are_one(node: Node) -> None:
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(node.start())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4 and len(set(found)) == 1
+    assert node.start() == found[0] == node.status()["pid"]
+
+
+# ---- attach, restore, shutdown, end ----
+
+
+def test_a_segment_is_made_once_found_again_and_told_of(node: Node) -> None:
+    node.start()
+    path = attach(node, rank=3)
+    assert path == node.segment(3) and stat.S_IMODE(path.stat().st_mode) == 0o600
+    write(path, 0, Version(1, 5))
+    inode = path.stat().st_ino
+
+    assert attach(node, rank=3) == path
+    assert path.stat().st_ino == inode and versions(path) == [Version(1, 5)]
+    (told,) = node.status()["segments"]
+    assert told["rank"] == 3 and told["bytes"] == told["resident_bytes"] == SHAPE.total
+    assert told["completed"] == 5 and told["owner_pid"] == 0
+    assert told["slots"][0] == {"state": "CLEAN", "lineage": 1, "iteration": 5}
+    assert told["slots"][1] == {"state": "EMPTY", "lineage": None, "iteration": None}
+
+
+def test_restore_opens_the_lineage_and_voids_what_is_newer_than_its_base(node: Node) -> None:
+    node.start()
+    path = attach(node)
+    for index, iteration in enumerate((4, 5, 6)):
+        write(path, index, Version(1, iteration))
+    with node.client() as client:
+        client.restore(0, 0, 2, Version(1, 5))
+        assert versions(path) == [Version(1, 4), Version(1, 5)]
+        segment = Segment(path)
+        assert (segment.lineage, segment.completed) == (2, 5)
+        client.restore(0, 0, 2, Version(1, 5))  # a retried request
+        assert versions(path) == [Version(1, 4), Version(1, 5)]
+        client.restore(0, 0, 3, None)
+        assert versions(path) == [] and (segment.lineage, segment.completed) == (3, 0)
+        with pytest.raises(ProtocolError, match="rank 1: restore before attach"):
+            client.restore(1, 0, 3, None)
+
+
+def test_a_trainer_that_ends_in_order_owns_nothing_any_more_and_its_segment_stays(node: Node) -> None:
+    node.start()
+    trainer = Trainer(node, 0, 0)
+    assert node.status()["segments"][0]["owner_pid"] == trainer.pid
+    with node.client() as client:
+        client.shutdown(0, 0)
+    assert node.status()["segments"][0]["owner_pid"] == 0
+    node.fence()
+    assert os.waitpid(trainer.pid, os.WNOHANG) == (0, 0), "a fence has no quarrel with it"
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.ended_by()
+    assert node.segment(0).exists()
+
+
+def test_the_end_in_order_removes_segments_and_half_made_ones_and_a_later_start_never_repeats_a_token(
+    node: Node,
+) -> None:
+    first = node.start()
+    paths = [attach(node, rank=rank) for rank in range(3)]
+    token = node.fence()
+    half_made = paths[0].with_name(paths[0].name + ".new")
+    half_made.touch()
+    with node.client() as client:
+        client.end()
+    assert not any(path.exists() for path in [*paths, half_made])
+    assert not liveness.held(node.run_dir / "smp.lock") and not liveness.started(first)
+    assert not (node.run_dir / "smp.sock").exists()
+    assert node.events("smp.end")[-1].fields["reason"] == "in order"
+    assert node.start() != first and node.status()["token"] == token and node.fence() > token
+
+
+# ---- fence ----
+
+
+def test_a_fence_ends_the_trainers_running_or_stopped_before_it_returns(node: Node) -> None:
+    node.start()
+    running, stopped = Trainer(node, 0, 0), Trainer(node, 1, 0, stopped=True)
+    assert node.fence() == 1
+    for trainer in (running, stopped):
+        assert liveness.started(trainer.pid) == 0
+        assert trainer.ended_by() == signal.SIGKILL
+    assert [Segment(node.segment(rank)).token for rank in (0, 1)] == [1, 1]
+    assert [entry["owner_pid"] for entry in node.status()["segments"]] == [0, 0]
+
+
+def test_the_superseded_incarnation_can_ask_for_nothing_any_more(node: Node) -> None:
+    node.start()
+    path = attach(node)
+    write(path, 0, Version(1, 1))
+    token = node.fence()
+    with node.client() as client:
+        for refused in (
+            lambda: attach(node),
+            lambda: client.restore(0, 0, 9, None),
+            lambda: client.shutdown(0, 0),
+            lambda: attach(node, token=token + 1),
+        ):
+            with pytest.raises(FencedError, match=f"superseded by {token}"):
+                refused()
+    assert versions(path) == [Version(1, 1)]
+    assert attach(node, token=token) == path
+
+
+def test_a_process_that_got_the_number_of_a_dead_trainer_is_spared(node: Node) -> None:
+    node.start()
+    path = attach(node)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        Segment(path).owner = (other.pid, liveness.started(other.pid) - 1)
+        node.fence()
+        assert other.poll() is None and liveness.started(other.pid)
+        Segment(path).owner = (other.pid, liveness.started(other.pid))
+        node.fence()
+        assert other.wait(SECONDS) == -signal.SIGKILL
+
+
+def test_a_fence_told_to_skip_the_kill_leaves_the_trainer_without_a_token(node: Node) -> None:
+    node.start(armed="fence.kill:skip")
+    trainer = Trainer(node, 0, 0)
+    node.fence()
+    assert liveness.started(trainer.pid) and Segment(node.segment(0)).token == 1
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.ended_by()
+
+
+# ---- lost and replaced ----
+
+
+def test_a_lost_one_loses_nothing(node: Node) -> None:
+    first = node.start()
+    trainer = Trainer(node, 0, 0)
+    attach(node, rank=1)
+    token_before = node.fence()
+    trainer.ended_by()
+    trainer = Trainer(node, 0, token_before)
+    write(node.segment(0), 1, Version(3, 8))
+    node.kill()
+
+    assert node.start() != first
+    told = node.status()
+    assert told["token"] == token_before
+    assert [(entry["rank"], entry["completed"]) for entry in told["segments"]] == [(0, 8), (1, 0)]
+    assert told["segments"][0]["owner_pid"] == trainer.pid
+    assert versions(node.segment(0)) == [Version(3, 8)]
+    assert node.events("smp.adopt")[-1].fields == {"segments": 2, "token": token_before}
+    assert node.fence() == token_before + 1, "it knows whom to end, and goes on counting"
+    assert trainer.ended_by() == signal.SIGKILL
+
+
+@pytest.mark.parametrize("kept", ["both", "segments only", "file only"])
+def test_the_token_never_goes_back(node: Node, kept: str) -> None:
+    node.start()
+    path = attach(node)
+    node.fence()
+    token = node.fence()
+    node.kill()
+    if kept == "segments only":
+        (node.run_dir / "token").unlink()
+    if kept == "file only":
+        path.unlink()
+    node.start()
+    assert node.status()["token"] == token and node.fence() == token + 1
+
+
+REQUESTS: dict[str, Callable[[Any], Any]] = {
+    "attach": lambda client: client._ask(
+        "attach", rank=0, token=1, shape=asdict(SHAPE), fingerprint=FINGERPRINT, pid=0, fresh=False
+    ),
+    "restore": lambda client: client.restore(0, 1, 4, Version(1, 1)),
+    "fence": lambda client: client.fence(),
+    "shutdown": lambda client: client.shutdown(0, 1),
+}
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node: Node, name: str, moment: str) -> None:
+    node.start(armed=f"smp.{name}.{moment}@:kill".replace("@:", ":"))
+    segments.create(node.segment(0), SHAPE, 0, FINGERPRINT)  # as if of an earlier incarnation
+    with open(node.run_dir / "token", "w") as file:
+        file.write("1")
+    Segment(node.segment(0)).token = 1
+    write(node.segment(0), 0, Version(1, 1))
+    write(node.segment(0), 1, Version(1, 2))
+    node.kill()
+    doomed = node.start(armed=f"smp.{name}.{moment}:kill")
+    found: list[Any] = []
+
+    def request() -> None:
+        with node.client() as client:
+            found.append(REQUESTS[name](client))
+
+    asking = threading.Thread(target=request)
+    asking.start()
+    descriptor = os.pidfd_open(doomed)
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    assert poller.poll(1000 * SECONDS), "it was to die over the request"
+    os.close(descriptor)
+    node.start()
+    asking.join(SECONDS)
+
+    assert len(found) == 1
+    expected = {
+        "attach": [Version(1, 1), Version(1, 2)],
+        "restore": [Version(1, 1)],
+        "fence": [Version(1, 1), Version(1, 2)],
+        "shutdown": [Version(1, 1), Version(1, 2)],
+    }
+    assert versions(node.segment(0)) == expected[name]
+    if name == "fence":
+        assert found[0] >= 2 and node.status()["token"] == found[0] == Segment(node.segment(0)).token
+
+
+# ---- whose memory ----
+
+
+def test_the_memory_of_another_job_is_refused_by_the_key_that_differs_and_nothing_is_lost(node: Node) -> None:
+    node.start()
+    path = attach(node)
+    write(path, 0, Version(1, 5))
+    before = path.read_bytes()
+    for changed, words in (
+        ({**FINGERPRINT, "seed": 2}, "seed: 1 -> 2"),
+        ({**FINGERPRINT, "new": True}, "new: None -> True"),
+        ({"layers": 4, "seed": 1}, r"data: \{'path': '/d', 'size': 9\} -> None"),
+    ):
+        with pytest.raises(ResumeError, match=rf"rank 0: .*another job \({words}\).*--ftp-resume fresh") as caught:
+            attach(node, fingerprint=changed)
+        assert "layers" not in str(caught.value)
+        assert path.read_bytes() == before
+    assert attach(node) == path and versions(path) == [Version(1, 5)]
+    assert attach(node, fingerprint={**FINGERPRINT, "seed": 2}, fresh=True) == path
+    assert versions(path) == [] and Segment(path).fingerprint["seed"] == 2
+
+
+@pytest.mark.parametrize("changed", [{"nbytes": 1001}, {"buckets": 2}, {"layout": 78}])
+def test_the_same_job_laid_out_otherwise_is_refused_and_nothing_is_lost(node: Node, changed: dict[str, int]) -> None:
+    node.start()
+    path = attach(node)
+    write(path, 0, Version(1, 5))
+    shape = asdict(replace(SHAPE, **changed))
+    with pytest.raises(ResumeError, match="laid out otherwise.*1000 bytes in 1 buckets.*--ftp-resume fresh drops it"):
+        attach(node, shape=shape)
+    assert versions(path) == [Version(1, 5)]
+    attach(node, shape=shape, fresh=True)
+    assert versions(path) == [] and asdict(Segment(path).shape) == shape
+
+
+def test_small_state_of_another_size_today_is_still_the_same_job(node: Node) -> None:
+    """Its room is claimed from what it measures at start, which differs by a few bytes from one start to the next."""
+    node.start()
+    path = attach(node)
+    write(path, 0, Version(1, 5))
+    for small in (190, 210):
+        assert attach(node, shape=asdict(replace(SHAPE, small_nbytes=small))) == path
+        assert versions(path) == [Version(1, 5)]
+    with pytest.raises(ResumeError, match="small state"):
+        attach(node, shape=asdict(replace(SHAPE, small_nbytes=5000)))
+    assert versions(path) == [Version(1, 5)]
+
+
+def test_a_foreign_file_in_the_segments_place_is_refused_until_asked_to_start_afresh(node: Node) -> None:
+    node.segment(0).write_bytes(b"not a segment")
+    node.start()
+    with pytest.raises(SegmentError, match=f"rank 0: {node.segment(0)} is there"):
+        attach(node)
+    assert node.segment(0).read_bytes() == b"not a segment"
+    attach(node, fresh=True)
+    assert Segment(node.segment(0)).shape == SHAPE
+
+
+def test_a_segment_whose_fingerprint_is_damaged_is_refused_until_asked_to_start_afresh(node: Node) -> None:
+    node.start()
+    path = attach(node)
+    Segment(path).bytes[1024 + 8] ^= 0xFF
+    with pytest.raises(SegmentError, match="fingerprint in it is damaged"):
+        attach(node)
+    assert attach(node, fresh=True) == path
+    assert Segment(path).fingerprint == FINGERPRINT
+
+
+def test_memory_that_is_not_there_is_refused_with_mount_and_bytes_and_it_serves_on(node: Node) -> None:
+    node.start()
+    shape = Shape(nbytes=2**50, small_nbytes=1, buckets=1, layout=1)
+    with pytest.raises(BudgetError, match=f"rank 0: protection needs {shape.total} bytes in /dev/shm"):
+        attach(node, shape=asdict(shape))
+    assert not node.segment(0).exists() and node.status()["segments"] == []
+    attach(node)
+
+
+# ---- malformed ----
+
+MALFORMED: dict[str, bytes] = {
+    "an oversized length": struct.pack(">I", 2**31),
+    "half a length": b"\0\0",
+    "half a frame": struct.pack(">I", 100) + b"\x81",
+    "no msgpack": struct.pack(">I", 1) + b"\xc1",
+    "no map": struct.pack(">I", 1) + b"\x90",
+    "a pickle": struct.pack(">I", 4) + b"\x80\x04N.",
+}
+
+
+def hung_up(node: Node, raw: bytes) -> bytes:
+    """Send `raw` and no more; what comes back until the SMP hangs up."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(SECONDS)
+        connection.connect(str(node.run_dir / "smp.sock"))
+        connection.sendall(raw)
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := connection.recv(4096):
+            received += part
+        return received
+
+
+def test_malformed_input_is_answered_by_a_close_and_an_event_and_it_serves_on(node: Node) -> None:
+    pid = node.start()
+    for count, raw in enumerate(MALFORMED.values(), start=1):
+        assert hung_up(node, raw) == b""
+        assert len(node.events("smp.hangup")) == count
+    assert node.status()["pid"] == pid
+
+
+ATTACH = {"do": "attach", "rank": 0, "token": 0, "shape": asdict(SHAPE), "fingerprint": {}, "pid": 0, "fresh": False}
+RESTORE = {"do": "restore", "rank": 0, "token": 0, "lineage": 1, "base": [1, 2]}
+STRANGE = [
+    {},
+    {"do": None},
+    {"do": ["status"]},
+    {"do": {"a": 1}},
+    {"do": "_attach"},
+    {"do": "finish"},
+    {**ATTACH, "token": True},
+    {**ATTACH, "rank": "0"},
+    {**ATTACH, "rank": -5},
+    {**ATTACH, "rank": 2**63},
+    {**ATTACH, "shape": {}},
+    {**ATTACH, "shape": {**asdict(SHAPE), "nbytes": -1}},
+    {**ATTACH, "shape": {**asdict(SHAPE), "nbytes": 2.0}},
+    {**ATTACH, "shape": {**asdict(SHAPE), "layout": True}},
+    {**ATTACH, "shape": {**asdict(SHAPE), "more": 1}},
+    {**ATTACH, "fingerprint": {"x": b"raw"}},
+    {**ATTACH, "fingerprint": []},
+    {**ATTACH, "pid": -3},
+    {**ATTACH, "fresh": 1},
+    {"do": "watch"},
+    {"do": "watch", "pid": -1},
+    {"do": "watch", "pid": 2**62},
+    {**RESTORE, "base": 5},
+    {**RESTORE, "base": [1]},
+    {**RESTORE, "base": ["a", "b"]},
+    {**RESTORE, "base": [1, -2]},
+    {**RESTORE, "lineage": -1},
+    {**RESTORE, "lineage": 2**64 - 1},
+]
+
+
+def test_a_request_with_strange_fields_is_refused_as_malformed_and_it_serves_on(node: Node) -> None:
+    pid = node.start()
+    path = attach(node)
+    write(path, 0, Version(1, 2))
+    for number, request in enumerate(STRANGE):
+        raw = msgpack.packb(request)
+        reply = hung_up(node, struct.pack(">I", len(raw)) + raw)
+        assert reply, f"{request} was not answered; see {(node.run_dir / 'smp.log').read_text()[-500:]}"
+        answer = msgpack.unpackb(reply[4:])
+        accepted = request.get("do") == "watch" and "pid" in request  # a pid that is not there is not alive
+        assert answer["ok"] is accepted, (number, request, answer)
+        assert accepted or answer["error"] in ("ProtocolError", "ResumeError"), (request, answer)
+    assert node.status()["pid"] == pid and versions(path) == [Version(1, 2)]
+    assert segments.segments_of(node.job, node.name) == [path]
+    assert "Traceback" not in (node.run_dir / "smp.log").read_text()
+
+
+# ---- orphaned ----
+
+
+def ended(pid: int, seconds: float) -> bool:
+    """Whether the process ends within that time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(1000 * seconds))
+    finally:
+        os.close(descriptor)
+
+
+def in_place_of_ft_run() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+
+def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_is_not(job: str, tmp_path: Path) -> None:
+    """Given a second of patience: a first ft-run dies, a second comes; when that dies too, nobody comes."""
+    orphaned = threading.Event()
+    events = Events()
+    events.subscribe(lambda event: orphaned.set() if event.name == "smp.orphaned" else None)
+    daemon = SnapshotProcess(tmp_path, job, "n", events)
+
+    def watch(pid: int) -> None:
+        daemon.answer({"do": "watch", "pid": pid})
+
+    with in_place_of_ft_run() as first, in_place_of_ft_run() as second:
+        watch(first.pid)
+        daemon.answer(ATTACH)
+        waiting = threading.Thread(target=process._until_over, args=(daemon, events, 1.0))
+        waiting.start()
+        first.kill()
+        first.wait()
+        assert orphaned.wait(SECONDS)
+        watch(second.pid)
+        assert not daemon.ended.wait(1.4) and segments.segments_of(job, "n")
+        second.kill()
+    waiting.join(SECONDS)
+    assert daemon.ended.is_set() and not waiting.is_alive()
+    assert segments.segments_of(job, "n") == []
+
+
+def test_one_that_nobody_ever_watched_ends_too(node: Node) -> None:
+    command = [sys.executable, "-m", "ft_plugins.smp.process", "--orphan-seconds", "0", "--job", node.job]
+    subprocess.run([*command, "--node", node.name, "--run-dir", str(node.run_dir)], check=True, timeout=SECONDS)
+    assert ended(int((node.run_dir / "smp.lock").read_text()), SECONDS)
+    assert node.events("smp.end")[-1].fields["reason"] == "orphaned for 0 s"
+
+
+# ---- superseded while its memory is being allocated ----
+
+
+def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_to_attach(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given an attach of incarnation 0 whose pages are still being allocated, when a fence passes and incarnation 1
+    attaches the same rank: the first is refused, the second gets a whole segment which both sides map."""
+    daemon = SnapshotProcess(tmp_path, job, "n", Events())
+    allocating, go_on = threading.Event(), threading.Event()
+    real, calls = segments.create, []
+
+    def create(path: Path, *shape: Any) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            allocating.set()
+            assert go_on.wait(SECONDS)
+        real(path, *shape)
+
+    monkeypatch.setattr(process.segments, "create", create)
+    replies: dict[str, dict[str, Any]] = {}
+
+    def attaching(name: str, token: int) -> threading.Thread:
+        def work() -> None:
+            replies[name] = daemon.answer({**ATTACH, "token": token})
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread
+
+    old = attaching("old", 0)
+    assert allocating.wait(SECONDS)
+    assert daemon.answer({"do": "fence"})["token"] == 1
+    new = attaching("new", 1)
+    go_on.set()
+    old.join(SECONDS)
+    new.join(SECONDS)
+    try:
+        with pytest.raises(FencedError):
+            protocol.raise_refusal(replies["old"])
+        assert replies["new"]["ok"] is True, replies["new"]
+        trainers = Segment(Path(replies["new"]["path"]))
+        assert trainers.token == 1 and trainers.shape == SHAPE
+        daemon.answer({"do": "fence"})
+        assert trainers.token == 2, "the SMP maps the same file as the trainer"
+    finally:
+        daemon.finish("test")
+
+
+def test_an_error_of_this_package_is_the_only_thing_that_a_refusal_carries() -> None:
+    for name in ("BudgetError", "FencedError", "ResumeError", "SegmentError", "ProtocolError"):
+        with pytest.raises(FtError):
+            protocol.raise_refusal({"ok": False, "error": name, "message": "m"})
