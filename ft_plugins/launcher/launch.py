@@ -181,9 +181,6 @@ def _specify(
     )
     master_addr, master_port = _get_addr_and_port(parameters)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle  # read when workers are started
-    # torch 2.13 shares one store between all rounds: after a restart a rank may read the address that its dead peer
-    # had ("connection refused" in every other restart, seen also with plain torchrun). So: a store per incarnation.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     handler = rendezvous_registry.get_rendezvous_handler(parameters)
     options: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(WorkerSpec) if hasattr(config, f.name)}
     options |= {
