@@ -9,6 +9,7 @@ In: `Events.emit(name, **fields)`. Out: `Event` objects to every subscriber; `re
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -78,6 +79,9 @@ def file_sink(path: Path) -> Sink:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, (event.line() + "\n").encode())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
         finally:
             os.close(fd)
 
@@ -85,12 +89,15 @@ def file_sink(path: Path) -> Sink:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a file in the order in which they were written; a last line cut short is left out."""
+    """The events of a file in the order in which they were written; a line cut short (by a full disk) is left out."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             return
-        entry = json.loads(line)
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
         known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
         yield Event(**known, fields=entry)
