@@ -5,7 +5,7 @@ Invariant: no pickle. A job of one process needs no process group. Every rank of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgpack
 import numpy as np
@@ -26,6 +26,8 @@ class Collective:
         """Uses the default process group where that is gloo, else makes a gloo group beside it."""
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
+        self._made: set[tuple[int, ...]] = set()  # replica sets of the job that have a group
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # those of this rank
         if not self._alone and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
         self.rank = 0 if not dist.is_initialized() else dist.get_rank()
@@ -61,30 +63,43 @@ class Collective:
             echo.echo = True
             raise echo
 
+    def connect(self, replica_sets: Iterable[Sequence[int]]) -> None:
+        """Make the groups for `exchange_shares`, once for each set that any rank names. Every rank of the job calls.
+
+        All ranks make all groups, members or not: where only members do (`use_local_synchronization`), torch names a
+        group by the number of groups that each rank knows, and ranks that know different numbers wait for ever.
+        """
+        if self._alone:
+            return
+        own = sorted({tuple(replicas) for replicas in replica_sets if 1 < len(replicas) < self.world_size})
+        named = {tuple(replicas) for part in self.gather(msgpack.packb(own)) for replicas in msgpack.unpackb(part)}
+        for replicas in sorted(named - self._made):
+            group = dist.new_group(ranks=list(replicas), backend="gloo")
+            self._made.add(replicas)
+            if self.rank in replicas:
+                self._groups[replicas] = group
+
     def exchange_shares(
         self, replicas: Sequence[int], shares: Sequence[tuple[int, int]], own: npt.NDArray[np.uint8]
     ) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
         """All-gather a replica set's byte stream from its members' shares, in rounds of bounded memory.
 
         `shares[i]` is the range (start, stop) that `replicas[i]` holds, `own` this rank's bytes. Yields (offset in
-        the stream, bytes) until all of it has passed. Members of the set call together.
+        the stream, bytes) until all of it has passed. Members of the set call together, after `connect`.
         """
         if len(replicas) == 1:
             yield shares[0][0], own
             return
-        group = dist.new_group(ranks=list(replicas), backend="gloo", use_local_synchronization=True)
-        try:
-            longest = max(stop - start for start, stop in shares)
-            size = max(1, min(ROUND_BYTES, longest))
-            send = torch.zeros(size, dtype=torch.uint8)
-            found = [torch.empty(size, dtype=torch.uint8) for _ in replicas]
-            for at in range(0, longest, size):
-                part = own[at : at + size]
-                send[: len(part)] = torch.from_numpy(part)
-                dist.all_gather(found, send, group=group)
-                for (start, stop), arrived in zip(shares, found, strict=True):
-                    length = min(size, stop - start - at)
-                    if length > 0:
-                        yield start + at, arrived.numpy()[:length]
-        finally:
-            dist.destroy_process_group(group)
+        group = self._group if len(replicas) == self.world_size else self._groups[tuple(replicas)]
+        longest = max(stop - start for start, stop in shares)
+        size = max(1, min(ROUND_BYTES, longest))
+        send = torch.zeros(size, dtype=torch.uint8)
+        found = [torch.empty(size, dtype=torch.uint8) for _ in replicas]
+        for at in range(0, longest, size):
+            part = own[at : at + size]
+            send[: len(part)] = torch.from_numpy(part)
+            dist.all_gather(found, send, group=group)
+            for (start, stop), arrived in zip(shares, found, strict=True):
+                length = min(size, stop - start - at)
+                if length > 0:
+                    yield start + at, arrived.numpy()[:length]

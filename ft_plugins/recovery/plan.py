@@ -56,7 +56,8 @@ class RecoveryPlan:
 
 def plan_recovery(facts: Sequence[RankFacts], corrupt: Collection[Version] = ()) -> RecoveryPlan:
     """The newest version that all ranks hold and that is not known to be `corrupt`."""
-    common = set.intersection(*(set(rank.holds()) for rank in facts)) - set(corrupt)
+    held_by_all = set.intersection(*(set(rank.holds()) for rank in facts))
+    common = held_by_all - set(corrupt)
     lineage = max(rank.lineage for rank in facts) + 1
     completed = min(rank.completed for rank in facts)
     if common:
@@ -66,10 +67,12 @@ def plan_recovery(facts: Sequence[RankFacts], corrupt: Collection[Version] = ())
         )
     held = {rank.rank: sorted(rank.holds()) for rank in facts}
     empty = [rank for rank, versions in held.items() if not versions]
-    if len(empty) == len(held):
-        reason = "no version was captured before" if not corrupt else "every captured version is corrupt"
+    if held_by_all:
+        reason = "every version that all ranks hold is corrupt"
+    elif len(empty) == len(held):
+        reason = "no version was captured before"
     elif empty:
-        reason = f"rank {empty[0]} holds no version"
+        reason = f"rank {min(empty)} holds no version"
     else:
         reason = "no version is held by all ranks"
     return RecoveryPlan(None, "none", lineage, completed, completed, reason)

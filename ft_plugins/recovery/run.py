@@ -59,13 +59,14 @@ def agree_on_version(
 def load_tensors(
     plan: RecoveryPlan, segment: Segment, layout: Layout, tensors: Mapping[str, torch.Tensor], collective: Collective
 ) -> Restored:
-    """Copy the plan's version into `tensors`, in place."""
+    """Copy the plan's version into `tensors`, in place. Every rank of the job calls together."""
     if plan.version is None:
         return Restored(plan, None)
     (index,) = [
         slot.index for slot in segment.slots() if slot.version == plan.version and slot.state is SlotState.CLEAN
     ]
     data = segment.data(index)
+    collective.connect(stream.replicas for stream in layout.streams)
     for number, stream in enumerate(layout.streams):
         faults.reach("restore.tensors", iteration=plan.version.iteration, stream=number)
         own = stream.share_of(layout.rank)
