@@ -1,0 +1,106 @@
+"""The collectives of protection, on real gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from ft_plugins.errors import BudgetError, FtError, ResumeError
+from ft_plugins.recovery import collective as module
+from ft_plugins.recovery.collective import Collective
+
+Ranks = Callable[..., list[Any]]
+
+
+def _gather(rank: int, world: int) -> list[list[bytes]]:
+    collective = Collective()
+    assert (collective.rank, collective.world_size) == (rank, world)
+    found = [collective.gather(bytes([rank]) * (rank * 1000)), collective.gather(b""), collective.gather(b"x")]
+    collective.barrier()
+    return found
+
+
+def test_every_rank_gets_the_payloads_of_all_whatever_their_sizes(ranks: Ranks) -> None:
+    expected = [[bytes([rank]) * (rank * 1000) for rank in range(3)], [b""] * 3, [b"x"] * 3]
+    assert ranks(_gather, 3) == [expected] * 3
+
+
+def _agree(rank: int, world: int, failing: dict[int, FtError]) -> tuple[str, str, bool] | None:
+    try:
+        Collective().agree(failing.get(rank))
+    except FtError as error:
+        return type(error).__name__, str(error), error.echo
+    return None
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_only_his_is_no_echo(ranks: Ranks) -> None:
+    assert ranks(_agree, 3, {}) == [None] * 3
+    assert ranks(_agree, 3, {1: ResumeError("rank 1: another job")}) == [
+        ("ResumeError", "rank 1: another job", True),
+        ("ResumeError", "rank 1: another job", False),
+        ("ResumeError", "rank 1: another job", True),
+    ]
+    both = {2: BudgetError("rank 2: bytes"), 1: ResumeError("rank 1: another job")}
+    assert [echo for _, _, echo in ranks(_agree, 3, both)] == [True, False, True], "the lowest speaks for all"
+
+
+def test_a_job_of_one_process_needs_no_process_group() -> None:
+    collective = Collective()
+    assert (collective.rank, collective.world_size) == (0, 1)
+    assert collective.gather(b"abc") == [b"abc"]
+    collective.barrier()
+    collective.agree(None)
+    with pytest.raises(BudgetError, match="bytes") as caught:
+        collective.agree(BudgetError("bytes"))
+    assert not caught.value.echo
+    own = np.arange(9, dtype=np.uint8)
+    ((offset, arrived),) = collective.exchange_shares([0], [(0, 9)], own)
+    assert offset == 0 and (arrived == own).all()
+
+
+STREAMS = [  # replica set, shares
+    ((0, 1), [(0, 64), (64, 200)]),
+    ((0, 1), [(0, 200), (200, 200)]),  # the same set again, one share empty
+    ((0, 1, 2), [(0, 100), (100, 100), (100, 777)]),
+    ((0, 1, 2), [(0, 0), (0, 0), (0, 0)]),
+    ((0, 2), [(0, 1), (1, 2)]),
+    ((1, 2), [(0, 333), (333, 334)]),
+    ((0, 1), [(0, 64), (64, 200)]),
+]
+
+
+def _exchange(rank: int, world: int, round_bytes: int) -> list[tuple[bytes, int]]:
+    module.ROUND_BYTES = round_bytes
+    others = [dist.new_group([0, 1]), dist.new_group([0])]  # the framework has groups too, not on all ranks as many
+    collective = Collective()
+    for _ in range(2):
+        collective.connect(replicas for replicas, _ in STREAMS if rank in replicas)
+    found = []
+    for number, (replicas, shares) in enumerate(STREAMS):
+        if rank not in replicas:
+            continue
+        stream = np.random.default_rng(number).integers(0, 256, shares[-1][1], dtype=np.uint8)
+        start, stop = shares[replicas.index(rank)]
+        received = np.zeros(len(stream), dtype=np.uint8)
+        times = np.zeros(len(stream), dtype=np.uint8)
+        longest = 0
+        for offset, arrived in collective.exchange_shares(replicas, shares, stream[start:stop].copy()):
+            received[offset : offset + len(arrived)] = arrived
+            times[offset : offset + len(arrived)] += 1
+            longest = max(longest, len(arrived))
+        assert (times == 1).all(), "every byte passes once"
+        assert (received == stream).all(), (rank, number)
+        found.append((received.tobytes(), longest))
+    assert len(others) == 2
+    return found
+
+
+@pytest.mark.parametrize("round_bytes", [64, 1000])
+def test_a_set_puts_its_stream_together_from_uneven_shares_in_bounded_rounds(ranks: Ranks, round_bytes: int) -> None:
+    found = ranks(_exchange, 3, round_bytes)
+    assert [len(of_rank) for of_rank in found] == [6, 6, 4]
+    assert max(longest for of_rank in found for _, longest in of_rank) <= round_bytes
