@@ -89,9 +89,17 @@ class Session:
         `loaded` is the iteration that the framework's own checkpoint brought, 0 for none. Raises ResumeError when
         memory was asked for and holds nothing.
         """
-        if self._reft is None:
-            return loaded
         resume = self._config.resume
+        if self._reft is None:
+            if (
+                self._config.reft is not None and resume == "memory"
+            ):  # every rank is here: one without leaves all without
+                self._collective.agree(
+                    ResumeError("--ftp-resume memory was asked for, but protection cannot be had (see protection.lost)")
+                    if self._host.rank == 0
+                    else None
+                )
+            return loaded
         plan, self._pending = self._reft.resume(memory=resume in ("auto", "memory"), loaded=loaded)
         if plan.version is None and resume == "memory" and not (loaded and plan.completed):
             self._collective.agree(
@@ -133,10 +141,10 @@ class Session:
                 )
 
     def shutdown(self) -> None:
-        """The orderly end of training. Idempotent."""
+        """The orderly end of training, which a lost SMP does not fail. Idempotent."""
         if self._reft is not None:
-            reft, self._reft = self._reft, None
-            reft.close(in_order=True)
+            self._guarded(lambda reft: reft.close(in_order=True))
+            self._reft = None
 
     def _guarded(self, call: Any) -> None:
         """The boundary where protection degrades."""
