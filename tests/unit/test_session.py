@@ -1,0 +1,352 @@
+"""A session over a loop of torch alone: real SMP, forked ranks; what it restores, refuses, and lives without."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import FtError
+from ft_plugins.session import Session, attach
+from ft_plugins.snapshot.segment import Segment
+
+Node = Any  # the fixture's class lives in conftest
+Ranks = Callable[..., list[Any]]
+
+
+class Loop:
+    """A training loop whose state tells the iteration: `w` holds it, `drawn` is a random number of each iteration."""
+
+    def __init__(
+        self, rank: int, world: int, *, replicated: bool = False, ballast: int = 0, **fingerprint: Any
+    ) -> None:
+        self.iteration = 0
+        self.drawn: list[float] = []
+        self.ballast = "x" * ballast
+        self.odd: Any = None
+        self.w = torch.zeros(1000)
+        tensors = {"w": self.w, "step": torch.zeros(())}
+        self.host = PlainHost(
+            tensors, rank=rank, world_size=world, replicated=replicated, fingerprint=fingerprint,
+            get_state=self._state, set_state=self._restore,
+        )  # fmt: skip
+        torch.manual_seed(7)
+        random.seed(7)
+
+    def _state(self) -> dict[str, Any]:
+        return {"iteration": self.iteration, "drawn": self.drawn, "ballast": self.ballast, "odd": self.odd}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.iteration, self.drawn = state["iteration"], list(state["drawn"])
+
+    def run(self, session: Session, until: int) -> None:
+        for step in range(self.iteration + 1, until + 1):
+            session.iteration_begin(step)
+            drawn = torch.rand(()).item() + random.random()
+            session.before_update(step)
+            self.w.fill_(step)
+            session.after_update(step)
+            self.iteration = step
+            self.drawn.append(drawn)
+            session.iteration_end(step)
+
+
+def config(**block: Any) -> Config:
+    return Config.from_json({"reft": {}, **block})
+
+
+def context(rank: int, world: int, run_dir: Path | None, token: int, restart: int = 0) -> LaunchContext:
+    return LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, restart)
+
+
+def _incarnation(
+    rank: int, world: int, run_dirs: list[Path | None], token: int, until: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """One life of a rank: attach, resume, train. What became of it, errors included."""
+    given = dict(options)
+    loaded, order = given.pop("loaded", 0), given.pop("in_order", False)
+    loop = Loop(rank, world, **given.pop("loop", {}), **given.pop("loop_of", {}).get(rank, {}))
+    loop.odd = given.pop("odd", {}).get(rank)
+    found: dict[str, Any] = {"error": None}
+    try:
+        settings = config(**{"node_name": run_dirs[rank].name if run_dirs[rank] else f"n{rank}", **given})
+        session = attach(loop.host, settings, context(rank, world, run_dirs[rank], token))
+        found["resumed"] = session.resume(loaded)
+        found["restored_w"], found["restored_iteration"] = set(loop.w.tolist()), loop.iteration
+        loop.iteration = found["resumed"]
+        loop.run(session, until)
+        session.before_update(until + 1)
+        if order:
+            session.shutdown()
+            session.shutdown()
+    except FtError as error:
+        found["error"] = (type(error).__name__, str(error), error.echo)
+    return found | {"iteration": loop.iteration, "drawn": loop.drawn}
+
+
+@pytest.fixture
+def live(node: Node, ranks: Ranks) -> Callable[..., dict[str, Any]]:
+    """One incarnation of a job of one rank, which is then gone without an orderly end."""
+    node.start()
+
+    def incarnation(until: int, **options: Any) -> dict[str, Any]:
+        token = node.fence()
+        (found,) = ranks(_incarnation, 1, [node.run_dir], token, until, options)
+        return found
+
+    return incarnation
+
+
+def test_the_next_incarnation_goes_on_where_the_last_one_stood_random_numbers_included(
+    node: Node, live: Callable[..., dict[str, Any]]
+) -> None:
+    whole = live(9, resume="fresh")
+    first = live(5, resume="fresh")
+    second = live(9)
+    assert (first["resumed"], second["resumed"], second["restored_iteration"]) == (0, 5, 5)
+    assert second["restored_w"] == {5.0}
+    assert second["drawn"] == whole["drawn"] and len(whole["drawn"]) == 9
+    done = node.events("restore.done")[-1].fields
+    assert (done["iteration"], done["completed"], done["lost"], done["tier"]) == (5, 5, 0, "process")
+    commits = [event.fields["iteration"] for event in node.events("capture.commit")]
+    assert commits == [*range(1, 10), *range(1, 6), *range(6, 10)]
+    assert len(node.events("fence.wait")) >= 15
+
+
+def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(
+    node: Node, live: Callable[..., dict[str, Any]]
+) -> None:
+    live(8, reft={"interval": 3})
+    assert [event.fields["iteration"] for event in node.events("capture.commit")] == [3, 6]
+    assert live(8, reft={"interval": 3})["resumed"] == 6
+    done = node.events("restore.done")[-1].fields
+    assert (done["iteration"], done["completed"], done["lost"]) == (6, 8, 2)
+
+
+@pytest.mark.parametrize(
+    "resume, loaded, resumed, restored",
+    [
+        ("auto", 0, 5, True),
+        ("auto", 4, 5, True),
+        ("auto", 5, 5, True),
+        ("auto", 6, 6, False),
+        ("memory", 0, 5, True),
+        ("memory", 6, 6, False),
+        ("fresh", 0, 0, False),
+        ("fresh", 3, 3, False),
+        ("storage", 3, 3, False),
+        ("storage", 0, 0, False),
+    ],
+)
+def test_what_is_resumed_from(
+    live: Callable[..., dict[str, Any]], resume: str, loaded: int, resumed: int, restored: bool
+) -> None:
+    """Given version 5 in memory: the larger iteration wins, unless one tier only was asked for."""
+    live(5)
+    found = live(0, resume=resume, loaded=loaded)
+    assert found["error"] is None and found["resumed"] == resumed
+    assert found["restored_w"] == ({5.0} if restored else {0.0})
+    assert found["restored_iteration"] == (5 if restored else 0)
+
+
+def test_memory_that_was_asked_for_and_holds_nothing_is_refused(live: Callable[..., dict[str, Any]]) -> None:
+    for loaded in (0, 4):
+        kind, text, echo = live(3, resume="memory", loaded=loaded)["error"]
+        assert (kind, echo) == ("ResumeError", False)
+        assert "--ftp-resume memory was asked for, but no version was captured before" in text
+
+
+def test_memory_that_was_asked_for_without_protection_is_refused(ranks: Ranks) -> None:
+    """It would be a start from nothing, in silence."""
+    (found,) = ranks(_incarnation, 1, [None], 0, 3, {"resume": "memory"})
+    assert found["error"] is not None and found["error"][0] == "ResumeError" and found["iteration"] == 0
+
+
+def test_another_jobs_memory_is_refused_and_kept_and_fresh_drops_it(live: Callable[..., dict[str, Any]]) -> None:
+    live(5, loop={"seed": 1})
+    kind, text, _ = live(5, loop={"seed": 2})["error"]
+    assert kind == "ResumeError" and "seed: 1 -> 2" in text
+    assert live(5, loop={"seed": 1})["resumed"] == 5
+    assert live(2, loop={"seed": 2}, resume="fresh")["resumed"] == 0
+    assert live(2, loop={"seed": 2})["resumed"] == 2
+
+
+def test_small_state_that_measures_more_at_a_restart_is_still_the_same_job(live: Callable[..., dict[str, Any]]) -> None:
+    """Beyond the floor its room depends on its size at start."""
+    live(3, loop={"ballast": 50_000})
+    assert live(3, loop={"ballast": 50_100})["resumed"] == 3
+    assert live(3, loop={"ballast": 49_900})["resumed"] == 3
+
+
+def test_small_state_of_an_unknown_type_ends_the_job_at_start_by_the_name_of_its_place(
+    live: Callable[..., dict[str, Any]],
+) -> None:
+    kind, text, _ = live(3, odd={0: {1, 2}})["error"]
+    assert kind == "InventoryError" and "state['caller']['odd']" in text and "builtins.set" in text
+
+
+# ---- degrading ----
+
+
+def test_a_failed_capture_costs_protection_not_training_for_as_long_as_allowed(
+    node: Node, live: Callable[..., dict[str, Any]]
+) -> None:
+    """Given a capture of iteration 3 that fails; its fence is before the update of 4."""
+    found = live(20, faults="capture.bucket.begin@iteration=3:raise", max_unprotected_steps=4)
+    kind, text, _ = found["error"]
+    assert kind == "ProtectionError" and "rank 0: iteration 7" in text and "for 4 iterations" in text
+    (lost,) = node.events("protection.lost")
+    assert "capture.bucket.begin" in lost.fields["reason"] and lost.fields["max_steps"] == 4
+    assert [event.fields["iteration"] for event in node.events("capture.commit")] == [1, 2]
+    assert live(0)["resumed"] == 2, "what was captured before is still there"
+
+
+def test_training_ends_well_when_the_loss_of_protection_was_short_enough(
+    node: Node, live: Callable[..., dict[str, Any]]
+) -> None:
+    found = live(6, faults="capture.seal.before@iteration=3:raise", max_unprotected_steps=4, in_order=True)
+    assert found["error"] is None and found["iteration"] == 6 and len(found["drawn"]) == 6
+    assert len(node.events("protection.lost")) == 1
+
+
+def test_small_state_that_outgrows_its_room_costs_protection_only(
+    node: Node, live: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def growing(self: Loop) -> dict[str, Any]:
+        return {"iteration": self.iteration, "drawn": self.drawn, "ballast": "x" * (self.iteration // 3 * 70_000)}
+
+    monkeypatch.setattr(Loop, "_state", growing)
+    found = live(5)
+    assert found["error"] is None and found["iteration"] == 5
+    assert "small state has grown" in node.events("protection.lost")[-1].fields["reason"]
+
+
+def test_without_an_smp_training_goes_on_unprotected_unless_protection_is_required(ranks: Ranks) -> None:
+    (found,) = ranks(_incarnation, 1, [None], 0, 5, {"max_unprotected_steps": 6})
+    assert found["error"] is None and (found["resumed"], found["iteration"]) == (0, 5)
+    (found,) = ranks(_incarnation, 1, [None], 0, 5, {"max_unprotected_steps": 5})
+    assert found["error"][0] == "ProtectionError" and found["iteration"] == 5
+    (found,) = ranks(_incarnation, 1, [None], 0, 5, {"require_protection": True})
+    assert found["error"][:1] == ("ProtectionError",) and "ft-run" in found["error"][1] and found["iteration"] == 0
+
+
+def test_a_superseded_incarnation_ends_rather_than_going_on_unprotected(
+    node: Node, live: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Loop.run
+
+    def run(self: Loop, session: Session, until: int) -> None:
+        update(self, session, 2)
+        Segment(node.segment(0)).token = 99
+        update(self, session, until)
+
+    monkeypatch.setattr(Loop, "run", run)
+    found = live(5)
+    assert found["error"][0] == "FencedError" and found["iteration"] in (2, 3), "at the next fence or version point"
+    assert node.events("protection.lost") == []
+
+
+def test_an_orderly_end_leaves_the_segment_without_an_owner(node: Node, live: Callable[..., dict[str, Any]]) -> None:
+    live(3)
+    assert node.status()["segments"][0]["owner_pid"] != 0
+    assert live(4, in_order=True)["error"] is None
+    (told,) = node.status()["segments"]
+    assert told["owner_pid"] == 0 and told["completed"] == 4
+    assert live(4)["resumed"] == 4
+
+
+def test_an_smp_that_is_gone_at_the_end_does_not_fail_a_training_that_is_done(
+    node: Node, live: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ft_plugins.systems import reft
+
+    update = Loop.run
+
+    def run(self: Loop, session: Session, until: int) -> None:
+        update(self, session, until)
+        node.kill()
+        monkeypatch.setattr(reft, "Client", functools.partial(reft.Client, timeout=0.2))
+
+    monkeypatch.setattr(Loop, "run", run)
+    found = live(3, in_order=True)
+    assert found["error"] is None and found["iteration"] == 3
+    assert "no SMP answers" in node.events("protection.lost")[-1].fields["reason"]
+    node.start()
+
+
+# ---- several ranks ----
+
+
+def test_ranks_on_two_nodes_resume_together_what_they_share_and_what_is_their_own(
+    nodes: Callable[[str], Node], ranks: Ranks
+) -> None:
+    for replicated in (True, False):
+        both = [nodes(f"{name}{replicated}") for name in "ab"]
+        for node in both:
+            node.start()
+        dirs = [node.run_dir for node in both]
+        options = {"loop": {"replicated": replicated}}
+        assert [node.fence() for node in both] == [1, 1]
+        first = ranks(_incarnation, 2, dirs, 1, 4, options)
+        assert [node.fence() for node in both] == [2, 2]
+        second = ranks(_incarnation, 2, dirs, 2, 6, options)
+        assert [found["error"] for found in (*first, *second)] == [None] * 4
+        assert [found["resumed"] for found in second] == [4, 4]
+        assert [found["restored_w"] for found in second] == [{4.0}, {4.0}]
+        captured = [node.events("capture.commit")[-1].fields["bytes"] for node in both]
+        assert sum(captured) == (4096 if replicated else 2 * 4096), (
+            "what is shared is captured once, a half on each node"
+        )
+        assert max(captured) - min(captured) <= 64
+
+
+def test_what_one_rank_is_refused_for_ends_all_and_only_his_is_no_echo(node: Node, ranks: Ranks) -> None:
+    node.start()
+    run_dirs = [node.run_dir] * 2
+    ranks(_incarnation, 2, run_dirs, node.fence(), 3, {"loop": {"seed": 1}})
+    found = ranks(_incarnation, 2, run_dirs, node.fence(), 3, {"loop_of": {0: {"seed": 1}, 1: {"seed": 2}}})
+    assert [outcome["error"][0] for outcome in found] == ["ResumeError"] * 2
+    assert [outcome["error"][2] for outcome in found] == [True, False]
+    assert all("rank 1" in outcome["error"][1] and "seed: 1 -> 2" in outcome["error"][1] for outcome in found)
+    found = ranks(_incarnation, 2, run_dirs, node.fence(), 3, {"loop": {"seed": 1}})
+    assert [outcome["resumed"] for outcome in found] == [3, 3]
+
+
+def test_a_rank_without_protection_leaves_all_without_and_all_know(node: Node, ranks: Ranks) -> None:
+    """One node has no SMP: no version would ever be complete."""
+    node.start()
+    found = ranks(_incarnation, 2, [node.run_dir, None], node.fence(), 3, {})
+    assert [outcome["error"] for outcome in found] == [None, None]
+    assert [outcome["iteration"] for outcome in found] == [3, 3]
+    assert node.events("protection.lost")[-1].fields["reason"] == "rank 1 is not protected"
+    assert node.events("capture.commit") == []
+    found = ranks(_incarnation, 2, [node.run_dir, None], node.fence(), 3, {"require_protection": True})
+    assert [outcome["error"][0] for outcome in found] == ["ProtectionError"] * 2
+    assert [outcome["error"][2] for outcome in found] == [True, False]
+
+
+def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(node: Node, ranks: Ranks) -> None:
+    node.start()
+    run_dirs = [node.run_dir] * 2
+    faults = "capture.bucket.begin@iteration=3,rank=1:raise"
+    found = ranks(_incarnation, 2, run_dirs, node.fence(), 4, {"faults": faults})
+    assert [outcome["error"] for outcome in found] == [None, None]
+    assert [event.rank for event in node.events("protection.lost")] == [1]
+    found = ranks(_incarnation, 2, run_dirs, node.fence(), 4, {})
+    assert [outcome["resumed"] for outcome in found] == [2, 2]
+
+
+def test_a_configuration_without_a_system_hooks_in_and_does_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    loop = Loop(0, 1)
+    session = attach(loop.host, Config(), context(0, 1, None, 0))
+    assert session.resume(4) == 4
+    loop.run(session, 3)
+    session.shutdown()
+    assert loop.iteration == 3 and "ft_plugins configuration" in capfd.readouterr().out
