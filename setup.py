@@ -7,7 +7,7 @@ must never be listed here.
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    "megatron": ["megatron-core>=0.16.1,<0.17", "pybind11", "pyyaml", "six"],  # the latter three for Megatron-LM itself
+    "megatron": ["megatron-core>=0.16.1,<0.17", "pybind11", "pyyaml", "regex", "six"],  # the rest for Megatron-LM
     "deepspeed": ["deepspeed>=0.14.5"],
     "fast": ["numba"],
     "bench": ["torchsnapshot", "dlrover[torch]"],
