@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -75,13 +75,15 @@ class Trainer:
         readable, writable = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            with node.client() as client:
-                client.attach(rank, token, SHAPE, FINGERPRINT, fresh=False)
-            os.write(writable, b"1")
-            if stopped:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            threading.Event().wait(60)
-            os._exit(0)
+            try:
+                with node.client() as client:
+                    client.attach(rank, token, SHAPE, FINGERPRINT, fresh=False)
+                os.write(writable, b"1")
+                if stopped:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                threading.Event().wait(60)
+            finally:
+                os._exit(1)
         os.close(writable)
         assert os.read(readable, 1) == b"1", "the trainer could not attach"
         os.close(readable)
@@ -90,7 +92,30 @@ class Trainer:
 
     def ended_by(self) -> int:
         """The signal that ended it; waits."""
-        return os.WTERMSIG(os.waitpid(self.pid, 0)[1])
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED)
+        self.pid, pid = 0, self.pid
+        assert status is not None and status.si_pid == pid and status.si_code == os.CLD_KILLED
+        return status.si_status
+
+    def end(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+
+@pytest.fixture
+def trainer(node: Node) -> Iterator[Callable[..., Trainer]]:
+    """Trainers by rank and token; none outlives its test."""
+    made: list[Trainer] = []
+
+    def attached(rank: int, token: int, stopped: bool = False) -> Trainer:
+        made.append(Trainer(node, rank, token, stopped))
+        return made[-1]
+
+    yield attached
+    for each in made:
+        each.end()
 
 
 # ---- what it is ----
@@ -160,17 +185,17 @@ def test_restore_opens_the_lineage_and_voids_what_is_newer_than_its_base(node: N
             client.restore(1, 0, 3, None)
 
 
-def test_a_trainer_that_ends_in_order_owns_nothing_any_more_and_its_segment_stays(node: Node) -> None:
+def test_a_trainer_that_ends_in_order_owns_nothing_any_more_and_its_segment_stays(
+    node: Node, trainer: Callable[..., Trainer]
+) -> None:
     node.start()
-    trainer = Trainer(node, 0, 0)
-    assert node.status()["segments"][0]["owner_pid"] == trainer.pid
+    done = trainer(0, 0)
+    assert node.status()["segments"][0]["owner_pid"] == done.pid
     with node.client() as client:
         client.shutdown(0, 0)
     assert node.status()["segments"][0]["owner_pid"] == 0
     node.fence()
-    assert os.waitpid(trainer.pid, os.WNOHANG) == (0, 0), "a fence has no quarrel with it"
-    os.kill(trainer.pid, signal.SIGKILL)
-    trainer.ended_by()
+    assert os.waitpid(done.pid, os.WNOHANG) == (0, 0), "a fence has no quarrel with it"
     assert node.segment(0).exists()
 
 
@@ -194,13 +219,15 @@ def test_the_end_in_order_removes_segments_and_half_made_ones_and_a_later_start_
 # ---- fence ----
 
 
-def test_a_fence_ends_the_trainers_running_or_stopped_before_it_returns(node: Node) -> None:
+def test_a_fence_ends_the_trainers_running_or_stopped_before_it_returns(
+    node: Node, trainer: Callable[..., Trainer]
+) -> None:
     node.start()
-    running, stopped = Trainer(node, 0, 0), Trainer(node, 1, 0, stopped=True)
+    running, stopped = trainer(0, 0), trainer(1, 0, stopped=True)
     assert node.fence() == 1
-    for trainer in (running, stopped):
-        assert liveness.started(trainer.pid) == 0
-        assert trainer.ended_by() == signal.SIGKILL
+    for each in (running, stopped):
+        assert liveness.started(each.pid) == 0
+        assert each.ended_by() == signal.SIGKILL
     assert [Segment(node.segment(rank)).token for rank in (0, 1)] == [1, 1]
     assert [entry["owner_pid"] for entry in node.status()["segments"]] == [0, 0]
 
@@ -235,25 +262,25 @@ def test_a_process_that_got_the_number_of_a_dead_trainer_is_spared(node: Node) -
         assert other.wait(SECONDS) == -signal.SIGKILL
 
 
-def test_a_fence_told_to_skip_the_kill_leaves_the_trainer_without_a_token(node: Node) -> None:
+def test_a_fence_told_to_skip_the_kill_leaves_the_trainer_without_a_token(
+    node: Node, trainer: Callable[..., Trainer]
+) -> None:
     node.start(armed="fence.kill:skip")
-    trainer = Trainer(node, 0, 0)
+    spared = trainer(0, 0)
     node.fence()
-    assert liveness.started(trainer.pid) and Segment(node.segment(0)).token == 1
-    os.kill(trainer.pid, signal.SIGKILL)
-    trainer.ended_by()
+    assert liveness.started(spared.pid) and Segment(node.segment(0)).token == 1
 
 
 # ---- lost and replaced ----
 
 
-def test_a_lost_one_loses_nothing(node: Node) -> None:
+def test_a_lost_one_loses_nothing(node: Node, trainer: Callable[..., Trainer]) -> None:
     first = node.start()
-    trainer = Trainer(node, 0, 0)
+    old = trainer(0, 0)
     attach(node, rank=1)
     token_before = node.fence()
-    trainer.ended_by()
-    trainer = Trainer(node, 0, token_before)
+    assert old.ended_by() == signal.SIGKILL
+    new = trainer(0, token_before)
     write(node.segment(0), 1, Version(3, 8))
     node.kill()
 
@@ -261,11 +288,11 @@ def test_a_lost_one_loses_nothing(node: Node) -> None:
     told = node.status()
     assert told["token"] == token_before
     assert [(entry["rank"], entry["completed"]) for entry in told["segments"]] == [(0, 8), (1, 0)]
-    assert told["segments"][0]["owner_pid"] == trainer.pid
+    assert told["segments"][0]["owner_pid"] == new.pid
     assert versions(node.segment(0)) == [Version(3, 8)]
     assert node.events("smp.adopt")[-1].fields == {"segments": 2, "token": token_before}
     assert node.fence() == token_before + 1, "it knows whom to end, and goes on counting"
-    assert trainer.ended_by() == signal.SIGKILL
+    assert new.ended_by() == signal.SIGKILL
 
 
 @pytest.mark.parametrize("kept", ["both", "segments only", "file only"])
@@ -296,14 +323,12 @@ REQUESTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node: Node, name: str, moment: str) -> None:
-    node.start(armed=f"smp.{name}.{moment}@:kill".replace("@:", ":"))
     segments.create(node.segment(0), SHAPE, 0, FINGERPRINT)  # as if of an earlier incarnation
     with open(node.run_dir / "token", "w") as file:
         file.write("1")
     Segment(node.segment(0)).token = 1
     write(node.segment(0), 0, Version(1, 1))
     write(node.segment(0), 1, Version(1, 2))
-    node.kill()
     doomed = node.start(armed=f"smp.{name}.{moment}:kill")
     found: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Capture: what is sealed is the state at the version point, whatever training or a superseded writer does meanwhile."""
+"""Capture: what is sealed is the state at the version point, whatever training or a superseded writer does."""
 
 from __future__ import annotations
 
@@ -90,6 +90,7 @@ class Rig:
         self.segment.token = 1
         self.commits: list[tuple[Commit, str]] = []
         self.captures: list[Capture] = []
+        self.stopped: set[int] = set()
 
     def capture(self, token: int = 1, gate: HostCopier | None = None) -> Capture:
         def committed(commit: Commit) -> None:
@@ -134,6 +135,9 @@ def rig(segment_path: Path) -> Iterator[Rig]:
     made = Rig(segment_path)
     yield made
     faults.arm("")
+    for pid in made.stopped:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     for capture in made.captures:
         capture.close()
 
@@ -314,13 +318,15 @@ def test_a_writer_killed_at_any_point_leaves_whole_versions_only(rig: Rig, point
     for lineage, condition in enumerate(conditions, start=1):
         pid = os.fork()
         if pid == 0:
-            faults.arm(f"{point}@iteration=5{condition}:kill")
-            capture = rig.capture()
-            for iteration in range(1, 6):
-                rig.tensors["w"].fill_(iteration)
-                capture.start(Version(lineage, iteration), str(iteration).encode())
-                capture.wait()
-            os._exit(0)
+            try:
+                faults.arm(f"{point}@iteration=5{condition}:kill")
+                capture = rig.capture()
+                for iteration in range(1, 6):
+                    rig.tensors["w"].fill_(iteration)
+                    capture.start(Version(lineage, iteration), str(iteration).encode())
+                    capture.wait()
+            finally:
+                os._exit(1)
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
         found = rig.restorable()
         assert set(found) == {Version(lineage, iteration) for iteration in LEFT[point]}, condition
@@ -336,24 +342,27 @@ def stopped_writer(rig: Rig, place: str) -> int:
     """A process of incarnation 1 that was stopped at `place` while it captured version 3; its pid."""
     pid = os.fork()
     if pid == 0:
-        faults.arm(f"{place}:stop")
-        capture = rig.capture()
-        for iteration in (1, 2, 3):
-            for tensor in rig.tensors.values():
-                tensor.fill_(iteration)
-            try:
+        try:
+            faults.arm(f"{place}:stop")
+            capture = rig.capture()
+            for iteration in (1, 2, 3):
+                for tensor in rig.tensors.values():
+                    tensor.fill_(iteration)
                 capture.start(Version(1, iteration), f"stale {iteration}".encode())
                 capture.wait()
-            except FencedError:
-                os._exit(7)
-        os._exit(0)
+        except FencedError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    rig.stopped.add(pid)
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
     return pid
 
 
-def wake(pid: int) -> None:
+def wake(rig: Rig, pid: int) -> None:
     """Let the stopped writer go on until it notices."""
     os.kill(pid, signal.SIGCONT)
+    rig.stopped.remove(pid)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7, "it was fenced"
 
 
@@ -385,14 +394,14 @@ def test_a_late_write_into_the_bucket_it_was_in_is_never_restored(rig: Rig, mome
 
     def after(bucket: int) -> None:
         if moment == "before its digest" and bucket == 1 or moment == "after its digest" and bucket == 2:
-            wake(pid)
+            wake(rig, pid)
 
     capture = rig.capture(token=2, gate=Gate(after=after))
     capture.start(Version(2, 3), b"new 3")
     capture.wait()
     if moment == "after the seal":
         assert Version(2, 3) in rig.restorable()
-        wake(pid)
+        wake(rig, pid)
     assert rig.held(2) != expected[Version(2, 3)], "the late write happened"
     check_new(rig, expected)
     assert Version(2, 3) not in rig.restorable()
@@ -408,12 +417,12 @@ def test_a_late_start_of_a_capture_never_relabels_what_the_new_incarnation_wrote
         tensor.fill_(30)
     expected = {Version(2, 3): contents(rig.tensors)}
     capture = rig.capture(
-        token=2, gate=Gate(after=lambda n: wake(pid) if n == 2 and moment == "during the capture" else None)
+        token=2, gate=Gate(after=lambda n: wake(rig, pid) if n == 2 and moment == "during the capture" else None)
     )
     capture.start(Version(2, 3), b"new 3")
     capture.wait()
     if moment == "after the seal":
-        wake(pid)
+        wake(rig, pid)
     check_new(rig, expected)
     assert {Version(1, 1), Version(1, 2)} <= set(rig.restorable())
 

@@ -63,9 +63,14 @@ def test_a_parameter_that_requires_grad_can_be_taken_and_written() -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.zeros(4, 4)[:, :2], torch.zeros(8)[::2], torch.zeros(1, 4).expand(3, 4), torch.zeros(6).as_strided((3, 3), (1, 1))],
+    [
+        torch.zeros(4, 4)[:, :2],
+        torch.zeros(8)[::2],
+        torch.zeros(1, 4).expand(3, 4),
+        torch.zeros(6).as_strided((3, 3), (1, 1)),
+    ],
     ids=["columns", "every other", "expanded", "overlapping"],
-)  # fmt: skip
+)
 def test_a_tensor_with_gaps_or_overlaps_is_refused_by_name(tensor: torch.Tensor) -> None:
     with pytest.raises(InventoryError, match="item 'layers.0.weight'.*not dense"):
         flat_bytes("layers.0.weight", tensor)
