@@ -21,6 +21,7 @@ import megatron_gpt
 import torch
 import torch.distributed as dist
 from gpt_job import Job
+from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from ft_plugins import faults
@@ -244,11 +245,37 @@ def it_refuses_state_of_other_settings_and_says_what_to_do() -> None:
     small = host.small_state()
     schedule = {**small, "scheduler": {**small["scheduler"], "max_lr": 7.0}}
     built.scheduler.use_checkpoint_opt_param_scheduler = False
-    assert "--override-opt-param-scheduler" in refused(ResumeError, lambda: host.restore(schedule))
+    assert "override_opt_param_scheduler" in refused(ResumeError, lambda: host.restore(schedule))
     assert "counters" in refused(ResumeError, lambda: host.restore({**small, "counters": {}}))
     assert "parameter groups" in refused(ResumeError, lambda: host.restore({**small, "groups": [[]]}))
     streams = {**small, "rng": {**small["rng"], "tracker": {}}}
     assert "RNG tracker" in refused(ResumeError, lambda: host.restore_position(streams))
+
+
+def it_goes_on_with_the_micro_batches_of_a_ramp_up_of_the_batch_size() -> None:
+    ramp_up = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 1, "rampup_batch_size": [2, 2, 12]}
+
+    def at(consumed: int) -> tuple[Job, MegatronCoreHost]:
+        built = job()
+        calculator.reconfigure_num_microbatches_calculator(rank=0, **ramp_up)
+        built.consumed_samples = consumed
+        calculator.update_num_microbatches(consumed, consistency_check=False)
+        return built, built.host()
+
+    found = {}
+    for consumed in (0, 5, 9, 99):  # 2, 4, 6, then 8 samples per iteration: steps of 12 / 3 samples
+        built, host = at(consumed)
+        host.inventory()
+        small = codec.decode(codec.encode(host.small_state()))
+        built.close()
+        again, fresh = at(0)
+        assert calculator.get_num_microbatches() == 1, "a new incarnation begins at the bottom of the ramp"
+        fresh.inventory()
+        fresh.restore(small)
+        assert again.consumed_samples == consumed
+        found[consumed] = calculator.get_num_microbatches(), calculator.get_current_global_batch_size()
+        again.close()
+    assert found == {0: (1, 2), 5: (2, 4), 9: (3, 6), 99: (4, 8)}
 
 
 def it_has_one_fingerprint_for_a_job_and_another_for_another_model() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from ft_plugins.adapters.megatron.data_identity import describe
+from ft_plugins.adapters.megatron import data_identity
+from ft_plugins.adapters.megatron.data_identity import describe, identity
 from ft_plugins.adapters.megatron.flags import extend, resolve
 from ft_plugins.adapters.megatron.training import TrainingHooks, require_followed, topology
 from ft_plugins.adapters.megatron.wrapping import replace
@@ -180,3 +182,30 @@ def test_data_is_known_by_name_size_and_head(tmp_path: Path) -> None:
     Path(f"{prefix}.bin").write_bytes(b"Tokens")
     assert describe(prefix) != described
     assert describe("s3://bucket/text") == ["s3://bucket/text"]
+
+
+def test_a_blend_of_many_data_sets_is_known_in_few_bytes_each_and_every_part_of_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixes = [str(tmp_path / f"a-data-set-with-quite-a-long-name-{number:03d}") for number in range(100)]
+    for prefix in prefixes:
+        for suffix in (".bin", ".idx"):
+            Path(f"{prefix}{suffix}").write_text(prefix)
+    weights = [1.0] * 100
+
+    def identified(count: int, **other: object) -> dict[str, object]:
+        blend = [(prefixes[:count], weights[:count])]
+        monkeypatch.setattr(data_identity, "blends", lambda args: iter(blend))
+        return identity(argparse.Namespace(**{"seed": 1, "iterations_to_skip": [], **other}))
+
+    whole = identified(100)
+    assert len(json.dumps(whole)) < 1024 and whole["data"][0] == 100, "a segment's header has room for it"
+    assert identified(100) == whole and identified(99) != whole
+    Path(f"{prefixes[70]}.bin").write_text("other")
+    assert identified(100) != whole
+    Path(f"{prefixes[70]}.bin").write_text(prefixes[70])
+    weights[70] = 2.0
+    assert identified(100) != whole, "other weights are another order of samples"
+    weights[70] = 1.0
+    assert identified(100, iterations_to_skip=[5]) == whole, "a bad batch may be skipped after a resume"
+    assert prefixes[0] in json.dumps(identified(1)), "one data set is named in full"
