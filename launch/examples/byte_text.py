@@ -34,7 +34,7 @@ class Text:
 
     @classmethod
     def read(cls, path: str | None) -> Text:
-        """The file at `path`, or the first MiB of the standard library's modules in the order of their names.
+        """The file at `path`, or the first 4 MiB of the standard library's modules in the order of their names.
 
         Raises ConfigError for a file that is missing or empty.
         """

@@ -204,9 +204,9 @@ class MegatronCoreHost:
         except AssertionError as error:
             raise ResumeError(
                 f"rank {self.rank}: the schedule differs from the captured one: {error}; "
-                "give the captured job's settings of learning rate and weight decay, or tell Megatron's scheduler which "
-                "to take: use_checkpoint_opt_param_scheduler the captured ones, override_opt_param_scheduler this job's "
-                "(both are flags of Megatron-LM)"
+                "give the captured job's settings of learning rate and weight decay, or tell Megatron's scheduler "
+                "which to take: use_checkpoint_opt_param_scheduler the captured ones, "
+                "override_opt_param_scheduler this job's (both are flags of Megatron-LM)"
             ) from error
 
     @torch.no_grad()
