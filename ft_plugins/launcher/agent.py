@@ -54,6 +54,8 @@ class ProgressAgent(LocalElasticAgent):
         self._bounded = bounded
         self._store_of_workers: TCPStore | None = None  # on the node of group rank 0: it serves as long as it is held
         self._versions: list[int | None] = []
+        self._first_token = 0  # of this ft-run
+        self._opened = False  # a lineage, under that or a later token
         self._failed_at: float | None = None  # of a failure not yet answered by a restart
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
@@ -62,17 +64,15 @@ class ProgressAgent(LocalElasticAgent):
         """Torch's, and then a store for this incarnation alone, where torch would hand out one for the agent's life.
 
         In that one, the workers of a restart find what the dead ones wrote: addresses and NCCL ids of processes that
-        are gone (seen; pytorch issue 135712). `launch` has a dynamic rendezvous leave the store to rank 0; a static one
-        knows no such choice.
+        are gone (seen; pytorch issue 135712). A rendezvous that leaves the store to rank 0 of the workers, as torch can
+        be told to, has a new one each time anyway.
         """
         super()._rendezvous(worker_group)
         spec = worker_group.spec
         if not spec.rdzv_handler.use_agent_store:
             return
-        # A dynamic rendezvous prefixes its store by the round; a static one has only the count, equal on all its nodes.
-        count = spec.max_restarts - self._remaining_restarts if spec.rdzv_handler.get_backend() == "static" else 0
-        group: Any = worker_group  # torch annotates what it fills in later as None
-        exchange = PrefixStore(f"ft_plugins/{count}", group.store)
+        group: Any = worker_group
+        exchange = self._exchange(worker_group)
         port = 0
         if group.group_rank == 0:
             address = spec.master_addr or spec.local_addr or socket.getfqdn()
@@ -81,11 +81,19 @@ class ProgressAgent(LocalElasticAgent):
         told = RendezvousStoreInfo.build(group.group_rank, exchange, spec.master_addr or spec.local_addr, port)
         group.master_addr, group.master_port = told.master_addr, told.master_port
 
+    def _exchange(self, worker_group: WorkerGroup) -> PrefixStore:
+        """What the agents of this incarnation tell each other. A dynamic rendezvous prefixes its store by the round;
+        a static one has only the count, equal on all its nodes."""
+        spec = worker_group.spec
+        group: Any = worker_group  # torch annotates what it fills in later as None
+        count = spec.max_restarts - self._remaining_restarts if spec.rdzv_handler.get_backend() == "static" else 0
+        return PrefixStore(f"ft_plugins/{count}", group.store)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         token = self._watcher.fence() if self._watcher else 0
         self.restarts = worker_group.spec.max_restarts - self._remaining_restarts
         if self._job:  # torch hands its own environment on to workers; its signals travel the same way
-            config = self._job.config if self.restarts == 0 else restarted(self._job.config)
+            config = restarted(self._job.config) if self._resumed(token, worker_group) else self._job.config
             os.environ.update(worker_environment(config, self._job.run_dir, token, os.getpid()))
         with self._watcher.paused() if self._watcher else nullcontext():
             started: dict[int, Any] = super()._start_workers(worker_group)
@@ -96,6 +104,21 @@ class ProgressAgent(LocalElasticAgent):
             self._events.emit("workers.restart", restart=self.restarts, token=token, seconds=seconds)
         self._failed_at = None
         return started
+
+    def _resumed(self, token: int, worker_group: WorkerGroup) -> bool:
+        """Whether the `resume` of the command was carried out: an incarnation of this ft-run, or of one that goes on
+        with it on another node, has opened its lineage on any rank. All nodes answer alike, as ranks must."""
+        self._first_token = self._first_token or token
+        if self._watcher and not self._opened and self._first_token < token:
+            self._opened = self._watcher.opened_since(self._first_token)
+        group: Any = worker_group
+        if group.group_world_size > 1:
+            exchange = self._exchange(worker_group)
+            exchange.set(f"opened/{group.group_rank}", str(int(self._opened)))
+            if self._job and self._job.config.resume != "auto":  # else there is nothing to forget
+                told = exchange.multi_get([f"opened/{rank}" for rank in range(group.group_world_size)])
+                self._opened = b"1" in told
+        return self._opened
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._failed_at is None:  # another node failed or joined: torch starts workers again without counting
@@ -180,7 +203,7 @@ class ProgressAgent(LocalElasticAgent):
 
 
 def restarted(config: Config) -> Config:
-    """What the ranks of a restart are told: the `resume` of the command was carried out by the first ones."""
+    """What ranks are told once the `resume` of the command was carried out by earlier ones."""
     return config.model_copy(update={"resume": "auto"})
 
 

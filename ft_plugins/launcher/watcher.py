@@ -81,6 +81,13 @@ class Watcher:
         """The newest iteration that all segments of this node hold complete. Raises ProtectionError."""
         return self._request("status", lambda client: newest_common(client.status()))
 
+    def opened_since(self, token: int) -> bool:
+        """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""
+        return self._request(
+            "status",
+            lambda client: any(segment["lineage_token"] >= token for segment in client.status()["segments"]),
+        )
+
     def end(self) -> None:
         """The job ended in order: no more watching, the segments removed, the SMP gone. Raises ProtectionError."""
         self.stop()

@@ -91,8 +91,10 @@ class SnapshotProcess:
                     "bytes": segment.shape.total,
                     "resident_bytes": segment.resident_bytes,
                     "owner_pid": segment.owner[0],
+                    "attached": segment.attached,
                     "completed": segment.completed,
                     "lineage": segment.lineage,
+                    "lineage_token": segment.lineage_token,
                     "slots": [
                         {
                             "state": slot.state.name,
@@ -129,6 +131,7 @@ class SnapshotProcess:
                 )
         for segment in self._segments.values():
             segment.owner = (0, 0)
+            segment.attached = False
         self._events.emit("smp.fence", token=self.token)
         return {"token": self.token}
 
@@ -164,6 +167,7 @@ class SnapshotProcess:
                 self._check_token(request)  # once more: a fence may have passed meanwhile
                 found.token = self.token
                 found.owner = (pid, liveness.started(pid))
+                found.attached = True
         return {"path": str(path), "resident_bytes": found.resident_bytes}
 
     def _reusable(

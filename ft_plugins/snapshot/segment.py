@@ -6,7 +6,7 @@ dies at any instruction leaves the old version or none, never a torn one. A head
 as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once by the SMP and reused over restarts.
 
     file   = header page | slot 0 | slot 1 | slot 2
-    header = magic, sizes, layout digest, token, lineage, completed, owner, fingerprint
+    header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, fingerprint
     slot   = header page (state, version, token, small size, cursor, seal) | digest table | small state | data
 
 In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery), `sweep` (CLI and next start).
@@ -52,6 +52,8 @@ _HEADER = {
             "completed",
             "owner_pid",
             "owner_started",
+            "lineage_token",
+            "attached",
         ]
     )
 }
@@ -211,6 +213,20 @@ class Segment:
         return self._word("lineage")
 
     @property
+    def lineage_token(self) -> int:
+        """The token under which the newest lineage was opened; 0 before the first."""
+        return self._word("lineage_token")
+
+    @property
+    def attached(self) -> bool:
+        """Whether a trainer of the running incarnation has attached, also if it has ended since."""
+        return bool(self._word("attached"))
+
+    @attached.setter
+    def attached(self, value: bool) -> None:
+        self._header[_HEADER["attached"]] = value
+
+    @property
     def completed(self) -> int:
         """The last iteration whose end this rank has reached, in any incarnation."""
         return self._word("completed")
@@ -245,6 +261,7 @@ class Segment:
             self.dirty(index, None, self.token)
         self.completed = base.iteration if base else 0
         self._header[_HEADER["lineage"]] = lineage
+        self._header[_HEADER["lineage_token"]] = self.token
 
     # ---- slots ----
 

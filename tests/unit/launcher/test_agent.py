@@ -243,10 +243,17 @@ def refuse(told: Told) -> None:
 
 
 def resume_as_told(told: Told) -> str:
+    """The first incarnation dies before any rank has attached, the second one when one rank has opened its lineage."""
     context = launch_context(os.environ)
-    assert context.config is not None
-    if context.restart == 0:
-        assert context.config.resume == "fresh"
+    assert context.config is not None and context.run_dir is not None
+    if context.restart < 2:
+        assert context.config.resume == "fresh", f"incarnation {context.restart}"
+        if context.restart == 1 and context.rank == 1:
+            forever()
+        if context.restart == 1:
+            capture(1)
+            with Client(context.run_dir) as client:
+                client.restore(context.rank, context.token, 5, None)
         os.kill(os.getpid(), signal.SIGKILL)
     return context.config.resume
 
@@ -311,9 +318,16 @@ def test_a_job_that_gets_further_is_restarted_more_often_than_that(node: Node) -
     assert (outcome.status, outcome.restarts, outcome.return_values) == ("succeeded", 6, {0: 6, 1: 6})
 
 
-def test_a_restart_resumes_from_memory_also_where_the_command_began_afresh(node: Node) -> None:
+def test_a_command_to_begin_afresh_holds_until_a_rank_has_begun_and_no_longer(node: Node) -> None:
     node.job = replace(node.job, config=Config.from_flags([*node.job.config.flags(), "--ftp-resume", "fresh"])[0])
-    assert node.run(resume_as_told).return_values == {0: "auto", 1: "auto"}
+    agent = node.start(wait_to_be_killed)
+    ranks = node.pids()
+    with Client(node.job.run_dir) as client:
+        client.restore(0, 1, 3, None)  # what an earlier ft-run opened is no beginning of this one's
+    agent.kill()
+    assert all(gone(pid) for pid in ranks.values())
+    outcome = node.run(resume_as_told)
+    assert (outcome.return_values, outcome.restarts) == ({0: "auto", 1: "auto"}, 2), outcome
 
 
 def test_an_explicit_number_of_restarts_is_respected(node: Node) -> None:
