@@ -129,7 +129,9 @@ class Watcher:
         job, config = self._job, self._job.config
         with self._busy:
             try:
-                pid = self._ensure(job.run_dir, job.name, job.node, config.orphan_seconds, config.faults, _CALL_SECONDS)
+                pid = self._ensure(
+                    job.run_dir, job.name, job.node, config.orphan_seconds, config.faults, _CALL_SECONDS, os.getpid()
+                )
                 with self._connect(job.run_dir, _CALL_SECONDS) as client:
                     client.watch(os.getpid())
             except (FtError, OSError, subprocess.SubprocessError) as error:

@@ -139,8 +139,20 @@ class Client:
         segments.remove(self._run_dir.parent.name, self._run_dir.name)  # left by one that was killed over it
 
 
-def ensure(run_dir: Path, job: str, node: str, orphan_seconds: float, faults: str = "", timeout: float = 30.0) -> int:
-    """Start the node's SMP outside of this process tree, or find it; returns its pid. Raises ProtectionError."""
+def ensure(
+    run_dir: Path,
+    job: str,
+    node: str,
+    orphan_seconds: float,
+    faults: str = "",
+    timeout: float = 30.0,
+    watch: int | None = None,
+) -> int:
+    """Start the node's SMP outside of this process tree, or find it; returns its pid.
+
+    One that is started watches `watch` from the beginning: it is never orphaned before it is told so. Raises
+    ProtectionError.
+    """
     if not liveness.held(run_dir / "smp.lock"):
         command = [
             sys.executable,
@@ -153,7 +165,7 @@ def ensure(run_dir: Path, job: str, node: str, orphan_seconds: float, faults: st
             "--node",
             node,
         ]
-        command += ["--orphan-seconds", str(orphan_seconds), "--faults", faults]
+        command += ["--orphan-seconds", str(orphan_seconds), "--faults", faults, "--watch", str(watch or 0)]
         with open(run_dir / "smp.log", "ab") as log:
             started = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout)
         if started.returncode != 0 and not liveness.held(run_dir / "smp.lock"):

@@ -302,11 +302,13 @@ class _Server:
         self._path.unlink(missing_ok=True)
 
 
-def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int) -> None:
-    """Run until ended in order or orphaned for `orphan_seconds`. Writes a byte to `ready` once it listens."""
+def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int, watch: int = 0) -> None:
+    """Run until ended in order or orphaned for `orphan_seconds`, process `watch` (0: none) being gone. Writes a byte to
+    `ready` once it listens."""
     events = Events(node)
     events.subscribe(file_sink(run_dir / "events.jsonl"))
     process = SnapshotProcess(run_dir, job, node, events)
+    process.watched = (watch, liveness.started(watch)) if watch else (0, 0)
     server = _Server(run_dir / "smp.sock", process, events)
     os.write(ready, b"1")
     os.close(ready)
@@ -361,6 +363,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--node", required=True)
     parser.add_argument("--orphan-seconds", type=float, required=True)
     parser.add_argument("--faults", default="")
+    parser.add_argument("--watch", type=int, default=0)
     options = parser.parse_args(argv)
     listening, ready = os.pipe()
     if os.fork() > 0:
@@ -376,7 +379,7 @@ def main(argv: list[str] | None = None) -> int:
     _detach(options.run_dir)
     os.chdir("/")
     faults.arm(options.faults)
-    serve(options.run_dir, options.job, options.node, options.orphan_seconds, ready)
+    serve(options.run_dir, options.job, options.node, options.orphan_seconds, ready, options.watch)
     return 0
 
 

@@ -31,7 +31,8 @@ class Snapshots:
         self.tokens = 0
         self.fence_error: Exception | None = None
 
-    def ensure(self, run_dir: Path, job: str, node: str, orphan: float, faults: str, timeout: float) -> int:
+    def ensure(self, run_dir: Path, job: str, node: str, orphan: float, faults: str, timeout: float, watch: int) -> int:
+        assert watch == os.getpid()
         if self.refusals:
             self.refusals -= 1
             raise ProtectionError("no memory")

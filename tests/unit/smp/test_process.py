@@ -24,6 +24,7 @@ import xxhash
 from ft_plugins.errors import BudgetError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
 from ft_plugins.events import Events
 from ft_plugins.smp import liveness, process, protocol
+from ft_plugins.smp.client import ensure
 from ft_plugins.smp.process import SnapshotProcess
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.segment import Segment, Shape
@@ -571,6 +572,19 @@ def test_one_that_nobody_ever_watched_ends_too(node: Node) -> None:
     subprocess.run([*command, "--node", node.name, "--run-dir", str(node.run_dir)], check=True, timeout=SECONDS)
     assert ended(int((node.run_dir / "smp.lock").read_text()), SECONDS)
     assert node.events("smp.end")[-1].fields["reason"] == "orphaned for 0 s"
+
+
+def test_one_without_patience_that_replaces_another_waits_for_whom_it_was_started_for(node: Node) -> None:
+    """Orphans end at once, and the one that was started is asked for nothing: the segments stay while ft-run lives."""
+    node.start()
+    path = attach(node)
+    node.kill()
+    with in_place_of_ft_run() as ft_run:
+        pid = ensure(node.run_dir, node.job, node.name, 0, watch=ft_run.pid)
+        assert not ended(pid, 1.0) and path.exists()
+        assert node.status()["watched_pid"] == ft_run.pid
+        ft_run.kill()
+    assert ended(pid, SECONDS) and not path.exists()
 
 
 # ---- superseded while its memory is being allocated ----
