@@ -62,7 +62,7 @@ class ReftConfig(SystemConfig):
         1, ge=1, description="take a snapshot after every so many iterations", json_schema_extra=_more("iterations")
     )
     bucket_mib: int = Field(
-        16, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
+        4, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
     )
 
 

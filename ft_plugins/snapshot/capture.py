@@ -25,7 +25,7 @@ import xxhash
 
 from .. import faults
 from ..errors import FencedError, InventoryError
-from .copiers import Copier, copier_for, flat_bytes
+from .copiers import Copier, as_words, copier_for, flat_bytes
 from .layout import Bucket, Layout
 from .segment import Segment
 from .slots import SLOTS, SlotState, Version, choose
@@ -179,8 +179,12 @@ class Capture:
         for piece in bucket.pieces:
             flat = self._flat[piece.item]
             destinations, sources = pieces.setdefault(flat.device, ([], []))
-            destinations.append(target[piece.offset : piece.offset + piece.nbytes])
-            sources.append(flat[piece.item_offset : piece.item_offset + piece.nbytes])
+            destination, source = as_words(
+                target[piece.offset : piece.offset + piece.nbytes],
+                flat[piece.item_offset : piece.item_offset + piece.nbytes],
+            )
+            destinations.append(destination)
+            sources.append(source)
         return pieces
 
     def _source_digest(self, bucket: Bucket) -> int:

@@ -3,7 +3,7 @@
 Invariant: when `copy` returns, the destination holds the bytes. The interpreter's lock is let go once per bucket, not
 once per tensor: beside a Python-bound step each re-entry can cost milliseconds.
 
-In: flat uint8 views of sources and destinations. Out: bytes in place.
+In: flat views of sources and destinations. Out: bytes in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Copier(Protocol):
         ...
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy each source into its destination (uint8, same sizes), and wait until that is done."""
+        """Copy each source into its destination (same dtype and size), and wait until that is done."""
         ...
 
     def close(self) -> None:
@@ -95,6 +95,13 @@ def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     flat = detached.as_strided((detached.numel(),), (1,))
     return flat.view(torch.uint8)
+
+
+def as_words(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two flat uint8 views as int64 where both allow it: torch copies bytes a third slower than words."""
+    if any(view.data_ptr() % 8 or view.numel() % 8 for view in (destination, source)):
+        return destination, source
+    return destination.view(torch.int64), source.view(torch.int64)
 
 
 def _dense(tensor: torch.Tensor) -> bool:

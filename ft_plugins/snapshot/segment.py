@@ -96,6 +96,11 @@ def path_of(job: str, node: str, rank: int) -> Path:
     return SHM / f"ftp-{job}@{node}-r{rank}"  # no name holds an '@', so two jobs never share a file
 
 
+def lock_of(job: str, node: str) -> Path:
+    """The file that the SMP of a job on a node keeps locked: beside the segments, wherever its run directory is."""
+    return SHM / f"ftp-{job}@{node}.lock"
+
+
 def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) -> None:
     """Allocate a segment and fault all of its pages in. Raises BudgetError when the memory is not there."""
     text = json.dumps(fingerprint, sort_keys=True).encode()
@@ -373,11 +378,11 @@ def segments_of(job: str, node: str) -> list[Path]:
 
 
 def remove(job: str, node: str) -> int:
-    """Remove the segments of a job on a node, half-made ones too. Returns how many."""
+    """Remove the segments of a job on a node, half-made ones too, and their lock file. Returns how many segments."""
     prefix = path_of(job, node, 0).name[:-1]
     half_made = [p for p in SHM.glob(f"{prefix}*.new") if p.stem.removeprefix(prefix).isdecimal()]
     paths = [*segments_of(job, node), *half_made]
-    for path in paths:
+    for path in [*paths, lock_of(job, node)]:
         path.unlink(missing_ok=True)
     return len(paths)
 

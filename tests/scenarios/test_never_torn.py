@@ -24,10 +24,12 @@ MANY = 10_000  # restarts: here a version may be restored often on purpose
 Spec = Callable[..., JobSpec]
 
 
-def fills(jobs: Spec, journal: Path, iterations: int, faults: str = "", mib: int = 256) -> JobSpec:
-    flags = ("--reft", *(("--ftp-faults", faults) if faults else ()))
+def fills(jobs: Spec, journal: Path, iterations: int, faults: str = "", mib: int = 256, ranks: int = 1) -> JobSpec:
+    """Several ranks hold the same tensors, and each captures its share of them."""
+    flags = ("--reft", "--reft-bucket-mib", "16", *(("--ftp-faults", faults) if faults else ()))
     argv = ("--iterations", str(iterations), "--mib", str(mib), "--journal", str(journal))
-    return jobs(entry=ENTRY, argv=argv, flags=flags, max_restarts=MANY)
+    argv += ("--replicated",) if ranks > 1 else ()
+    return jobs(entry=ENTRY, argv=argv, flags=flags, max_restarts=MANY, nproc=ranks)
 
 
 def assert_never_torn(found: Sequence[Entry]) -> None:
@@ -80,6 +82,52 @@ def test_a_trainer_killed_at_every_named_point_in_turn_resumes_a_complete_versio
     assert_never_torn(found)
     assert_at_most_one_lost(job)
     assert found[-1]["ended"] == 40
+
+
+POINTS_OF_ONE_OF_TWO = [
+    "capture.begin@hit=3",
+    "capture.bucket.begin@bucket=0",
+    "capture.bucket.end@bucket=3",
+    "capture.bucket.begin@bucket=7",
+    "capture.seal.before@hit=3",
+    "capture.seal.after@hit=3",
+    "attach.before",
+    "attach.after",
+    "restore.begin",
+    "restore.tensors",
+    "restore.opened",
+    "restore.end",
+    "update.begin@hit=2",
+    "iteration.forward@hit=2",
+]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_of_two_ranks_killed_at_every_named_point_in_turn_leaves_both_with_one_complete_version(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, killed: int
+) -> None:
+    """What is restored is put together from both shares: one rank may have sealed a version that the other has not."""
+    points = ["iteration.forward@hit=5", *POINTS_OF_ONE_OF_TWO]
+    faults = ";".join(
+        f"{point}{',' if '@' in point else '@'}rank={killed},restart={number}:kill"
+        for number, point in enumerate(points)
+    )
+    journal = tmp_path / "journal"
+    job = torch_server.start(fills(jobs, journal, 40, faults, ranks=2))
+    outcome = job.wait(180)
+    assert outcome["status"] == "succeeded", job.tail()
+    assert outcome["restarts"] == len(points), "every point was reached and killed the one rank"
+    found = entries(journal)
+    assert_never_torn(found)
+    assert_at_most_one_lost(job)
+    restored: dict[int, set[int]] = {}
+    for entry in found:
+        if "restored" in entry:
+            restored.setdefault(entry["restart"], set()).add(entry["restored"])
+    assert all(len(versions) == 1 for versions in restored.values()), "both ranks restore the same version"
+    reached = [next(iter(versions)) for _, versions in sorted(restored.items())]
+    assert reached == sorted(reached) and reached[-1] > reached[1] > 0, "and a later restart never an older one"
+    assert [entry["ended"] for entry in found if "ended" in entry] == [40, 40]
 
 
 @pytest.mark.parametrize("point", ["shutdown.before", "shutdown.after"])

@@ -39,7 +39,9 @@ class Node:
     started: list[subprocess.Popen[bytes]]
 
     def trainer(self, token: int, iterations: int, faults: str = "") -> subprocess.Popen[bytes]:
-        config = Config.from_flags(["--reft", *(["--ftp-faults", faults] if faults else [])])[0]
+        config = Config.from_flags(
+            ["--reft", "--reft-bucket-mib", "16", *(["--ftp-faults", faults] if faults else [])]
+        )[0]
         context = LaunchContext(config, self.run_dir, token, os.getpid(), 0, 0, 1, 1, 0, token - 1)
         words = ["--iterations", str(iterations), "--mib", "64", "--journal", str(self.journal)]
         command = [sys.executable, "-c", f"from ft_plugins.rig import fills; fills.main({words!r})"]

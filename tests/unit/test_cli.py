@@ -132,7 +132,7 @@ def test_config_lists_every_key(ft_plugins: Command) -> None:
 def test_config_as_json_is_a_block_that_is_accepted(ft_plugins: Command) -> None:
     block = json.loads(ft_plugins("config", "--format", "json"))["ft_plugins"]
     assert Config.from_json(block).systems == ("reft",)
-    assert block["reft"] == {"interval": 1, "bucket_mib": 16}
+    assert block["reft"] == {"interval": 1, "bucket_mib": 4}
 
 
 def test_config_turns_flags_into_the_other_spellings(ft_plugins: Command) -> None:

@@ -115,7 +115,7 @@ def test_the_table_shows_every_effective_value_and_marks_the_defaults() -> None:
     assert len(table) == 1 + len(keys())
     rows = [line.split() for line in table]
     assert ["--reft-interval", "3", "iterations"] in rows
-    assert ["--reft-bucket-mib", "16", "MiB", "default"] in rows
+    assert ["--reft-bucket-mib", "4", "MiB", "default"] in rows
     assert ["--ftp-orphan-seconds", "1800", "seconds", "default"] in rows
 
 
