@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import Config
-from ..errors import FencedError, FtError, ProtectionError
+from ..errors import BusyError, FencedError, FtError, ProtectionError
 from ..events import Events
 from ..smp import client as smp
 from .restarts import newest_common
@@ -67,7 +67,8 @@ class Watcher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
-        """Bring the SMP up and watch it from now on; returns its pid. Raises ProtectionError when it cannot be had."""
+        """Bring the SMP up and watch it from now on; returns its pid. Raises ProtectionError when it cannot be had,
+        BusyError when the memory of this job is another's."""
         self._bring_up()
         self._thread = threading.Thread(target=self._watch, name="ft-smp-watcher", daemon=True)
         self._thread.start()
@@ -125,7 +126,7 @@ class Watcher:
         self._thread = None
 
     def _bring_up(self) -> None:
-        """Start or find the SMP, and tell it whom to watch. Raises ProtectionError."""
+        """Start or find the SMP, and tell it whom to watch. Raises ProtectionError, BusyError."""
         job, config = self._job, self._job.config
         with self._busy:
             try:
@@ -134,6 +135,8 @@ class Watcher:
                 )
                 with self._connect(job.run_dir, _CALL_SECONDS) as client:
                     client.watch(os.getpid())
+            except BusyError:
+                raise
             except (FtError, OSError, subprocess.SubprocessError) as error:
                 raise ProtectionError(f"there is no SMP on node {job.node}: {error}") from error
             if pid != self._pid:
@@ -171,7 +174,7 @@ class Watcher:
                 try:
                     self._bring_up()
                     break
-                except ProtectionError as error:  # training goes on unprotected: an alarm, and another try
+                except (ProtectionError, BusyError) as error:  # training goes on unprotected: an alarm, and another try
                     self._events.emit("protection.lost", reason=str(error))
                 if self._stopped_within(pause):
                     return

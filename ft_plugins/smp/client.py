@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import ProtectionError, ProtocolError
+from ..errors import BusyError, ProtectionError, ProtocolError
 from ..snapshot import segment as segments
 from ..snapshot.segment import Shape
 from ..snapshot.slots import Version
@@ -151,7 +151,7 @@ def ensure(
     """Start the node's SMP outside of this process tree, or find it; returns its pid.
 
     One that is started watches `watch` from the beginning: it is never orphaned before it is told so. Raises
-    ProtectionError.
+    BusyError when the SMP of another run directory has the memory of this job, ProtectionError for all else.
     """
     if not liveness.held(run_dir / "smp.lock"):
         command = [
@@ -169,6 +169,13 @@ def ensure(
         with open(run_dir / "smp.log", "ab") as log:
             started = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout)
         if started.returncode != 0 and not liveness.held(run_dir / "smp.lock"):
+            lock = segments.lock_of(job, node)
+            if liveness.held(lock):
+                raise BusyError(
+                    f"job {job} has memory on node {node} already, of the SMP with pid {lock.read_text()} in another "
+                    f"run directory ({lock} is locked; was XDG_RUNTIME_DIR another one?); end that job where it was "
+                    "started, or name this one otherwise with --ftp-job"
+                )
             raise ProtectionError(f"the SMP of node {node} did not start; see {run_dir / 'smp.log'}")
     with Client(run_dir, timeout) as client:
         return int(client.status()["pid"])

@@ -85,12 +85,24 @@ def held(lock: Path) -> bool:
 
 def acquire(lock: Path) -> int | None:
     """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        if _is(lock, descriptor):
+            break
+        os.close(descriptor)  # its owner has removed it in between: a lock that nobody else would find
     os.ftruncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Whether `path` names the file that is open as `descriptor`."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -31,6 +31,7 @@ from . import liveness, protocol
 
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
+_PREDECESSOR_SECONDS = 1.0  # for the kernel to let go of what an SMP that was killed just now has locked
 _CONNECTIONS = 4096
 _RANKS = 1 << 32  # a number beyond is no rank
 
@@ -377,10 +378,31 @@ def main(argv: list[str] | None = None) -> int:
     if lock is None:
         os._exit(0)  # another SMP was quicker; whoever asked will find that one
     _detach(options.run_dir)
+    owned = _own_memory(options.job, options.node)
+    if owned is None:
+        print(f"another SMP owns the memory of job {options.job} on node {options.node}", file=sys.stderr, flush=True)
+        os._exit(1)
     os.chdir("/")
     faults.arm(options.faults)
-    serve(options.run_dir, options.job, options.node, options.orphan_seconds, ready, options.watch)
+    try:
+        serve(options.run_dir, options.job, options.node, options.orphan_seconds, ready, options.watch)
+    except BaseException:
+        if not segments.segments_of(options.job, options.node):
+            segments.lock_of(options.job, options.node).unlink(missing_ok=True)
+        raise
     return 0
+
+
+def _own_memory(job: str, node: str) -> int | None:
+    """Lock what lies in shared memory for the life of this process; None when the SMP of another run directory has.
+
+    Run directories differ between logins, cron and batch systems, /dev/shm does not: two SMPs with one job would take
+    each other's segments over, and end each other's trainers.
+    """
+    deadline = time.monotonic() + _PREDECESSOR_SECONDS
+    while (descriptor := liveness.acquire(segments.lock_of(job, node))) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return descriptor
 
 
 def _detach(run_dir: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.config import Config
-from ft_plugins.errors import FencedError, ProtectionError, ProtocolError
+from ft_plugins.errors import BusyError, FencedError, ProtectionError, ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.watcher import Job, Watcher
 
@@ -123,6 +123,14 @@ def test_it_raises_when_there_is_none_at_the_start(story: Story) -> None:
     with pytest.raises(ProtectionError, match="node n.*no memory"):
         story.watcher.start()
     story.watcher.end()  # nothing to end
+
+
+def test_memory_that_is_anothers_is_no_alarm_but_the_end(story: Story) -> None:
+    story.smp.ensure = lambda *_: (_ for _ in ()).throw(BusyError("pid 7 has it"))  # type: ignore[method-assign]
+    watcher = Watcher(story.watcher._job, Events("n"), story.smp.ensure, story.smp.connect)
+    with pytest.raises(BusyError, match="^pid 7 has it$"):
+        watcher.start()
+    watcher.stop()
 
 
 def test_a_request_waits_for_the_new_smp(story: Story) -> None:

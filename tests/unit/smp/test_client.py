@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.errors import BudgetError, ProtectionError, ProtocolError
+from ft_plugins.errors import BudgetError, BusyError, ProtectionError, ProtocolError
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness, protocol
-from ft_plugins.smp.client import Client, sweep
-from ft_plugins.snapshot.segment import Shape, create, path_of
+from ft_plugins.smp.client import Client, ensure, sweep
+from ft_plugins.snapshot.segment import Shape, create, lock_of, path_of
 
 SHAPE = Shape(100, 100, 1, 1)
 
@@ -117,6 +117,24 @@ def test_starting_one_that_is_there_starts_nothing(node: Any, monkeypatch: pytes
     pid = node.start()
     monkeypatch.setattr(smp.subprocess, "run", lambda *command, **how: pytest.fail("a process was started"))
     assert node.start() == pid
+
+
+def test_the_memory_of_a_job_has_one_smp_whatever_its_run_directory(node: Any, tmp_path: Path) -> None:
+    """A login and a batch system give one user two run directories, and both see one /dev/shm."""
+    pid = node.start()
+    with node.client() as client:
+        path = client.attach(0, 0, SHAPE, {}, fresh=False)
+    inode = path.stat().st_ino
+    with pytest.raises(BusyError, match=f"pid {pid} in another run directory .*{lock_of(node.job, 'n')}.*--ftp-job"):
+        ensure(tmp_path, node.job, node.name, 60)
+    assert node.status()["token"] == 0 and path.stat().st_ino == inode
+    assert not liveness.held(tmp_path / "smp.lock")
+    node.kill()  # its memory is free, and another run directory's SMP adopts it
+    ensure(tmp_path, node.job, node.name, 60)
+    with Client(tmp_path) as client:
+        assert [entry["path"] for entry in client.status()["segments"]] == [str(path)]
+        client.end()
+    assert not path.exists() and not lock_of(node.job, "n").exists()
 
 
 # ---- sweep ----
