@@ -17,6 +17,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -89,7 +90,8 @@ def _end(error: FtError) -> NoReturn:
     """End at once, before destructors close sockets and peers fail: the report comes first, for the agent to read."""
     context = launch_context(os.environ)
     message = " ".join(str(error).split())
-    line = f"ft_plugins: rank {context.rank}: {message}"
+    named = re.match(r"rank \d+: ", message)  # most errors name the rank that they are about
+    line = f"ft_plugins: {message}" if named else f"ft_plugins: rank {context.rank}: {message}"
     code = _EXIT_FAILED if isinstance(error, ProtocolError) else EXIT_REFUSED
     if not _report(line, code) or code == _EXIT_FAILED:
         print(line, file=sys.stderr)  # where an agent reads the report of a refusal, it prints the line: once

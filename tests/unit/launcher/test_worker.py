@@ -96,6 +96,12 @@ def test_an_error_of_ours_is_reported_to_the_agent_in_one_line_without_a_traceba
     assert message["errorCode"] == 78
 
 
+def test_an_error_that_names_its_rank_is_not_told_twice_whose_it_is(tmp_path: Path) -> None:
+    forked(tmp_path, "from ft_plugins.errors import *\nraise ResumeError('rank 3: data changed')")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ft_plugins: rank 3: data changed"
+
+
 def test_a_lost_smp_is_an_error_that_a_restart_may_cure(tmp_path: Path) -> None:
     script = "from ft_plugins.errors import *\nraise ProtocolError('the SMP hung up')"
     code, _, error = forked(tmp_path, script)
