@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -169,7 +169,7 @@ def _row(report: Mapping[str, Any]) -> list[str]:
     ft_run = "running" if report["ft_run_alive"] else "gone"
     if not report["alive"]:
         return [report["job"], report["node"], "gone", ft_run, "", "", "", "", ""]
-    segments = report["segments"]
+    segments, newest = report["segments"], smp.newest_common(report)
     return [
         report["job"],
         report["node"],
@@ -178,19 +178,9 @@ def _row(report: Mapping[str, Any]) -> list[str]:
         str(report["token"]),
         str(len(segments)),
         f"{sum(segment['bytes'] for segment in segments) / 2**20:.1f} MiB",
-        _newest(segments),
+        f"iteration {newest.iteration}, lineage {newest.lineage}" if newest else "none yet",
         str(min((segment["completed"] for segment in segments), default="")),
     ]
-
-
-def _newest(segments: Sequence[Mapping[str, Any]]) -> str:
-    """The newest version that every segment of this node holds complete."""
-    held = [
-        {(slot["lineage"], slot["iteration"]) for slot in segment["slots"] if slot["state"] == "CLEAN"}
-        for segment in segments
-    ]
-    common = set.intersection(*held) if held else set()
-    return "iteration {1}, lineage {0}".format(*max(common)) if common else "none yet"
 
 
 def _everything() -> Config:

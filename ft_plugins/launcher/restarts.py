@@ -9,9 +9,9 @@ In: how workers ended, and the newest restorable version at each failure. Out: a
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import EXIT_REFUSED
 
@@ -61,19 +61,6 @@ def root_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
         return (not failure.refused, not killed, failure.time)
 
     return min(failures, key=order)
-
-
-def newest_common(status: Mapping[str, Any]) -> int | None:
-    """The newest iteration that every segment of an SMP's `status` holds complete; None if there is none.
-
-    Versions of two lineages are never taken for one another.
-    """
-    complete = [
-        {(slot["lineage"], slot["iteration"]) for slot in segment["slots"] if slot["state"] == "CLEAN"}
-        for segment in status["segments"]
-    ]
-    common = set.intersection(*complete) if complete else set()
-    return max(iteration for _, iteration in common) if common else None
 
 
 def restores_so_far(versions: Sequence[int | None]) -> int:

@@ -24,7 +24,6 @@ from ..config import Config
 from ..errors import BusyError, FencedError, FtError, ProtectionError
 from ..events import Events
 from ..smp import client as smp
-from .restarts import newest_common
 
 _CALL_SECONDS = 30.0  # for one request, connecting included; a fence may wait for the kernel to end a process
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts of an SMP that does not stay
@@ -79,8 +78,9 @@ class Watcher:
         return self._request("fence", lambda client: int(client.fence()))
 
     def newest(self) -> int | None:
-        """The newest iteration that all segments of this node hold complete. Raises ProtectionError."""
-        return self._request("status", lambda client: newest_common(client.status()))
+        """The newest iteration that all ranks of this node hold complete. Raises ProtectionError."""
+        found = self._request("status", lambda client: smp.newest_common(client.status()))
+        return found.iteration if found else None
 
     def opened_since(self, token: int) -> bool:
         """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""

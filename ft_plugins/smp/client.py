@@ -181,6 +181,20 @@ def ensure(
         return int(client.status()["pid"])
 
 
+def newest_common(status: Mapping[str, Any]) -> Version | None:
+    """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none.
+
+    The ranks are those of the incarnation that runs or ran last: a wider earlier one has left segments which stand
+    still. Before any rank of it has attached, all count. Versions of two lineages are never taken for one another.
+    """
+    attached = [segment for segment in status["segments"] if segment["attached"]] or status["segments"]
+    complete = [
+        {Version(slot["lineage"], slot["iteration"]) for slot in segment["slots"] if slot["state"] == "CLEAN"}
+        for segment in attached
+    ]
+    return max(set.intersection(*complete), default=None) if complete else None
+
+
 def sweep(base: Path, older_than_seconds: float) -> list[Path]:
     """Remove what no living job owns: for every run directory `base`/job/node whose SMP and ft-run are both gone for
     longer than `older_than_seconds`, its segments. Returns the removed files."""

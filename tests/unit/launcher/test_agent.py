@@ -23,12 +23,11 @@ from ft_plugins import events
 from ft_plugins.config import Config, launch_context, run_directory
 from ft_plugins.errors import BusyError, ConfigError
 from ft_plugins.launcher.launch import Outcome, launch
-from ft_plugins.launcher.restarts import newest_common
 from ft_plugins.launcher.watcher import Job
 from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client
+from ft_plugins.smp.client import Client, newest_common
 from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.segment import Segment, Shape, path_of
 from ft_plugins.snapshot.slots import Version, choose
 
 WAIT = 90.0
@@ -171,7 +170,10 @@ def wait_for_version(iteration: int) -> None:
     assert run_dir is not None
     deadline = time.monotonic() + WAIT
     with Client(run_dir) as client:
-        while (status := client.status()) and (len(status["segments"]) < 2 or newest_common(status) != iteration):
+        while (status := client.status()) and (
+            sum(segment["attached"] for segment in status["segments"]) < 2
+            or newest_common(status) != Version(1, iteration)
+        ):
             assert time.monotonic() < deadline, status
 
 
@@ -316,6 +318,12 @@ def test_a_job_that_fails_after_the_same_version_each_time_is_stopped(node: Node
 def test_a_job_that_gets_further_is_restarted_more_often_than_that(node: Node) -> None:
     outcome = node.run(fail_with_progress)
     assert (outcome.status, outcome.restarts, outcome.return_values) == ("succeeded", 6, {0: 6, 1: 6})
+
+
+def test_a_job_that_gets_further_is_restarted_also_beside_the_segments_of_a_wider_earlier_one(node: Node) -> None:
+    segments.create(path_of(node.job.name, "n", 2), SHAPE, 2, {"job": "test"})
+    outcome = node.run(fail_with_progress)
+    assert (outcome.status, outcome.restarts) == ("succeeded", 6), outcome.reason
 
 
 def test_a_command_to_begin_afresh_holds_until_a_rank_has_begun_and_no_longer(node: Node) -> None:

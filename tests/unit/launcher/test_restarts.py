@@ -13,7 +13,6 @@ from ft_plugins.launcher.restarts import (
     RESTORES_OF_ONE_VERSION,
     WorkerFailure,
     judge,
-    newest_common,
     restores_so_far,
     root_cause,
 )
@@ -101,28 +100,3 @@ def test_what_no_restart_can_cure_is_never_restarted() -> None:
 )
 def test_the_cause_is_told_from_what_followed(failures: list[WorkerFailure], cause: int) -> None:
     assert root_cause(failures).rank == cause
-
-
-def status(*segments: list[tuple[str, int, int]]) -> dict[str, object]:
-    return {
-        "segments": [
-            {"slots": [{"state": state, "lineage": lineage, "iteration": k} for state, lineage, k in slots]}
-            for slots in segments
-        ]
-    }
-
-
-def test_the_newest_version_is_one_that_every_segment_holds_complete() -> None:
-    ahead = [("CLEAN", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
-    behind = [("DIRTY", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
-    assert newest_common(status(ahead, behind)) == 5
-    assert newest_common(status(ahead)) == 6
-
-
-def test_versions_of_two_lineages_are_not_one() -> None:
-    assert newest_common(status([("CLEAN", 1, 6), ("CLEAN", 1, 5)], [("CLEAN", 2, 6), ("CLEAN", 1, 5)])) == 5
-
-
-def test_without_segments_or_complete_slots_there_is_no_version() -> None:
-    assert newest_common({"segments": []}) is None
-    assert newest_common(status([("EMPTY", 0, 0)], [("CLEAN", 1, 1)])) is None

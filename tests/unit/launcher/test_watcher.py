@@ -62,7 +62,7 @@ class Snapshots:
         return self.tokens
 
     def status(self) -> dict[str, Any]:
-        return {"segments": [{"slots": [{"state": "CLEAN", "lineage": 1, "iteration": 4}]}]}
+        return {"segments": [{"attached": True, "slots": [{"state": "CLEAN", "lineage": 1, "iteration": 4}]}]}
 
     def end(self) -> None:
         self.kill()

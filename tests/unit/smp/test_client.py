@@ -7,7 +7,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 from ft_plugins.errors import BudgetError, BusyError, ProtectionError, ProtocolError
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness, protocol
-from ft_plugins.smp.client import Client, ensure, sweep
+from ft_plugins.smp.client import Client, ensure, newest_common, sweep
 from ft_plugins.snapshot.segment import Shape, create, lock_of, path_of
+from ft_plugins.snapshot.slots import Version
 
 SHAPE = Shape(100, 100, 1, 1)
 
@@ -135,6 +137,60 @@ def test_the_memory_of_a_job_has_one_smp_whatever_its_run_directory(node: Any, t
         assert [entry["path"] for entry in client.status()["segments"]] == [str(path)]
         client.end()
     assert not path.exists() and not lock_of(node.job, "n").exists()
+
+
+# ---- the newest version ----
+
+Slots = list[tuple[str, int, int]]
+
+
+def status(attached: Sequence[Slots], others: Sequence[Slots] = ()) -> dict[str, Any]:
+    """Segments of ranks that have attached in this incarnation, and of others."""
+    return {
+        "segments": [
+            {
+                "attached": index < len(attached),
+                "slots": [{"state": state, "lineage": lineage, "iteration": k} for state, lineage, k in slots],
+            }
+            for index, slots in enumerate([*attached, *others])
+        ]
+    }
+
+
+def test_the_newest_version_is_one_that_every_segment_holds_complete() -> None:
+    ahead = [("CLEAN", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
+    behind = [("DIRTY", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
+    assert newest_common(status([ahead, behind])) == Version(1, 5)
+    assert newest_common(status([ahead])) == Version(1, 6)
+
+
+def test_versions_of_two_lineages_are_not_one() -> None:
+    two = status([[("CLEAN", 1, 6), ("CLEAN", 1, 5)], [("CLEAN", 2, 6), ("CLEAN", 1, 5)]])
+    assert newest_common(two) == Version(1, 5)
+
+
+def test_without_segments_or_complete_slots_there_is_no_version() -> None:
+    assert newest_common({"segments": []}) is None
+    assert newest_common(status([[("EMPTY", 0, 0)], [("CLEAN", 1, 1)]])) is None
+
+
+def test_ranks_of_a_wider_earlier_run_hide_no_progress_and_count_only_until_one_has_attached() -> None:
+    running, left = [[("CLEAN", 2, 9)]], [[("CLEAN", 1, 3)]]
+    assert newest_common(status(running, left)) == Version(2, 9)
+    assert newest_common(status([], left * 2)) == Version(1, 3)
+
+
+def test_who_has_attached_is_told_until_the_next_fence(node: Any) -> None:
+    node.start()
+    with node.client() as client:
+        for rank in (0, 1):
+            client._ask(
+                "attach", rank=rank, token=0, shape=asdict(SHAPE), fingerprint={}, pid=0, fresh=False
+            )  # by nobody: the fence kills nobody
+        client.shutdown(1, 0)
+        assert [segment["attached"] for segment in client.status()["segments"]] == [True, True]
+        client.fence()
+        assert [segment["attached"] for segment in client.status()["segments"]] == [False, False]
 
 
 # ---- sweep ----
