@@ -8,15 +8,18 @@ In: a `JobSpec`. Out: a `RunningJob` with the agent's pid, its log and, when it 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
+import mmap
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,6 +30,9 @@ from typing import Any
 from ..config import Config, run_directory
 from ..events import Event, read
 from ..smp import protocol
+
+_FORK_SECONDS = 60.0  # for the ranks of one incarnation to be forked
+_LOOK_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,28 @@ def load(entry: str) -> Any:
     return getattr(module, function) if function else module
 
 
+def _together(entry: Callable[..., Any], nproc: int) -> Callable[..., Any]:
+    """`entry` in ranks that begin once the last one of an incarnation has been forked.
+
+    A rank that connects to the agent's store has a thread of the agent look up a name; a rank forked in that moment
+    inherits the resolver's lock of the C library, which nobody will ever release, and hangs in its own first lookup.
+    """
+    begun = memoryview(mmap.mmap(-1, 4 * nproc)).cast("i")  # by local rank: the incarnation that has begun, from 1
+
+    @functools.wraps(entry)
+    def run(*args: Any) -> Any:
+        incarnation = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+        begun[int(os.environ["LOCAL_RANK"])] = incarnation
+        deadline = time.monotonic() + _FORK_SECONDS
+        while any(seen < incarnation for seen in begun):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all ranks were forked within {_FORK_SECONDS:.0f} s: {begun.tolist()}")
+            time.sleep(_LOOK_SECONDS)
+        return entry(*args)
+
+    return run
+
+
 def _run(spec: JobSpec) -> dict[str, Any]:
     """What ft-run does with a command line, for a spec."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -173,7 +201,7 @@ def _run(spec: JobSpec) -> dict[str, Any]:
         logs_specs=DefaultLogsSpecs(),
         local_addr="localhost",
     )
-    entry: Callable[..., Any] = load(spec.entry)
+    entry = _together(load(spec.entry), spec.nproc)
     job = Job(config, spec.name, spec.node, spec.run_dir) if config.systems else None
     outcome = launch(launch_config, entry, (list(spec.argv),), job=job, bounded=spec.max_restarts is not None)
     return {"status": outcome.status, "reason": outcome.reason, "restarts": outcome.restarts}
