@@ -32,7 +32,8 @@ from . import liveness, protocol
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
 _PREDECESSOR_SECONDS = 1.0  # for the kernel to let go of what an SMP that was killed just now has locked
-_CONNECTIONS = 4096
+_CONNECTIONS = 512  # at once: with the segments and their locks still fewer than the 1024 files of a usual limit
+_ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 _RANKS = 1 << 32  # a number beyond is no rank
 
 
@@ -64,7 +65,7 @@ class SnapshotProcess:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one request. Errors of this package become refusals."""
+        """Carry out one request. Errors of this package and of the system become refusals."""
         name = request.get("do")
         if not isinstance(name, str) or name not in protocol.REQUESTS:
             return protocol.refusal(ProtocolError(f"'{name}' is no request; known are {sorted(protocol.REQUESTS)}"))
@@ -72,9 +73,10 @@ class SnapshotProcess:
         try:
             with nullcontext() if name == "attach" else self._lock:  # attach takes the lock where it needs it
                 reply = {"ok": True, **getattr(self, f"_{name}")(request)}
-        except FtError as error:
-            self._events.emit("smp.refused", request=name, reason=str(error))
-            reply = protocol.refusal(error)
+        except (FtError, OSError) as error:
+            refused = _in_words(name, request, error) if isinstance(error, OSError) else error
+            self._events.emit("smp.refused", request=name, reason=str(refused))
+            reply = protocol.refusal(refused)
         faults.reach(f"smp.{name}.after", adopted=self.adopted)
         return reply
 
@@ -229,6 +231,14 @@ class SnapshotProcess:
         self.ended.set()
 
 
+def _in_words(name: str, request: dict[str, Any], error: OSError) -> FtError:
+    """What the system would not let us do: for good where a segment's file is in question, else perhaps not again."""
+    reason = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    if name == "attach":
+        return SegmentError(f"rank {request.get('rank')}: no segment can be made ({reason}); remove what is in its way")
+    return ProtocolError(f"the SMP could not carry out '{name}' ({reason})")
+
+
 def _plain(rank: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
     """The fingerprint as a segment's header gives it back. Raises ProtocolError for more than plain values."""
     try:
@@ -284,8 +294,14 @@ class _Server:
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self._socket.accept()
             self._places.acquire()
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:  # out of files, or the peer is gone already: the next one may be let in
+                self._places.release()
+                self._events.emit("smp.hangup", reason=f"a connection could not be accepted: {error}")
+                self._process.ended.wait(_ACCEPT_PAUSE_SECONDS)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="smp-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

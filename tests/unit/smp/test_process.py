@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import select
 import signal
 import socket
@@ -467,6 +469,35 @@ def test_malformed_input_is_answered_by_a_close_and_an_event_and_it_serves_on(no
         assert hung_up(node, raw) == b""
         assert len(node.events("smp.hangup")) == count
     assert node.status()["pid"] == pid
+
+
+def test_without_a_file_to_spare_it_lets_nobody_in_and_serves_on_once_there_is_one(node: Node) -> None:
+    pid = node.start()
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = next(number for number in itertools.count() if number not in used)  # for the connection it waits for
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free + 1, before[1]))
+    with node.client() as last, node.client() as client:
+        assert last.status()["pid"] == pid, "the last one for whom there is a file"
+        client._connection.settimeout(0.5)
+        protocol.send(client._connection, {"do": "status"})
+        with pytest.raises(TimeoutError):
+            protocol.receive(client._connection)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        client._connection.settimeout(SECONDS)
+        answered = protocol.receive(client._connection)
+        assert answered is not None and answered["pid"] == pid
+
+
+def test_a_path_that_the_system_does_not_give_is_refused_by_name_and_it_serves_on(node: Node) -> None:
+    pid = node.start()
+    node.segment(0).mkdir()
+    try:
+        with pytest.raises(SegmentError, match=f"rank 0: no segment can be made .*directory: {node.segment(0)}"):
+            attach(node, fresh=True)
+    finally:
+        node.segment(0).rmdir()
+    assert node.status()["pid"] == pid and attach(node, fresh=True).exists()
 
 
 ATTACH = {"do": "attach", "rank": 0, "token": 0, "shape": asdict(SHAPE), "fingerprint": {}, "pid": 0, "fresh": False}
