@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,16 +68,25 @@ numbers = itertools.count()
 
 
 class FtRun:
-    """One ft-run, its output of all ranks read as it comes."""
+    """One ft-run, its output of all ranks read as it comes; with `shell`, `process` is its parent, a shell.
 
-    def __init__(self, folder: Path, *words: str, **environment: str) -> None:
+    `terminal`, a descriptor, becomes the controlling terminal of a session that the shell leads, as of a login.
+    """
+
+    def __init__(
+        self, folder: Path, *words: str, shell: bool = False, terminal: int | None = None, **environment: str
+    ) -> None:
         self.output = ""
+        command = [sys.executable, "-m", "ft_plugins.launcher.command", *words]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ft_plugins.launcher.command", *words],
+            ["bash", "-c", f"{shlex.join(command)}; exit $?"] if shell else command,
             cwd=folder,
             env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)} | environment,
+            stdin=terminal,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=terminal is not None,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
 
     def read_until(self, text: str | None) -> None:
@@ -104,10 +118,11 @@ class Job:
         self.nodes: set[str] = set()
         (folder / "train.py").write_text(TRAINER)
 
-    def start(self, *words: str, node: str = "a", script: str = "train.py", **environment: str) -> FtRun:
+    def start(self, *words: str, node: str = "a", script: str = "train.py", **options: Any) -> FtRun:
+        """`options` are those of FtRun, and the environment."""
         self.nodes.add(node)
         ours = ("--reft", "--ftp-job", self.name, "--ftp-node-name", node)
-        run = FtRun(self.folder, *words, *ours, script, "--lr", "1", **environment)
+        run = FtRun(self.folder, *words, *ours, script, "--lr", "1", **options)
         self.runs.append(run)
         return run
 
@@ -181,6 +196,57 @@ def test_a_job_outlives_its_smp_and_then_its_ft_run_while_a_second_ft_run_is_kep
     found = LAST_LINE.search(again.output)
     assert found and int(found[1]) in (2, 3), again.output
     assert job.left_behind() == []
+
+
+@contextmanager
+def ended(pid: int) -> Iterator[None]:
+    """Nothing of ft-run `pid` outlives this, also where an assertion fails."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.close(descriptor)
+
+
+def test_a_job_whose_parent_shell_is_killed_goes_on(job: Job, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    os.mkfifo(hold)
+    run = job.start("--nproc-per-node", "2", shell=True, HOLD=str(hold))
+    run.read_until("holding in 4")
+    [launcher] = [event.pid for event in job.events("job.start")]
+    assert launcher != run.process.pid
+    with ended(launcher):
+        run.process.kill()
+        assert run.process.wait(WAIT) == -signal.SIGKILL
+        hold.write_text("go on")
+        run.end()
+    found = LAST_LINE.search(run.output)
+    assert found and (found[1], found[2]) == ("0", "0"), run.output
+    assert [event.fields["status"] for event in job.events("job.end")] == ["succeeded"]
+    assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
+
+
+def test_a_job_whose_terminal_hangs_up_with_its_shell_resumes_by_the_same_command(job: Job, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    os.mkfifo(hold)
+    ours, theirs = os.openpty()
+    run = job.start("--nproc-per-node", "2", shell=True, terminal=theirs, HOLD=str(hold))
+    os.close(theirs)
+    run.read_until("holding in 4")
+    [launcher] = [event.pid for event in job.events("job.start")]
+    with ended(launcher):
+        run.process.kill()  # the leader of the session: the kernel hangs up on ft-run
+        run.end()  # the ranks have ended too: nobody holds the pipe any more
+    os.close(ours)
+    assert job.left_behind() != [], "the SMP has outlived the hang-up"
+
+    again = job.start("--nproc-per-node", "2")
+    assert again.end() == 0, again.output
+    found = LAST_LINE.search(again.output)
+    assert found and int(found[1]) in (2, 3), again.output
+    assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
 
 
 def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:

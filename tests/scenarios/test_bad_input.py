@@ -176,6 +176,31 @@ def test_without_an_smp_required_protection_is_refused_and_a_job_without_it_trai
     assert "protection.lost" in without.stderr, "the alarm"
 
 
+def test_other_data_under_the_same_name_is_refused_and_the_same_data_resumes(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    first, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text("To be, or not to be, that is the question. " * 1000)
+    other.write_text("Whether 'tis nobler in the mind to suffer... " * 1000)
+    small = ("--layers", "2", "--hidden", "16", "--heads", "2", "--sequence", "32", "--global-batch", "4")
+    size = ("--tp", "1", "--pp", "1", "--iterations", "6", *small)
+    flags = ("--reft", "--ftp-faults", "update.begin@iteration=5:stop")
+    spec = jobs(entry=f"{EXAMPLE}:main", argv=("--data", str(first), *size), flags=flags)
+    job = megatron_server.start(spec)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: any(sealed(entry, 4) for entry in found), BOUND)
+    job.kill()
+    assert job.wait(BOUND) == {"status": "killed"}
+
+    again = dataclasses.replace(spec, flags=("--reft",))
+    line = refused(megatron_server.start(dataclasses.replace(again, argv=("--data", str(other), *size))))
+    assert "(data: " in line and str(first) in line and str(other) in line and "--ftp-resume fresh" in line
+    assert "architecture" not in line, "nothing else differs"
+
+    last = megatron_server.start(again)
+    assert last.wait(BOUND)["status"] == "succeeded", last.tail()
+    assert [event.fields["iteration"] for event in last.events("restore.done")] == [4], "nothing was lost by it"
+
+
 @pytest.mark.parametrize("data", ["missing", "empty"])
 def test_a_data_file_that_is_missing_or_empty_is_named(
     megatron_server: ForkServer, jobs: Spec, tmp_path: Path, data: str
