@@ -98,7 +98,7 @@ def sweep(
         typer.Option(min=0, help="seconds since the job was last active; younger segments can still be resumed from"),
     ] = Config().orphan_seconds,
 ) -> None:
-    """Remove the shared memory of jobs whose SMP and ft-run are both gone."""
+    """Remove the shared memory of jobs whose SMP and ft-run are both gone, also where their run directory is."""
     removed = smp.sweep(run_root(), older_than)
     for path in removed:
         print(f"removed {path}")

@@ -1,7 +1,7 @@
 """Runs a job on this node from start to end: torch's `launch_agent`, with our agent, a lock, and an SMP kept alive.
 
-Invariant: one ft-run per job and node. An end in order removes the segments; any other end leaves them to the SMP, for
-the same command to resume from.
+Invariant: one ft-run per job and node. An end in order removes the segments, and so does a refusal where they hold no
+version; any other end leaves them to the SMP, for the same command to resume from.
 
 In: a launch configuration of torch, an entrypoint, the job. Out: an `Outcome`; `job.start` and `job.end` events.
 """
@@ -28,8 +28,10 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
+from ..config import Config
 from ..errors import FtError, ProtectionError
 from ..events import Events, file_sink
+from ..smp import client as smp
 from . import worker
 from .agent import ProgressAgent
 from .ownership import Ownership
@@ -78,6 +80,7 @@ def launch(
         if job:
             ownership = stack.enter_context(Ownership(job.run_dir))
             events.subscribe(file_sink(job.run_dir / "events.jsonl"))
+            _sweep_old(job, events)
             watcher = _protect(job, events, stack)
             if not isinstance(entrypoint, str):
                 if config.start_method != "fork":
@@ -93,10 +96,22 @@ def launch(
             status = "signalled"
             raise
         finally:
-            if watcher and status == "succeeded":
+            if watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
                 _end_in_order(watcher, events)
             events.emit("job.end", status=status)
         return outcome
+
+
+def _sweep_old(job: Job, events: Events) -> None:
+    """Remove what other jobs left in shared memory so long ago that their SMP would have removed it, had it lived."""
+    seconds = max(job.config.orphan_seconds, Config().orphan_seconds)  # theirs may be longer than ours
+    try:
+        removed = smp.sweep(job.run_dir.parent.parent, seconds, keep=(job.name, job.node))
+    except OSError as error:
+        events.emit("sweep.failed", reason=str(error))
+        return
+    if removed:
+        events.emit("sweep.done", paths=[str(path) for path in removed])
 
 
 def _protect(job: Job, events: Events, stack: ExitStack) -> Watcher | None:
@@ -112,6 +127,14 @@ def _protect(job: Job, events: Events, stack: ExitStack) -> Watcher | None:
         print(f"ft-run: nothing is protected on node {job.node}: {error}", file=sys.stderr)
         return None
     return watcher
+
+
+def _holds_nothing(watcher: Watcher) -> bool:
+    """Whether a job that was refused has no version in memory: then it has only taken it from others."""
+    try:
+        return watcher.empty()
+    except ProtectionError:
+        return False  # what there is stays
 
 
 def _end_in_order(watcher: Watcher, events: Events) -> None:

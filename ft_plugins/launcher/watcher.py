@@ -82,6 +82,11 @@ class Watcher:
         found = self._request("status", lambda client: smp.newest_common(client.status()))
         return found.iteration if found else None
 
+    def empty(self) -> bool:
+        """Whether no segment of this node holds a version. Raises ProtectionError."""
+        found = self._request("status", lambda client: client.status())
+        return not any(slot["state"] == "CLEAN" for segment in found["segments"] for slot in segment["slots"])
+
     def opened_since(self, token: int) -> bool:
         """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""
         return self._request(

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import BusyError, ProtectionError, ProtocolError
+from ..errors import BusyError, ProtectionError, ProtocolError, SegmentError
 from ..snapshot import segment as segments
 from ..snapshot.segment import Shape
 from ..snapshot.slots import Version
@@ -195,16 +195,56 @@ def newest_common(status: Mapping[str, Any]) -> Version | None:
     return max(set.intersection(*complete), default=None) if complete else None
 
 
-def sweep(base: Path, older_than_seconds: float) -> list[Path]:
+def sweep(base: Path, older_than_seconds: float, keep: tuple[str, str] | None = None) -> list[Path]:
     """Remove what no living job owns: for every run directory `base`/job/node whose SMP and ft-run are both gone for
-    longer than `older_than_seconds`, its segments. Returns the removed files."""
+    longer than `older_than_seconds`, its segments; and those whose run directory is gone or is another login's, when
+    neither SMP nor trainer has been there for that long. Nothing of the (job, node) `keep`. Returns the removed files.
+    """
     removed: list[Path] = []
+    seen = {keep}
     for run_dir in sorted(path for path in base.glob("*/*") if path.is_dir()):
-        if any(liveness.held(run_dir / name) for name in ("smp.lock", "lock")):
+        name = (run_dir.parent.name, run_dir.name)
+        if name in seen:
+            continue
+        seen.add(name)
+        if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")) or liveness.held(
+            segments.lock_of(*name)
+        ):
             continue
         last = max(path.stat().st_mtime for path in [run_dir, *run_dir.iterdir()])
         if time.time() - last < older_than_seconds:
             continue
-        removed += segments.segments_of(run_dir.parent.name, run_dir.name)
-        segments.remove(run_dir.parent.name, run_dir.name)
-    return removed
+        removed += segments.segments_of(*name)
+        segments.remove(*name)
+    for name in set(segments.jobs()) - seen:
+        if not _abandoned(*name, older_than_seconds):
+            continue
+        removed += segments.segments_of(*name)
+        segments.remove(*name)
+    return sorted(removed)
+
+
+def _abandoned(job: str, node: str, seconds: float) -> bool:
+    """Whether neither an SMP nor a trainer has been at a job's segments for that long. An SMP touches its lock file."""
+    lock = segments.lock_of(job, node)
+    paths = segments.segments_of(job, node)
+    if liveness.held(lock) or time.time() - max(_touched(path) for path in [*paths, lock]) < seconds:
+        return False
+    for path in paths:
+        try:
+            found = segments.Segment(path)
+        except SegmentError:
+            continue  # damaged, or of another version: nobody's
+        pid, began = found.owner
+        found.close()
+        if began and liveness.started(pid) == began:
+            return False
+    return True
+
+
+def _touched(path: Path) -> float:
+    """When a file was last touched (seconds since the epoch), 0 for one that is not there."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -31,6 +31,7 @@ from . import liveness, protocol
 
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
+_TOUCH_SECONDS = 30.0
 _PREDECESSOR_SECONDS = 1.0  # for the kernel to let go of what an SMP that was killed just now has locked
 _CONNECTIONS = 512  # at once: with the segments and their locks still fewer than the 1024 files of a usual limit
 _ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
@@ -50,6 +51,7 @@ class SnapshotProcess:
         self.token = int(self._token_path.read_text()) if self._token_path.exists() else 0
         self.watched: tuple[int, int] = (0, 0)
         self.ended = threading.Event()
+        self._touched = time.monotonic()
         self._segments: dict[int, Segment] = {}
         self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
         for path in segments.segments_of(job, node):
@@ -221,6 +223,15 @@ class SnapshotProcess:
         self.finish("in order")
         return {}
 
+    def touch(self) -> None:
+        """Now and then, leave the time at the lock file: a sweep asks how long nobody has been here."""
+        if time.monotonic() - self._touched < _TOUCH_SECONDS:
+            return
+        self._touched = time.monotonic()
+        lock = segments.lock_of(self._job, self._node)
+        if lock.exists():
+            os.utime(lock)
+
     def finish(self, reason: str) -> None:
         """Remove the segments; the daemon ends."""
         for segment in self._segments.values():
@@ -340,6 +351,7 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
     orphaned_at = time.monotonic()
     was_alive = False
     while not process.ended.is_set():
+        process.touch()
         pid, began = process.watched
         if pid and liveness.started(pid) == began and began:
             was_alive = True
@@ -366,6 +378,7 @@ def _wait_exit(pid: int, process: SnapshotProcess) -> None:
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
         while not process.ended.is_set() and process.watched[0] == pid:
+            process.touch()
             if poller.poll(1000 * WATCH_SECONDS):
                 return
     finally:

@@ -9,7 +9,7 @@ as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once
     header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, fingerprint
     slot   = header page (state, version, token, small size, cursor, seal) | digest table | small state | data
 
-In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery), `sweep` (CLI and next start).
+In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery), `jobs` and `remove` (sweep).
 Files in /dev/shm are mapped directly: multiprocessing.shared_memory would unlink them behind our back.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from ..errors import BudgetError, CorruptSlotError, SegmentError
 from .slots import SLOTS, Slot, SlotState, Version, check_transition
 
 SHM = Path("/dev/shm")
+_NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)(-r\d+(\.new)?|\.lock)")
 PAGE = 4096
 _MAGIC = int.from_bytes(b"FTPSEG01", "little")
 _FINGERPRINT = 1024  # offset in the header page: length, then JSON
@@ -101,19 +103,24 @@ def lock_of(job: str, node: str) -> Path:
     return SHM / f"ftp-{job}@{node}.lock"
 
 
+def check_room(nbytes: int, who: str, mount: Path = SHM) -> None:
+    """Raises BudgetError when `mount` has not `nbytes` free for `who`."""
+    found = os.statvfs(mount)
+    available = found.f_bavail * found.f_frsize
+    if available < nbytes:
+        raise BudgetError(
+            f"{who} needs {nbytes} bytes in {mount}, but only {available} are free there; enlarge that mount "
+            f"(docker: --shm-size, Kubernetes: an emptyDir with medium Memory and a sizeLimit) "
+            f"or remove stale segments with 'ft-plugins sweep'"
+        )
+
+
 def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) -> None:
     """Allocate a segment and fault all of its pages in. Raises BudgetError when the memory is not there."""
     text = json.dumps(fingerprint, sort_keys=True).encode()
     if len(text) > _FINGERPRINT_ROOM:
         raise SegmentError(f"rank {rank}: the job's fingerprint has {len(text)} bytes; at most {_FINGERPRINT_ROOM} fit")
-    free = os.statvfs(path.parent)
-    available = free.f_bavail * free.f_frsize
-    if available < shape.total:
-        raise BudgetError(
-            f"rank {rank}: protection needs {shape.total} bytes in {path.parent} ({SLOTS} slots of {shape.slot_room}), "
-            f"but only {available} are free there; enlarge that mount (docker: --shm-size, Kubernetes: an emptyDir "
-            f"with medium Memory and a sizeLimit) or remove stale segments with 'ft-plugins sweep'"
-        )
+    check_room(shape.total, f"rank {rank}: protection ({SLOTS} slots of {shape.slot_room} bytes)", path.parent)
     building = path.with_name(path.name + ".new")
     building.unlink(missing_ok=True)  # of an SMP that died meanwhile; or not ours at all, hence O_EXCL
     fd = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -375,6 +382,16 @@ def segments_of(job: str, node: str) -> list[Path]:
     prefix = path_of(job, node, 0).name[:-1]
     ranks = {path.name.removeprefix(prefix): path for path in SHM.glob(f"{prefix}*")}
     return [ranks[rank] for rank in sorted(filter(str.isdecimal, ranks), key=int)]
+
+
+def jobs() -> list[tuple[str, str]]:
+    """The (job, node) of everything of this user in shared memory: segments, half-made ones, locks."""
+    found = set()
+    for path in SHM.glob("ftp-*@*"):
+        named = _NAME.fullmatch(path.name)
+        if named and path.lstat().st_uid == os.getuid():
+            found.add((named["job"], named["node"]))
+    return sorted(found)
 
 
 def remove(job: str, node: str) -> int:

@@ -16,6 +16,7 @@ from ft_plugins import cli
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness
+from ft_plugins.snapshot import segment
 from ft_plugins.snapshot.segment import Shape, path_of
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -109,8 +110,11 @@ def test_a_job_that_is_not_known_is_one_line_with_those_that_are(
     assert line == f"ft-plugins: no job 'nobody' is known here; expected one of: {job}\n"
 
 
-def test_sweep_removes_what_a_dead_smp_left_and_nothing_else(ft_plugins: Command, job: str) -> None:
+def test_sweep_removes_what_a_dead_smp_left_and_nothing_else(
+    ft_plugins: Command, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     living = attach(job)
+    monkeypatch.setattr(segment, "SHM", tmp_path)  # other tests have segments there which nobody owns
     events = run_directory("dead", "n") / "events.jsonl"
     events.write_text("")
     stale = path_of("dead", "n", 0)
@@ -139,7 +143,7 @@ def test_config_turns_flags_into_the_other_spellings(ft_plugins: Command) -> Non
     flags = ("--", "--reft", "--reft-interval", "4")
     block = json.loads(ft_plugins("config", "--format", "json", *flags))["ft_plugins"]
     assert block == {"reft": {"interval": 4}}
-    assert ft_plugins("config", "--format", "env", *flags) == "FTP_CONFIG='{\"reft\": {\"interval\": 4}}'\n"
+    assert ft_plugins("config", "--format", "env", *flags) == 'FTP_CONFIG=\'{"reft": {"interval": 4}}\'\n'
     assert ft_plugins("config", "--format", "flags", *flags) == "--reft --reft-interval=4\n"
     assert "--reft-interval              4 iterations" in ft_plugins("config", *flags)
 

@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins import events
 from ft_plugins.config import Config, launch_context, run_directory
-from ft_plugins.errors import BusyError, ConfigError
+from ft_plugins.errors import BudgetError, BusyError, ConfigError
 from ft_plugins.launcher.launch import Outcome, launch
 from ft_plugins.launcher.watcher import Job
 from ft_plugins.smp import liveness
@@ -244,6 +244,20 @@ def refuse(told: Told) -> None:
     forever()
 
 
+def refuse_beside_an_attached_peer(told: Told) -> None:
+    context = launch_context(os.environ)
+    assert context.run_dir is not None
+    if context.rank == 0:
+        with Client(context.run_dir) as client:
+            client.attach(0, context.token, SHAPE, {"job": "test"}, fresh=False)
+            forever()
+    with Client(context.run_dir) as client:
+        deadline = time.monotonic() + WAIT
+        while not client.status()["segments"]:
+            assert time.monotonic() < deadline
+    raise BudgetError("rank 1: no memory")
+
+
 def resume_as_told(told: Told) -> str:
     """The first incarnation dies before any rank has attached, the second one when one rank has opened its lineage."""
     context = launch_context(os.environ)
@@ -350,6 +364,11 @@ def test_what_a_rank_refuses_is_not_tried_again(node: Node) -> None:
     assert (outcome.status, outcome.restarts) == ("refused", 0)
     assert outcome.reason == "ft_plugins: rank 1: --reft-interval: no such interval"
     assert [(event["rank"], event["exitcode"]) for event in node.events("worker.failed")] == [(1, 78)]
+
+
+def test_a_job_that_was_refused_keeps_no_memory_in_which_there_is_no_version(node: Node) -> None:
+    assert node.run(refuse_beside_an_attached_peer).status == "refused"
+    assert node.left_behind() == [] and not liveness.held(node.job.run_dir / "smp.lock")
 
 
 def test_ranks_end_with_a_killed_agent_and_the_same_job_goes_on_from_memory(node: Node) -> None:

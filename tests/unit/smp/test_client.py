@@ -18,7 +18,8 @@ from ft_plugins.errors import BudgetError, BusyError, ProtectionError, ProtocolE
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness, protocol
 from ft_plugins.smp.client import Client, ensure, newest_common, sweep
-from ft_plugins.snapshot.segment import Shape, create, lock_of, path_of
+from ft_plugins.snapshot import segment
+from ft_plugins.snapshot.segment import Segment, Shape, create, lock_of, path_of
 from ft_plugins.snapshot.slots import Version
 
 SHAPE = Shape(100, 100, 1, 1)
@@ -196,6 +197,15 @@ def test_who_has_attached_is_told_until_the_next_fence(node: Any) -> None:
 # ---- sweep ----
 
 
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of /dev/shm, which other tests use at the same time: a sweep takes all that nobody owns."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(segment, "SHM", folder)
+    return folder
+
+
 def abandoned(base: Path, job: str, node: str) -> Path:
     """A run directory without SMP or ft-run, with a segment; its segment's path."""
     run_dir = base / job / node
@@ -207,14 +217,14 @@ def abandoned(base: Path, job: str, node: str) -> Path:
     return path
 
 
-def test_the_sweep_takes_segments_that_nobody_owns_and_says_which(job: str, tmp_path: Path) -> None:
+def test_the_sweep_takes_segments_that_nobody_owns_and_says_which(memory: Path, job: str, tmp_path: Path) -> None:
     paths = [abandoned(tmp_path, job, node) for node in ("a", "b")]
     assert sweep(tmp_path, 0) == paths
     assert not any(path.exists() for path in paths)
     assert sweep(tmp_path, 0) == []
 
 
-def test_the_sweep_leaves_what_was_touched_lately(job: str, tmp_path: Path) -> None:
+def test_the_sweep_leaves_what_was_touched_lately(memory: Path, job: str, tmp_path: Path) -> None:
     path = abandoned(tmp_path, job, "a")
     assert sweep(tmp_path, 3600) == [] and path.exists()
     long_ago = time.time() - 7200
@@ -224,7 +234,7 @@ def test_the_sweep_leaves_what_was_touched_lately(job: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["smp.lock", "lock"])
-def test_the_sweep_leaves_what_an_smp_or_an_ft_run_owns(job: str, tmp_path: Path, name: str) -> None:
+def test_the_sweep_leaves_what_an_smp_or_an_ft_run_owns(memory: Path, job: str, tmp_path: Path, name: str) -> None:
     owned, free = abandoned(tmp_path, job, "a"), abandoned(tmp_path, job, "b")
     held = liveness.acquire(tmp_path / job / "a" / name)
     assert held is not None
@@ -233,7 +243,30 @@ def test_the_sweep_leaves_what_an_smp_or_an_ft_run_owns(job: str, tmp_path: Path
     assert sweep(tmp_path, 0) == [owned]
 
 
-def test_the_sweep_is_not_stopped_by_a_stray_file_or_an_empty_folder(job: str, tmp_path: Path) -> None:
+def test_the_sweep_takes_what_is_left_of_a_job_whose_run_directory_is_gone(
+    memory: Path, job: str, tmp_path: Path
+) -> None:
+    """A logout removes the run directory, and shared memory stays."""
+    old, owned, young, own, used = (abandoned(tmp_path / "gone", job, node) for node in "abcde")
+    long_ago = time.time() - 7200
+    for path in (old, owned, own, used):
+        os.utime(path, (long_ago, long_ago))
+    held = liveness.acquire(lock_of(job, "b"))
+    lock_of(job, "a").touch()
+    os.utime(lock_of(job, "a"), (long_ago, long_ago))
+    trainer = Segment(used)
+    trainer.owner = (os.getpid(), liveness.started(os.getpid()))
+    assert held is not None
+    assert sweep(tmp_path / "new", 3600, keep=(job, "d")) == [old]
+    assert not lock_of(job, "a").exists() and all(path.exists() for path in (owned, young, own, used))
+    os.close(held)
+    trainer.owner = (0, 0)
+    os.utime(used, (long_ago, long_ago))
+    os.utime(lock_of(job, "b"))  # as an SMP does now and then, which died just now
+    assert sweep(tmp_path / "new", 3600, keep=(job, "d")) == [used] and owned.exists()
+
+
+def test_the_sweep_is_not_stopped_by_a_stray_file_or_an_empty_folder(memory: Path, job: str, tmp_path: Path) -> None:
     path = abandoned(tmp_path, job, "z")
     (tmp_path / job / "a").write_text("not a folder")
     (tmp_path / job / "b").mkdir()
