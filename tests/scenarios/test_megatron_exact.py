@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from ft_plugins.rig import gpt_runs
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.golden import explain, loss_differences, losses, state_differences
 from ft_plugins.rig.gpt_runs import ALL, HARDEST, ITERATIONS, RANKS, SKIPPED, Configuration, GptRun
-from ft_plugins.rig.journal import wait_for
+from ft_plugins.rig.journal import wait_for, wait_until_stopped
 
 Spec = Callable[..., JobSpec]
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
@@ -65,11 +66,12 @@ def assert_identical(run: GptRun, golden: GptRun) -> None:
 
 def restored(job: RunningJob) -> list[int]:
     """The iteration of each restore, asserting that it came from the process tier and lost at most one iteration."""
+    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attach")}
     by_incarnation: dict[int, set[int]] = {}
     for event in job.events("restore.done"):
         assert event.fields["tier"] == "process"
         assert 0 <= event.fields["lost"] <= 1, event
-        by_incarnation.setdefault(event.fields["lineage"], set()).add(event.fields["iteration"])
+        by_incarnation.setdefault(tokens[event.pid], set()).add(event.fields["iteration"])
     assert all(len(versions) == 1 for versions in by_incarnation.values()), "every rank restores the same version"
     return [next(iter(versions)) for _, versions in sorted(by_incarnation.items())]
 
@@ -122,38 +124,76 @@ def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run
     assert_identical(run, golden(configuration))
 
 
-KILLS = {
-    "first-forward": ("iteration.forward@iteration=1,rank=0,restart=0:kill", None),
-    "fence": ("update.begin@iteration=4,rank=1,restart=0:kill", 3),
-    "after-update": ("update.end@iteration=4,rank=6,restart=0:kill", 3),
-    "mid-capture": ("capture.bucket.end@iteration=4,bucket=0,rank=3,restart=0:kill", 3),
-    "before-seal": ("capture.seal.before@iteration=4,rank=7,restart=0:kill", 3),
-    "twice-in-a-row": (
-        "iteration.forward@iteration=5,rank=0,restart=0:kill;iteration.forward@hit=1,rank=4,restart=1:kill", (3, 4)),
-    "in-restore": (
+@dataclass(frozen=True)
+class Story:
+    """Kills, one per incarnation, and what follows from them."""
+
+    kills: str
+    allowed: tuple[int, ...]  # iterations that may be restored; empty: killed before the first version
+    restarts: int = 1
+    last_killed: int = 0  # the rank of the last kill
+    restores: int = 1  # that this rank has ended
+
+
+STORIES = {
+    "first-forward": Story("iteration.forward@iteration=1,rank=0,restart=0:kill", (), restores=0),
+    "fence": Story("update.begin@iteration=4,rank=1,restart=0:kill", (3,), last_killed=1),
+    "after-update": Story("update.end@iteration=4,rank=6,restart=0:kill", (3,), last_killed=6),
+    "mid-capture": Story("capture.bucket.end@iteration=4,bucket=0,rank=3,restart=0:kill", (3,), last_killed=3),
+    "before-seal": Story("capture.seal.before@iteration=4,rank=7,restart=0:kill", (3,), last_killed=7),
+    "twice-in-a-row": Story(
+        "iteration.forward@iteration=5,rank=0,restart=0:kill;iteration.forward@hit=1,rank=4,restart=1:kill",
+        (3, 4), restarts=2, last_killed=4, restores=2),
+    "in-restore": Story(
         "update.middle@iteration=5,rank=0,restart=0:kill;restore.tensors@rank=2,restart=1:kill;"
-        "restore.end@rank=3,restart=2:kill", 4),
-    "all-ranks-at-once": ("update.begin@iteration=6,restart=0:kill", 5),
+        "restore.end@rank=3,restart=2:kill", (4,), restarts=3, last_killed=3),
+    "lineage-half-opened": Story(
+        "update.middle@iteration=5,rank=0,restart=0:kill;restore.opened@rank=6,restart=1:kill",
+        (4,), restarts=2, last_killed=6),
+    "all-ranks-at-once": Story("update.begin@iteration=6,restart=0:kill", (5,)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("story", KILLS)
+@pytest.mark.parametrize("name", STORIES)
 def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(
-    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path, story: str
+    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path, name: str
 ) -> None:
-    kills, expected = KILLS[story]
-    run, job = start(megatron_server, jobs, tmp_path, HARDEST, kills)
+    story = STORIES[name]
+    run, job = start(megatron_server, jobs, tmp_path, HARDEST, story.kills)
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", job.tail()
-    assert outcome["restarts"] >= 1
+    assert outcome["restarts"] == story.restarts, "every kill has fired, and nothing else has failed"
     versions = restored(job)
-    if expected is None:
-        assert versions == [], "killed before the first version"
+    assert all(version in story.allowed for version in versions), versions
+    done = [event.rank for event in job.events("restore.done")]
+    assert done.count(story.last_killed) == story.restores
+    assert set(done) == (set(range(RANKS)) if story.restores else set())
+    if not story.allowed:
         assert len(job.events("restore.scratch")) == 2 * RANKS, "it started from the beginning, and said so"
         assert "from the beginning" in job.log.read_text()
-    else:
-        allowed = expected if isinstance(expected, tuple) else (expected,)
-        assert versions and all(version in allowed for version in versions), versions
+    assert_identical(run, golden(HARDEST))
+
+
+def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(
+    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path
+) -> None:
+    """Data position and RNG are restored although no iteration begins any more."""
+    run, job = start(megatron_server, jobs, tmp_path, HARDEST, "shutdown.before@rank=2,restart=0:stop")
+    sealed = {"name": "capture.commit", "iteration": ITERATIONS}
+    wait_for(
+        job.spec.run_dir / "events.jsonl",
+        lambda lines: sum(sealed.items() <= line.items() for line in lines) == RANKS,
+        BOUND,
+    )
+    [stopped] = [event.pid for event in job.events("rank.attach") if event.rank == 2]
+    wait_until_stopped(stopped, BOUND)
+    for written in run.folder.glob(f"{run.digests.name}*"):
+        written.unlink()  # by the first incarnation, right before its shutdown
+    os.kill(stopped, signal.SIGKILL)
+    outcome = job.wait(BOUND)
+    assert outcome["status"] == "succeeded", job.tail()
+    assert outcome["restarts"] == 1
+    assert restored(job) == [ITERATIONS]
     assert_identical(run, golden(HARDEST))
 
 
