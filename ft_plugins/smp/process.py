@@ -349,7 +349,7 @@ def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int,
 def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float) -> None:
     """Wait for the end in order; while the watched ft-run is gone, no longer than `orphan_seconds`."""
     orphaned_at = time.monotonic()
-    was_alive = False
+    was_alive = bool(process.watched[1])  # it may be gone before the first look
     while not process.ended.is_set():
         process.touch()
         pid, began = process.watched
