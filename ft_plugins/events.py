@@ -9,7 +9,7 @@ In: `Events.emit(name, **fields)`. Out: `Event` objects to every subscriber; `re
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
 import time
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+FILE_LIMIT = 64 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,22 @@ class Events:
 
 
 def file_sink(path: Path) -> Sink:
-    """A sink that appends to `path` (created 0600). One `write` a line; a full disk loses lines, never the job."""
+    """A sink that appends to `path` (created 0600), one `write` a line.
+
+    A full disk or a folder that is gone loses lines, never the job: nothing is raised. A file of FILE_LIMIT bytes makes
+    room for a new one and is kept as `path` with '.1', so that no more than twice that is ever held.
+    """
 
     def write(event: Event) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, (event.line() + "\n").encode())
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, (event.line() + "\n").encode())
+                found = os.fstat(fd)
+                if found.st_size > FILE_LIMIT and os.stat(path).st_ino == found.st_ino:  # nobody was quicker
+                    os.replace(path, path.with_name(path.name + ".1"))
+            finally:
+                os.close(fd)
 
     return write
 

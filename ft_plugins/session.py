@@ -10,7 +10,9 @@ In: a host, a configuration, the launch context. Out: hooks, called by the host;
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -21,8 +23,8 @@ from .errors import FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
 from .model.host import Host
 from .recovery.collective import Collective
-from .snapshot.segment import Shape
-from .systems.reft import Reft, budget_table
+from .snapshot.segment import Shape, check_room
+from .systems.reft import DEGRADED, PeerDegraded, Reft, budget_table
 
 
 class Session:
@@ -37,8 +39,7 @@ class Session:
         self._events = Events(config.node_name or (context.run_dir.name if context.run_dir else ""), host.rank)
         if context.run_dir is not None:
             self._events.subscribe(file_sink(context.run_dir / "events.jsonl"))
-        if host.rank == 0:
-            self._events.subscribe(_alarm)
+        self._events.subscribe(_alarm)
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose position part is still to be restored
@@ -49,75 +50,104 @@ class Session:
             self._claim()
 
     def _claim(self) -> None:
+        """Claim the memory on every rank, or on none: without one rank no version is ever complete."""
         failure: FtError | None = None
-        shape: Shape | None = None
         names = [name.decode() for name in self._collective.gather(self._events.node.encode())]
         try:
-            if self._context.run_dir is None:
-                raise ProtectionError("no snapshot process: start the job with ft-run instead of torchrun or python")
-            assert self._config.reft is not None
-            self._reft = Reft(
-                self._host,
-                self._config.reft,
-                self._collective,
-                tuple(names),
-                self._context.run_dir,
-                self._context.token,
-                self._events,
-            )
-            shape = self._reft.claim(fresh=self._config.resume == "fresh")
+            self._reft = self._build(tuple(names))
         except FtError as error:
             failure = error
-        if self._config.require_protection or not isinstance(failure, ProtectionError):
+        self._collective.agree(None if isinstance(failure, ProtectionError) else failure)
+        shape: Shape | None = None
+        built = self._collective.gather(b"1" if failure is None else b"")
+        if all(built):
+            assert self._reft is not None
+            try:
+                self._reft.check_replicas()
+            except FtError as error:
+                failure = error
             self._collective.agree(failure)
-        else:
-            self._collective.agree(None)
+            try:
+                self._check_room(names)
+            except FtError as error:
+                failure = error
+            self._collective.agree(failure)
+            try:
+                shape = self._reft.claim(fresh=self._config.resume == "fresh")
+            except FtError as error:
+                failure = error
+        elif failure is None:
+            failure = ProtectionError(f"rank {built.index(b'')} is not protected")
+        self._collective.agree(None if self._may_degrade(failure) else failure)
         own = [shape.nbytes, shape.small_nbytes, shape.buckets, shape.layout] if shape else None
         shapes = [msgpack.unpackb(part) for part in self._collective.gather(msgpack.packb(own))]
-        if any(entry is None for entry in shapes):  # without one rank no version is ever complete
-            reason = str(failure) if failure else f"rank {shapes.index(None)} is not protected"
-            self._degrade(ProtectionError(reason))
-            return
-        if self._host.rank == 0 and self._context.restart == 0:
+        if any(entry is None for entry in shapes):
+            self._degrade(failure or ProtectionError(f"rank {shapes.index(None)} is not protected"))
+        elif self._host.rank == 0 and self._context.restart == 0:
             for node in dict.fromkeys(names):
                 held = {rank: Shape(*entry) for rank, entry in enumerate(shapes) if names[rank] == node}
                 print(budget_table(held, node), flush=True)
 
-    def resume(self, loaded: int = 0) -> int:
+    def _build(self, nodes: tuple[str, ...]) -> Reft:
+        if self._context.run_dir is None:
+            raise ProtectionError("no snapshot process: start the job with ft-run instead of torchrun or python")
+        assert self._config.reft is not None
+        return Reft(
+            self._host,
+            self._config.reft,
+            self._collective,
+            nodes,
+            self._context.run_dir,
+            self._context.token,
+            self._events,
+        )
+
+    def _check_room(self, names: list[str]) -> None:
+        """Raises BudgetError when what the ranks of this node are about to claim together is not there."""
+        assert self._reft is not None
+        needed = 0 if self._reft.claimed else self._reft.shape.total
+        parts = [msgpack.unpackb(part) for part in self._collective.gather(msgpack.packb(needed))]
+        total = sum(part for part, name in zip(parts, names, strict=True) if name == self._events.node)
+        ranks = sum(bool(part) for part, name in zip(parts, names, strict=True) if name == self._events.node)
+        check_room(total, f"protection of {ranks} ranks on node {self._events.node}")
+
+    def _may_degrade(self, failure: FtError | None) -> bool:
+        """Whether training may begin without protection: nobody forbade it, and there is no state to be resumed."""
+        if not isinstance(failure, ProtectionError) or self._config.require_protection or self._context.restart:
+            return False
+        return self._reft is None or not self._reft.claimed
+
+    def resume(self, loaded: int = 0, last: int | None = None) -> int:
         """Restore; returns the iterations completed in the restored state (`loaded` where nothing newer is in memory).
 
-        `loaded` is the iteration that the framework's own checkpoint brought, 0 for none. Raises ResumeError when
-        memory was asked for and holds nothing.
+        `loaded` is the iteration that the framework's own checkpoint brought, 0 for none; `last` the iteration at which
+        training ends, where the caller knows it: state that is complete has its data position and RNG at once. Raises
+        ResumeError when what was asked for is not there.
         """
-        resume = self._config.resume
         if self._reft is None:
-            if (
-                self._config.reft is not None and resume == "memory"
-            ):  # every rank is here: one without leaves all without
-                self._collective.agree(
-                    ResumeError("--ftp-resume memory was asked for, but protection cannot be had (see protection.lost)")
-                    if self._host.rank == 0
-                    else None
-                )
+            if self._config.reft is not None and self._config.resume == "memory":  # one without leaves all without
+                error = ResumeError("--ftp-resume memory was asked for, but protection cannot be had")
+                error.echo = self._host.rank != 0
+                raise error
             return loaded
-        plan, self._pending = self._reft.resume(memory=resume in ("auto", "memory"), loaded=loaded)
-        if plan.version is None and resume == "memory" and not (loaded and plan.completed):
-            self._collective.agree(
-                ResumeError(f"--ftp-resume memory was asked for, but {plan.reason}; --ftp-resume auto starts without")
-                if self._host.rank == 0
-                else None
-            )
+        plan, self._pending = self._reft.resume(self._config.resume, loaded)
         if self._host.rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
-        return plan.version.iteration if plan.version else loaded
+        done = plan.version.iteration if plan.version else loaded
+        if last is not None and done >= last:
+            self._restore_position()
+        return done
+
+    def _restore_position(self) -> None:
+        if self._pending is not None:
+            self._host.restore_position(self._pending)
+            self._pending = None
 
     # ---- hooks ----
 
     def iteration_begin(self, step: int) -> None:
         """The first one puts data position and RNG in place."""
-        if self._pending is not None:
-            self._host.restore_position(self._pending)
-            self._pending = None
+        self._restore_position()
 
     def before_update(self, step: int) -> None:
         """The fence."""
@@ -146,28 +176,44 @@ class Session:
             self._guarded(lambda reft: reft.close(in_order=True))
             self._reft = None
 
-    def _guarded(self, call: Any) -> None:
-        """The boundary where protection degrades."""
+    def _guarded(self, call: Callable[[Reft], object]) -> None:
+        """The boundary where protection degrades: whatever its own code raises, training goes on, on all ranks alike.
+
+        The other ranks stop capturing too, so that the last version that all of them hold stays. Raises FencedError,
+        and ProtectionError where protection is required.
+        """
+        assert self._reft is not None
         try:
             call(self._reft)
         except FencedError:
             raise
-        except (FtError, OSError, RuntimeError) as error:
+        except Exception as error:
             reft, self._reft = self._reft, None
+            self._collective.tell_all(DEGRADED)
             self._degrade(error)
-            if reft is not None:
+            with contextlib.suppress(FtError, OSError, RuntimeError):  # of a capture that had failed: reported already
                 reft.close(in_order=False)
+            if self._config.require_protection:
+                raise ProtectionError(
+                    f"rank {self._host.rank}: protection was lost and is required: {type(error).__name__}: {error}"
+                ) from error
 
     def _degrade(self, error: Exception) -> None:
         self._reft = None
         self._unprotected = 0
-        self._events.emit("protection.lost", reason=str(error), max_steps=self._config.max_unprotected_steps)
+        self._events.emit(
+            "protection.lost",
+            reason=str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}",
+            max_steps=self._config.max_unprotected_steps,
+            echo=isinstance(error, PeerDegraded),
+        )
 
 
 def _alarm(event: Event) -> None:
-    """What a person must see even if nobody reads the events."""
-    if event.name in {"protection.lost", "slot.corrupt", "restore.scratch"}:
-        print(f"ft_plugins: {event.name}: {event.fields.get('reason')}", file=sys.stderr, flush=True)
+    """What a person must see even if nobody reads the events; what all ranks have to say alike, once."""
+    alike = event.name == "restore.scratch" or event.fields.get("echo")
+    if event.name in {"protection.lost", "slot.corrupt", "restore.scratch"} and not (alike and event.rank):
+        print(f"ft_plugins: {event.name}: rank {event.rank}: {event.fields.get('reason')}", file=sys.stderr, flush=True)
 
 
 def attach(host: Host, config: Config | None = None, context: LaunchContext | None = None) -> Session:

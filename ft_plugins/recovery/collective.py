@@ -5,6 +5,7 @@ Invariant: no pickle. A job of one process needs no process group. Every rank of
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgpack
@@ -26,6 +27,8 @@ class Collective:
         """Uses the default process group where that is gloo, else makes a gloo group beside it."""
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
+        self._store: dist.Store | None = None if self._alone else dist.distributed_c10d._get_default_store()
+        self._told: set[str] = set()
         self._made: set[tuple[int, ...]] = set()  # replica sets of the job that have a group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # those of this rank
         if not self._alone and dist.get_backend() != "gloo":
@@ -49,6 +52,20 @@ class Collective:
     def barrier(self) -> None:
         """Until every rank is here."""
         self.gather(b"")
+
+    def tell_all(self, word: str) -> None:
+        """Leave `word` where every rank finds it with `told`, without waiting for anyone; for this incarnation only."""
+        self._told.add(word)
+        with contextlib.suppress(RuntimeError):  # the store is gone with its host: the job is ending anyway
+            if self._store is not None:
+                self._store.set(f"ft_plugins/{word}", str(self.rank))
+
+    def told(self, word: str) -> bool:
+        """Whether any rank has said `word`. A question to the job's store: never asked in the step path."""
+        with contextlib.suppress(RuntimeError):
+            if word not in self._told and self._store is not None and self._store.check([f"ft_plugins/{word}"]):
+                self._told.add(word)
+        return word in self._told
 
     def agree(self, error: FtError | None) -> None:
         """Raise on every rank when any rank has an error: the lowest such rank its own, the others an echo of it."""

@@ -50,19 +50,23 @@ class Capture:
         self,
         segment: Segment,
         layout: Layout,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
         token: int,
         committed: Callable[[Commit], None] = lambda commit: None,
     ) -> None:
-        """`committed` is called on the capture thread. Raises InventoryError when tensors and layout do not agree."""
+        """`tensors` gives the live tensors by item name, asked again at every version point: none may have moved.
+
+        `committed` is called on the capture thread. Raises InventoryError when tensors and layout do not agree.
+        """
         self._segment = segment
         self._layout = layout
         self._token = token
         self._committed = committed
-        self._tensors = {piece.item: tensors[piece.item] for bucket in layout.buckets for piece in bucket.pieces}
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
-        self._flat = {name: flat_bytes(name, tensor) for name, tensor in self._tensors.items()}
-        devices = {tensor.device for tensor in self._tensors.values()}
+        self._tensors = tensors
+        found = tensors()
+        names = {piece.item for bucket in layout.buckets for piece in bucket.pieces}
+        self._flat = {name: flat_bytes(name, found[name]) for name in names}
+        devices = {flat.device for flat in self._flat.values()}
         if len({device for device in devices if device.type != "cpu"}) > 1:
             raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
         self._copiers: dict[torch.device, Copier] = {
@@ -91,8 +95,9 @@ class Capture:
         """
         self.wait()
         started = time.perf_counter()
-        for name, tensor in self._tensors.items():
-            if tensor.data_ptr() != self._addresses[name]:
+        live = self._tensors()
+        for name, flat in self._flat.items():
+            if live[name].data_ptr() != flat.data_ptr():
                 raise InventoryError(
                     f"rank {self._layout.rank}: item '{name}' was moved to other memory since the start; "
                     "expected it in place"
@@ -129,7 +134,6 @@ class Capture:
             copier.close()
         self._pieces.clear()
         self._flat.clear()
-        self._tensors.clear()
 
     def _run(self) -> None:
         while True:

@@ -10,27 +10,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import xxhash
 
 from .. import faults
 from ..config import ReftConfig
-from ..errors import BudgetError, CorruptSlotError, FtError
+from ..errors import BudgetError, CorruptSlotError, FtError, InventoryError, ProtectionError, ResumeError
 from ..events import Events
 from ..model.host import Host
 from ..recovery.collective import Collective
-from ..recovery.plan import RecoveryPlan
+from ..recovery.plan import RecoveryPlan, choose_source
 from ..recovery.run import agree_on_version, load_tensors
 from ..smp.client import Client
 from ..snapshot import codec
 from ..snapshot.capture import Capture, Commit
 from ..snapshot.layout import Layout, plan_layout
-from ..snapshot.segment import Segment, Shape
+from ..snapshot.segment import Segment, Shape, path_of
 from ..snapshot.slots import SLOTS, Version
 
+DEGRADED = "degraded"  # the word that a rank leaves for the others when it can capture no more
 _SMALL_FLOOR = 64 << 10  # bytes claimed for small state at least; twice its first size otherwise
+
+
+class PeerDegraded(ProtectionError):
+    """Another rank can capture no more, so this one stops too."""
 
 
 class Reft:
@@ -56,14 +63,39 @@ class Reft:
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
+        self._path = path_of(run_dir.parent.name, run_dir.name, host.rank)  # a run directory is job / node
+        self._peer_degraded = False
         self._waits: list[tuple[int, float]] = []  # fences not yet reported: that is left to the capture thread
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         """What the segment has to hold."""
         small = max(_SMALL_FLOOR, 2 * len(self._small()))
         layout = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib)).encode())
         return Shape(self.layout.nbytes, small, len(self.layout.buckets), layout)
+
+    @property
+    def claimed(self) -> bool:
+        """Whether this rank's segment is there already, of this or an earlier incarnation."""
+        return self._path.exists()
+
+    def check_replicas(self) -> None:
+        """Compare the inventories of each replica set's ranks. Every rank of the job calls. Raises InventoryError."""
+        sets = self._host.inventory().replica_sets()
+        digests = {
+            replicas: xxhash.xxh3_64_intdigest(repr([(i.name, i.dtype, i.shape, i.background) for i in items]).encode())
+            for replicas, items in sets.items()
+            if len(replicas) > 1
+        }
+        gathered = self._collective.gather(msgpack.packb([[list(key), value] for key, value in digests.items()]))
+        told = [{tuple(key): value for key, value in msgpack.unpackb(part)} for part in gathered]
+        for replicas, digest in digests.items():
+            for rank in replicas:
+                if told[rank].get(replicas) != digest:
+                    raise InventoryError(
+                        f"rank {self._host.rank}: rank {rank} should hold the same {len(sets[replicas])} items as "
+                        f"replicas {replicas} do, but names others; the replicas of a parameter must be built alike"
+                    )
 
     def claim(self, fresh: bool) -> Shape:
         """Have the SMP create or find this rank's segment, and map every page of it.
@@ -92,42 +124,53 @@ class Reft:
         )
         return shape
 
-    def resume(self, *, memory: bool, loaded: int) -> tuple[RecoveryPlan, dict[str, Any] | None]:
-        """Restore the newest version that all ranks hold, unless `memory` is off or the framework loaded a newer one.
+    def resume(self, mode: str, loaded: int) -> tuple[RecoveryPlan, dict[str, Any] | None]:
+        """Restore the newest version that all ranks hold, as `mode` (`--ftp-resume`) and `loaded` have it.
 
         `loaded` is the iteration of the framework's own checkpoint, 0 for none. Opens a lineage on every rank before
-        any captures. Returns the plan and the small state, None where nothing was restored.
+        any captures. Returns the plan and the small state, None where nothing was restored. Raises ResumeError, on all
+        ranks alike and before anything is void.
         """
         segment = self._mapped()
         started = time.perf_counter()
         faults.reach("restore.begin")
-        plan = agree_on_version(segment, self.layout, self._collective, self._report_corrupt)
-        if plan.version is not None and (not memory or plan.version.iteration < loaded):
-            plan = RecoveryPlan(
-                None, "none", plan.lineage, plan.completed, max(0, plan.completed - loaded),
-                f"the framework's checkpoint of iteration {loaded} is newer" if memory else "memory was not asked for",
-            )  # fmt: skip
+        found = agree_on_version(segment, self.layout, self._collective, self._report_corrupt)
+        try:
+            plan = choose_source(found, mode, loaded)
+        except ResumeError as error:
+            error.echo = self._host.rank != 0  # all ranks know the same facts: one of them says so
+            raise
         verified = time.perf_counter()
         restored = load_tensors(plan, segment, self.layout, self._host.tensors(), self._collective)
         small: dict[str, Any] | None = None
         if restored.small is not None:
             small = codec.decode(restored.small)
             self._host.restore(small)
+        self._collective.barrier()  # every rank has restored: only now may anything be void
         with Client(self._run_dir) as client:
             client.restore(self._host.rank, self._token, plan.lineage, plan.version)
+        faults.reach("restore.opened")
         self._collective.barrier()  # every SMP has opened the lineage before anyone captures into it
         faults.reach("restore.end")
         self._lineage = plan.lineage
-        self._capture = Capture(segment, self.layout, self._host.tensors(), self._token, self._committed)
-        seconds = time.perf_counter() - started
-        if plan.version is not None:
-            self._events.emit(
-                "restore.done", lineage=plan.version.lineage, iteration=plan.version.iteration, tier=plan.tier,
-                completed=plan.completed, lost=plan.lost, seconds=seconds, verify_seconds=verified - started,
-            )  # fmt: skip
-        else:
-            self._events.emit("restore.scratch", reason=plan.reason, completed=plan.completed, lost=plan.lost)
+        self._capture = Capture(segment, self.layout, self._host.tensors, self._token, self._committed)
+        self._report_restore(plan, time.perf_counter() - started, verified - started)
         return plan, small
+
+    def _report_restore(self, plan: RecoveryPlan, seconds: float, verify_seconds: float) -> None:
+        if plan.tier == "none":
+            self._events.emit("restore.scratch", reason=plan.reason, completed=plan.completed, lost=plan.lost)
+            return
+        self._events.emit(
+            "restore.done",
+            lineage=plan.version.lineage if plan.version else None,
+            iteration=plan.version.iteration if plan.version else plan.loaded,
+            tier=plan.tier,
+            completed=plan.completed,
+            lost=plan.lost,
+            seconds=seconds,
+            verify_seconds=verify_seconds,
+        )
 
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
@@ -138,6 +181,8 @@ class Reft:
     def iteration_end(self, step: int) -> None:
         """The version point: capture, when it is this version's turn."""
         self._mapped().completed = step
+        if self._peer_degraded:
+            raise PeerDegraded("another rank lost its protection: what all ranks still hold is kept, nothing is added")
         if self._capture is not None and step % self._config.interval == 0:
             self._capture.start(Version(self._lineage, step), self._small())
 
@@ -180,6 +225,9 @@ class Reft:
 
     def _committed(self, commit: Commit) -> None:
         self._report_waits()
+        # asked here, behind the step: at most one version is captured after a peer has stopped, so the last one that
+        # all ranks hold is not overwritten
+        self._peer_degraded = self._collective.told(DEGRADED)
         self._events.emit(
             "capture.commit", lineage=commit.version.lineage, iteration=commit.version.iteration,
             seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,

@@ -112,7 +112,7 @@ def train(job: Job, config: Config, context: LaunchContext) -> None:
     hooks: Hooks
     if config.systems:
         hooks = session = ft_plugins.attach(host, config, context)
-        done = session.resume()
+        done = session.resume(last=job.args.iterations)
     else:
         faults.arm(config.faults, rank=context.rank, restart=context.restart)
         hooks, done = Unprotected(), 0

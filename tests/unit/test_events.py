@@ -94,11 +94,27 @@ def test_a_device_that_is_full_costs_the_line_not_the_job() -> None:
     assert events.emit("a.b").name == "a.b"
 
 
-def test_an_event_file_that_cannot_be_opened_is_an_error_all_the_same(tmp_path: Path) -> None:
-    events = Events("n")
+def test_an_event_file_that_cannot_be_opened_loses_the_event_and_nothing_else(tmp_path: Path) -> None:
+    events, heard = Events("n"), []
     events.subscribe(file_sink(tmp_path / "missing" / "events.jsonl"))
-    with pytest.raises(FileNotFoundError):
-        events.emit("a.b")
+    events.subscribe(heard.append)
+    events.emit("a.b")
+    assert [event.name for event in heard] == ["a.b"]
+
+
+def test_an_event_file_that_is_full_makes_room_and_the_one_before_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ft_plugins.events.FILE_LIMIT", 400)
+    path = tmp_path / "events.jsonl"
+    events = Events("n")
+    events.subscribe(file_sink(path))
+    for number in range(20):
+        events.emit("a.b", number=number)
+    kept = [event.fields["number"] for place in (tmp_path / "events.jsonl.1", path) for event in read(place)]
+    assert kept == list(range(20))[-len(kept) :] and len(kept) >= 4
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["events.jsonl", "events.jsonl.1"]
+    assert all(found.stat().st_size < 600 for found in tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -142,7 +142,6 @@ def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(
         ("fresh", 0, 0, False),
         ("fresh", 3, 3, False),
         ("storage", 3, 3, False),
-        ("storage", 0, 0, False),
     ],
 )
 def test_what_is_resumed_from(

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.recovery.plan import RankFacts, plan_recovery
+from ft_plugins.errors import ResumeError
+from ft_plugins.recovery.plan import RankFacts, choose_source, plan_recovery
 from ft_plugins.snapshot.slots import SLOTS, Slot, SlotState, Version, void
 
 versions = st.builds(Version, st.integers(0, 2), st.integers(1, 5))
@@ -109,3 +110,47 @@ def test_from_the_beginning_says_why(facts: list[RankFacts], corrupt: list[Versi
 def test_thousands_of_ranks_are_planned_for() -> None:
     facts = [rank(number, 6, 7, *([8] if number != 4000 else []), completed=8) for number in range(4096)]
     assert plan_recovery(facts).version == Version(1, 7)
+
+
+ALL_HOLD = [rank(0, 6, 7, completed=7), rank(1, 6, 7, completed=7)]
+ONE_IS_EMPTY = [rank(0, 6, 7, completed=7), rank(1, completed=0)]
+YOUNG = [rank(0, 1, completed=1), rank(1, completed=0)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "mode", "loaded", "tier"),
+    [
+        (ALL_HOLD, "auto", 0, "process"),
+        (ALL_HOLD, "auto", 7, "process"),
+        (ALL_HOLD, "auto", 8, "storage"),
+        (ALL_HOLD, "memory", 0, "process"),
+        (ALL_HOLD, "storage", 3, "storage"),
+        (ALL_HOLD, "fresh", 0, "none"),
+        (ONE_IS_EMPTY, "auto", 5, "storage"),
+        (ONE_IS_EMPTY, "fresh", 0, "none"),
+        (YOUNG, "auto", 0, "none"),
+    ],
+)
+def test_the_source_is_the_larger_iteration_or_what_was_asked_for(
+    facts: list[RankFacts], mode: str, loaded: int, tier: str
+) -> None:
+    plan = choose_source(plan_recovery(facts), mode, loaded)
+    assert plan.tier == tier
+    assert (plan.version is not None) == (tier == "process")
+    assert plan.loaded == (loaded if tier == "storage" else 0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "corrupt", "mode", "said"),
+    [
+        (ONE_IS_EMPTY, (), "auto", "rank 1 holds no version"),
+        (ALL_HOLD, (Version(1, 6), Version(1, 7)), "auto", "corrupt"),
+        (ONE_IS_EMPTY, (), "memory", "--ftp-resume auto"),
+        (ALL_HOLD, (), "storage", "--load"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_instead_of_starting_from_the_beginning(
+    facts: list[RankFacts], corrupt: tuple[Version, ...], mode: str, said: str
+) -> None:
+    with pytest.raises(ResumeError, match=said):
+        choose_source(plan_recovery(facts, corrupt), mode, 0)

@@ -83,7 +83,7 @@ def _capture_then_restore(
     create(path, Shape(layout.nbytes, 100, len(layout.buckets), 1), rank, {})
     segment = Segment(path)
     live = tensors_of(rank, world, 0)[0]
-    capture = Capture(segment, layout, live, 0)
+    capture = Capture(segment, layout, lambda: live, 0)
     for iteration in ITERATIONS:
         for name, tensor in tensors_of(rank, world, iteration)[0].items():
             live[name].copy_(tensor)

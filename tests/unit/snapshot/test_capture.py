@@ -96,7 +96,7 @@ class Rig:
         def committed(commit: Commit) -> None:
             self.commits.append((commit, threading.current_thread().name))
 
-        made = Capture(self.segment, self.layout, self.tensors, token, committed)
+        made = Capture(self.segment, self.layout, lambda: self.tensors, token, committed)
         if gate is not None:
             made._copiers[CPU] = gate
         self.captures.append(made)
@@ -229,7 +229,7 @@ def test_a_tensor_that_was_moved_is_named_and_the_version_before_stays(rig: Rig)
     capture = rig.capture()
     capture.start(Version(1, 1), b"")
     capture.wait()
-    rig.tensors["half"].data = rig.tensors["half"].clone()
+    rig.tensors["half"] = rig.tensors["half"].clone()  # as a framework does that replaces a tensor by another
     with pytest.raises(InventoryError, match="rank 0: item 'half' was moved"):
         capture.start(Version(1, 2), b"")
     assert list(rig.restorable()) == [Version(1, 1)]
@@ -436,7 +436,7 @@ def test_a_writer_stopped_at_a_bucket_edge_is_suspected_of_the_next_bucket(rig: 
             seen.append(self._segment.cursor(0))
             super()._check_token()
 
-    capture = Watched(rig.segment, rig.layout, rig.tensors, 1)
+    capture = Watched(rig.segment, rig.layout, lambda: rig.tensors, 1)
     rig.captures.append(capture)
     capture.start(Version(1, 1), b"")
     capture.wait()
@@ -445,9 +445,9 @@ def test_a_writer_stopped_at_a_bucket_edge_is_suspected_of_the_next_bucket(rig: 
 
 def test_tensors_on_two_devices_or_missing_ones_are_refused(rig: Rig) -> None:
     with pytest.raises(KeyError):
-        Capture(rig.segment, rig.layout, {}, 1)
+        Capture(rig.segment, rig.layout, dict, 1)
     with pytest.raises(InventoryError, match="meta"):
-        Capture(rig.segment, rig.layout, {**rig.tensors, "w": torch.empty(10, 20, device="meta")}, 1)
+        Capture(rig.segment, rig.layout, lambda: {**rig.tensors, "w": torch.empty(10, 20, device="meta")}, 1)
 
 
 def test_closing_finishes_the_running_capture(rig: Rig) -> None:
