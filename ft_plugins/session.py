@@ -78,6 +78,7 @@ class Session:
                 failure = error
         elif failure is None:
             failure = ProtectionError(f"rank {built.index(b'')} is not protected")
+            failure.echo = True
         self._collective.agree(None if self._may_degrade(failure) else failure)
         own = [shape.nbytes, shape.small_nbytes, shape.buckets, shape.layout] if shape else None
         shapes = [msgpack.unpackb(part) for part in self._collective.gather(msgpack.packb(own))]

@@ -68,17 +68,22 @@ class Collective:
         return word in self._told
 
     def agree(self, error: FtError | None) -> None:
-        """Raise on every rank when any rank has an error: the lowest such rank its own, the others an echo of it."""
-        found = self.gather(msgpack.packb([type(error).__name__, str(error)] if error else None))
-        for rank, payload in enumerate(found):
-            entry = msgpack.unpackb(payload)
-            if entry is None:
-                continue
-            if error is not None and rank == self.rank:
-                raise error
-            echo = getattr(errors, entry[0])(entry[1])
-            echo.echo = True
-            raise echo
+        """Raise on every rank when any rank has an error: one rank its own, the others an echo of it.
+
+        That is the lowest rank with an error of its own; an error that is an echo already counts if there is no other.
+        """
+        own = [type(error).__name__, str(error), error.echo] if error else None
+        entries = [msgpack.unpackb(part) for part in self.gather(msgpack.packb(own))]
+        failed = [rank for rank, entry in enumerate(entries) if entry is not None]
+        if not failed:
+            return
+        first = min(failed, key=lambda rank: (entries[rank][2], rank))
+        if error is not None and first == self.rank:
+            error.echo = False
+            raise error
+        echo = getattr(errors, entries[first][0])(entries[first][1])
+        echo.echo = True
+        raise echo
 
     def connect(self, replica_sets: Iterable[Sequence[int]]) -> None:
         """Make the groups for `exchange_shares`, once for each set that any rank names. Every rank of the job calls.
