@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.gpt_runs import EXAMPLE
-from ft_plugins.rig.journal import Entry, entries, wait_for
+from ft_plugins.rig.journal import Entry, entries, wait_for, wait_until_stopped
 from ft_plugins.snapshot.segment import Segment, path_of
 from ft_plugins.snapshot.slots import SlotState
 
@@ -149,12 +150,16 @@ def end_smp(spec: JobSpec) -> None:
 def test_a_second_job_of_the_same_name_is_refused_and_the_first_one_ends_undisturbed(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
-    spec = fills(jobs, tmp_path, "--iterations", "200")
+    stop = "iteration.forward@iteration=100:stop"
+    spec = fills(jobs, tmp_path, "--iterations", "200", flags=("--reft", "--ftp-faults", stop))
     first = torch_server.start(spec)
     wait_for(tmp_path / "journal", lambda found: len(found) == 1, BOUND)
+    (attached,) = first.events("rank.attach")
+    wait_until_stopped(attached.pid, BOUND)
     second = torch_server.start(spec)
     reason = second.wait(BOUND)["reason"]
     assert "BusyError" in reason and "--ftp-job" in reason and str(first.pid) in reason
+    os.kill(attached.pid, signal.SIGCONT)
     assert first.wait(BOUND)["status"] == "succeeded", first.tail()
     assert entries(tmp_path / "journal")[-1]["ended"] == 200
 
