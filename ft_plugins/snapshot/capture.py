@@ -14,6 +14,7 @@ In: segment, layout, live tensors, token. Out: sealed slots; `Commit` per versio
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -87,6 +88,8 @@ class Capture:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftp-capture", daemon=True)
         self._thread.start()
+        # a thread that is inside torch when the interpreter goes away aborts the process
+        atexit.register(self.close)
 
     def start(self, version: Version, small: bytes) -> None:
         """Begin capturing `version`: synchronous items and small state now, the rest behind what follows.
@@ -126,7 +129,10 @@ class Capture:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """End the thread after the running capture, and let go of tensors and pinned memory."""
+        """End the thread after the running capture, and let go of tensors and pinned memory. Idempotent."""
+        atexit.unregister(self.close)
+        if self._closing:
+            return
         self._closing = True
         self._work.release()
         self._thread.join()

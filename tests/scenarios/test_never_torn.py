@@ -198,11 +198,10 @@ def test_a_trainer_killed_at_a_hundred_random_times_resumes_a_complete_version(
         job.kill()
     early: list[Entry] = []
     for number in range(20):  # young jobs: most die before three versions exist
-        folder = tmp_path / f"young{number}"
+        folder = tmp_path / f"y{number}"
         folder.mkdir()
         young = fills(jobs, folder / "journal", 1_000_000)
-        young = JobSpec(**{**vars(young), "name": f"{young.name}-{number}", "folder": str(folder)})
-        jobs(**vars(young))
+        young = jobs(**{**vars(young), "name": f"y{os.getpid()}-{number}", "folder": str(folder)})
         running = torch_server.start(young)
         try:
             kill_trainer_at_random(running, folder / "journal", 1, rng, longest=0.15)
