@@ -191,20 +191,20 @@ def test_a_trainer_killed_at_a_hundred_random_times_resumes_a_complete_version(
     spec = fills(jobs, journal, 1_000_000)
     job = torch_server.start(spec)
     try:
-        kill_trainer_at_random(job, journal, 80, rng, longest=0.4)
-        found += wait_for(journal, lambda written: len(written) > 80, 60)
+        kill_trainer_at_random(job, journal, 72, rng, longest=0.4)
+        found += wait_for(journal, lambda written: len(written) > 72, 60)
         assert_at_most_one_lost(job)
     finally:
         job.kill()
     early: list[Entry] = []
-    for number in range(20):  # young jobs: most die before three versions exist
+    for number in range(32):  # young jobs: most die before three versions exist
         folder = tmp_path / f"y{number}"
         folder.mkdir()
         young = fills(jobs, folder / "journal", 1_000_000)
         young = jobs(**{**vars(young), "name": f"y{os.getpid()}-{number}", "folder": str(folder)})
         running = torch_server.start(young)
         try:
-            kill_trainer_at_random(running, folder / "journal", 1, rng, longest=0.15)
+            kill_trainer_at_random(running, folder / "journal", 1, rng, longest=0.06)
             early += wait_for(folder / "journal", lambda written: len(written) > 1, 60)
             assert_at_most_one_lost(running)
         finally:
