@@ -17,6 +17,7 @@ import pytest
 
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.journal import Entry, entries, wait_for
+from ft_plugins.smp.client import Client
 
 ENTRY = "ft_plugins.rig.fills:main"
 MANY = 10_000  # restarts: here a version may be restored often on purpose
@@ -209,6 +210,9 @@ def test_a_trainer_killed_at_a_hundred_random_times_resumes_a_complete_version(
             assert_at_most_one_lost(running)
         finally:
             running.kill()
+        running.wait(60)
+        with Client(young.run_dir) as client:
+            client.end()  # its 768 MiB are needed by the next ones
     assert_never_torn(found + early)
     slots = [entry["found"] for entry in found + early if entry.get("found")]
     dirty = sum("DIRTY" in states for states in slots)
