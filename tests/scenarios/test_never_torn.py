@@ -182,7 +182,6 @@ def _pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-@pytest.mark.all_configurations  # takes minutes
 def test_a_trainer_killed_at_a_hundred_random_times_resumes_a_complete_version(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
