@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import msgpack
@@ -80,7 +81,7 @@ class Session:
             failure = ProtectionError(f"rank {built.index(b'')} is not protected")
             failure.echo = True
         self._collective.agree(None if self._may_degrade(failure) else failure)
-        own = [shape.nbytes, shape.small_nbytes, shape.buckets, shape.layout] if shape else None
+        own = [*astuple(shape)] if shape else None
         shapes = [msgpack.unpackb(part) for part in self._collective.gather(msgpack.packb(own))]
         if any(entry is None for entry in shapes):
             self._degrade(failure or ProtectionError(f"rank {shapes.index(None)} is not protected"))

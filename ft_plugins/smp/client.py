@@ -105,7 +105,7 @@ class Client:
 
     def attach(self, rank: int, token: int, shape: Shape, fingerprint: Mapping[str, Any], *, fresh: bool) -> Path:
         """Create or find this rank's segment. Raises BudgetError, ResumeError (unless `fresh`), FencedError."""
-        fields = {name: getattr(shape, name) for name in ("nbytes", "small_nbytes", "buckets", "layout")}
+        fields = {name: getattr(shape, name) for name in ("nbytes", "small_nbytes", "buckets", "layout", "slots")}
         reply = self._ask(
             "attach",
             extra_seconds=shape.total / _FAULT_BYTES_PER_SECOND,

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ class SnapshotProcess:
     def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
         rank = self._check_token(request)
         fields = protocol.field(request, "shape", dict)
-        if sorted(fields) != ["buckets", "layout", "nbytes", "small_nbytes"] or not all(
+        if sorted(fields) != ["buckets", "layout", "nbytes", "slots", "small_nbytes"] or not all(
             type(v) is int and v >= 0 for v in fields.values()
         ):
             raise ProtocolError(f"rank {rank}: attach with shape {fields}")
@@ -271,7 +272,7 @@ def _check_same_job(rank: int, found: Segment, shape: Shape, fingerprint: dict[s
             "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
         )
         raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
-    same = (found.shape.nbytes, found.shape.buckets, found.shape.layout) == (shape.nbytes, shape.buckets, shape.layout)
+    same = replace(found.shape, small_nbytes=0) == replace(shape, small_nbytes=0)
     if same and 2 * found.shape.small_nbytes < shape.small_nbytes:  # twice what is needed is asked for
         raise ResumeError(
             f"rank {rank}: there is room for {found.shape.small_nbytes} bytes of small state in memory, now "
@@ -280,8 +281,9 @@ def _check_same_job(rank: int, found: Segment, shape: Shape, fingerprint: dict[s
     if not same:
         raise ResumeError(
             f"rank {rank}: the state in memory was laid out otherwise ({found.shape.nbytes} bytes in "
-            f"{found.shape.buckets} buckets, "
-            f"now {shape.nbytes} in {shape.buckets}: nodes, bucket size or model changed); --ftp-resume fresh drops it"
+            f"{found.shape.buckets} buckets, {found.shape.slots} slots, "
+            f"now {shape.nbytes} in {shape.buckets}, {shape.slots} slots: nodes, bucket size or model changed); "
+            "--ftp-resume fresh drops it"
         )
 
 

@@ -29,7 +29,7 @@ from ..errors import FencedError, InventoryError
 from .copiers import Copier, as_words, copier_for, flat_bytes
 from .layout import Bucket, Layout
 from .segment import Segment
-from .slots import SLOTS, SlotState, Version, choose
+from .slots import SlotState, Version, choose
 
 _Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 
@@ -73,7 +73,8 @@ class Capture:
         self._copiers: dict[torch.device, Copier] = {
             device: copier_for(device, segment.bytes.ctypes.data, segment.bytes.nbytes) for device in devices
         }
-        self._pieces = [[self._plan_pieces(index, bucket) for bucket in layout.buckets] for index in range(SLOTS)]
+        slots = range(segment.shape.slots)
+        self._pieces = [[self._plan_pieces(index, bucket) for bucket in layout.buckets] for index in slots]
         # A writer that was stopped in mid-bucket may wake once: these buckets are digested from their source.
         self._suspect = {
             (slot.index, segment.cursor(slot.index)) for slot in segment.slots() if slot.state is SlotState.DIRTY

@@ -1,13 +1,13 @@
-"""A rank's named shared memory: one header, three slots, each with its own header, digests, small state and data.
+"""A rank's named shared memory: one header, slots, each with its own header, digests, small state and data.
 
 Invariant: a slot's header is the truth about the slot. It says DIRTY before the first byte changes, and CLEAN only
 after everything else is in place, with a seal over version, digests and small state written last; so a process that
 dies at any instruction leaves the old version or none, never a torn one. A header that does not match its seal is read
 as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once by the SMP and reused over restarts.
 
-    file   = header page | slot 0 | slot 1 | slot 2
+    file   = header page | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
     header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, fingerprint
-    slot   = header page (state, version, token, small size, cursor, seal) | digest table | small state | data
+    slot   = header page (state, version, token, small size, cursor, seal, pins) | digest table | small state | data
 
 In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery), `jobs` and `remove` (sweep).
 Files in /dev/shm are mapped directly: multiprocessing.shared_memory would unlink them behind our back.
@@ -20,7 +20,7 @@ import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ import numpy.typing as npt
 import xxhash
 
 from ..errors import BudgetError, CorruptSlotError, SegmentError
-from .slots import SLOTS, Slot, SlotState, Version, check_transition
+from .slots import SLOTS, Pin, Slot, SlotState, Version, check_transition, may_pin
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)(-r\d+(\.new)?|\.lock)")
 PAGE = 4096
-_MAGIC = int.from_bytes(b"FTPSEG01", "little")
+_MAGIC = int.from_bytes(b"FTPSEG02", "little")
 _FINGERPRINT = 1024  # offset in the header page: length, then JSON
 _FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
 
@@ -56,11 +56,13 @@ _HEADER = {
             "owner_started",
             "lineage_token",
             "attached",
+            "slots",
         ]
     )
 }
 _SLOT = {
-    name: index for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal"])
+    name: index
+    for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal", "pins"])
 }
 NO_CURSOR = 2**64 - 1
 
@@ -73,6 +75,7 @@ class Shape:
     small_nbytes: int  # room for small state
     buckets: int
     layout: int  # digest of the layout: two layouts of one size do not share a segment
+    slots: int = SLOTS
 
     @property
     def table_room(self) -> int:
@@ -90,7 +93,7 @@ class Shape:
     @property
     def total(self) -> int:
         """Bytes of the file."""
-        return PAGE + SLOTS * self.slot_room
+        return PAGE + self.slots * self.slot_room
 
 
 def path_of(job: str, node: str, rank: int) -> Path:
@@ -120,7 +123,7 @@ def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) 
     text = json.dumps(fingerprint, sort_keys=True).encode()
     if len(text) > _FINGERPRINT_ROOM:
         raise SegmentError(f"rank {rank}: the job's fingerprint has {len(text)} bytes; at most {_FINGERPRINT_ROOM} fit")
-    check_room(shape.total, f"rank {rank}: protection ({SLOTS} slots of {shape.slot_room} bytes)", path.parent)
+    check_room(shape.total, f"rank {rank}: protection ({shape.slots} slots of {shape.slot_room} bytes)", path.parent)
     building = path.with_name(path.name + ".new")
     building.unlink(missing_ok=True)  # of an SMP that died meanwhile; or not ours at all, hence O_EXCL
     fd = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -138,6 +141,7 @@ def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) 
                 ("small_nbytes", shape.small_nbytes),
                 ("buckets", shape.buckets),
                 ("layout", shape.layout),
+                ("slots", shape.slots),
                 ("rank", rank),
                 ("magic", _MAGIC),
             ):
@@ -185,11 +189,12 @@ class Segment:
                 f"segment {path} was written by another version of ft_plugins or is damaged; "
                 "'ft-plugins sweep' removes it"
             )
-        self.shape = Shape(*(self._word(name) for name in ("nbytes", "small_nbytes", "buckets", "layout")))
+        self.shape = Shape(*(self._word(name) for name in ("nbytes", "small_nbytes", "buckets", "layout", "slots")))
         if self.shape.total != found.st_size:
             raise SegmentError(f"segment {path} has {found.st_size} bytes where its header tells {self.shape.total}")
         self._slot_words = [
-            self.bytes[self._slot_start(i) : self._slot_start(i) + 8 * len(_SLOT)].view(np.uint64) for i in range(SLOTS)
+            self.bytes[self._slot_start(i) : self._slot_start(i) + 8 * len(_SLOT)].view(np.uint64)
+            for i in range(self.shape.slots)
         ]
 
     def close(self) -> None:
@@ -270,6 +275,7 @@ class Segment:
         """Grow `lineage` from `base`: the slots in `voided` can no longer be restored. Idempotent; void first, so
         that a death in between leaves `base` the newest."""
         for index in voided:
+            self.unpin(index, ~Pin(0))
             self.dirty(index, None, self.token)
         self.completed = base.iteration if base else 0
         self._header[_HEADER["lineage"]] = lineage
@@ -325,11 +331,32 @@ class Segment:
         version = Version(int(words[_SLOT["lineage"]]), int(words[_SLOT["iteration"]]))
         if state is SlotState.CLEAN and not self._sealed(index):
             state = SlotState.DIRTY
-        return Slot(index, state, version if state is not SlotState.EMPTY else None, int(words[_SLOT["token"]]))
+        pins = Pin(int(words[_SLOT["pins"]]))
+        return Slot(index, state, version if state is not SlotState.EMPTY else None, int(words[_SLOT["token"]]), pins)
 
     def slots(self) -> tuple[Slot, ...]:
         """All slots."""
-        return tuple(self.slot(index) for index in range(SLOTS))
+        return tuple(self.slot(index) for index in range(self.shape.slots))
+
+    def pin(self, version: Version, purpose: Pin) -> int | None:
+        """Keep `version` for `purpose`; returns its slot. None when it is not here, or may be about to be overwritten.
+
+        Called by the SMP alone. What the same purpose kept before stays kept until `unpin`.
+        """
+        index = may_pin(self.slots(), version)
+        if index is None:
+            return None
+        held = self.slot(index).pins
+        self._slot_words[index][_SLOT["pins"]] = int(held | purpose)
+        if held or may_pin([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
+            return index
+        self._slot_words[index][_SLOT["pins"]] = int(held)
+        return None
+
+    def unpin(self, index: int, purpose: Pin) -> None:
+        """The slot is no longer kept for `purpose`. Called by the SMP alone."""
+        words = self._slot_words[index]
+        words[_SLOT["pins"]] = int(words[_SLOT["pins"]]) & ~int(purpose) & 0xFF
 
     def dirty(self, index: int, version: Version | None, token: int) -> None:
         """The slot holds nothing restorable from now on; `version` is about to be written, None for none."""

@@ -30,7 +30,7 @@ from ..snapshot import codec
 from ..snapshot.capture import Capture, Commit
 from ..snapshot.layout import Layout, plan_layout
 from ..snapshot.segment import Segment, Shape, path_of
-from ..snapshot.slots import SLOTS, Version
+from ..snapshot.slots import Version
 
 DEGRADED = "degraded"  # the word that a rank leaves for the others when it can capture no more
 _SMALL_FLOOR = 64 << 10  # bytes claimed for small state at least; twice its first size otherwise
@@ -242,5 +242,5 @@ def budget_table(shapes: Mapping[int, Shape], node: str) -> str:
     total = sum(shape.total for shape in shapes.values())
     share = sum(shape.nbytes for shape in shapes.values())
     lines = [f"host memory for protection on node {node}: {total} bytes for {share} bytes captured, all of it resident"]
-    lines += [f"  rank {rank}: {SLOTS} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
+    lines += [f"  rank {rank}: {shape.slots} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
     return "\n".join(lines)

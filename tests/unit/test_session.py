@@ -337,7 +337,8 @@ def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(n
     faults = "capture.bucket.begin@iteration=3,rank=1:raise"
     found = ranks(_incarnation, 2, run_dirs, node.fence(), 4, {"faults": faults})
     assert [outcome["error"] for outcome in found] == [None, None]
-    assert [event.rank for event in node.events("protection.lost")] == [1]
+    # whether rank 0 hears of it before its last iteration is a matter of time; if it does, it stops as an echo
+    assert [event.rank for event in node.events("protection.lost") if not event.fields["echo"]] == [1]
     found = ranks(_incarnation, 2, run_dirs, node.fence(), 4, {})
     assert [outcome["resumed"] for outcome in found] == [2, 2]
 

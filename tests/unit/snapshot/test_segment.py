@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import xxhash
 
 from ft_plugins.errors import BudgetError, CorruptSlotError, FtError, SegmentError
 from ft_plugins.snapshot.segment import PAGE, Segment, Shape, create, path_of, remove, segments_of
-from ft_plugins.snapshot.slots import SLOTS, SlotState, Version
+from ft_plugins.snapshot.slots import SLOTS, Pin, SlotState, Version, choose, slots_for
 
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
 BUCKETS = [(0, 128), (128, 128), (256, 44)]
@@ -371,3 +372,24 @@ def test_room_is_counted_in_whole_pages() -> None:
     shape = Shape(nbytes=PAGE + 1, small_nbytes=1, buckets=513, layout=0)
     assert (shape.table_room, shape.small_room, shape.slot_room) == (2 * PAGE, PAGE, PAGE + 2 * PAGE + PAGE + 2 * PAGE)
     assert shape.total == PAGE + SLOTS * shape.slot_room
+
+
+def test_a_pin_keeps_a_slot_until_it_is_taken_back_and_ends_with_its_lineage(segment_path: Path) -> None:
+    shape = replace(SHAPE, slots=slots_for(Pin.NODE))
+    create(segment_path, shape, 3, {})
+    segment = Segment(segment_path)
+    assert segment.shape == shape and len(segment.slots()) == 4
+    for iteration in (1, 2, 3):
+        index = choose(segment.slots())
+        segment.dirty(index, Version(1, iteration), 1)
+        segment.seal(index, Version(1, iteration), 1, b"", segment.digests(index))
+    assert segment.pin(Version(1, 1), Pin.NODE) is None, "the oldest of three may be overwritten at any moment"
+    index = segment.pin(Version(1, 2), Pin.NODE)
+    assert index is not None and segment.slot(index).pins == Pin.NODE
+    assert segment.slot(index).state is SlotState.CLEAN, "the seal does not cover pins"
+    segment.unpin(index, Pin.NODE)
+    assert not segment.slot(index).pins
+    index = segment.pin(Version(1, 3), Pin.NODE)
+    assert index is not None
+    segment.open_lineage(2, Version(1, 2), (index,))
+    assert segment.slot(index).state is SlotState.DIRTY and not segment.slot(index).pins

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import SegmentError
-from ft_plugins.snapshot.slots import SLOTS, Slot, SlotState, Version, check_transition, choose, void
+from ft_plugins.snapshot.slots import (
+    SLOTS,
+    Pin,
+    Slot,
+    SlotState,
+    Version,
+    check_transition,
+    choose,
+    may_pin,
+    slots_for,
+    void,
+)
 
 CLEAN, DIRTY, EMPTY = SlotState.CLEAN, SlotState.DIRTY, SlotState.EMPTY
 
@@ -167,3 +178,54 @@ def test_only_the_transitions_of_the_table_are_allowed(before: SlotState, after:
     else:
         with pytest.raises(SegmentError, match=f"from {before.name} to {after.name}"):
             check_transition(before, after)
+
+
+NONE = Pin(0)
+
+
+def clean(index: int, iteration: int, pins: Pin = NONE) -> Slot:
+    return Slot(index, CLEAN, Version(1, iteration), 1, pins)
+
+
+def test_each_purpose_of_a_pin_has_a_slot_beyond_those_of_capture() -> None:
+    assert slots_for() == SLOTS
+    assert slots_for(Pin.NODE, Pin.SOURCE) == SLOTS + 2
+    assert slots_for(Pin.NODE, Pin.NODE) == SLOTS + 1
+
+
+def test_a_pinned_slot_is_never_overwritten_however_old() -> None:
+    slots = [clean(0, 1, Pin.NODE), clean(1, 2, Pin.SOURCE), clean(2, 9), clean(3, 8), clean(4, 7)]
+    assert choose(slots) == 4
+    with pytest.raises(SegmentError, match="pinned"):
+        choose([clean(0, 1, Pin.NODE), clean(1, 2, Pin.NODE), clean(2, 3, Pin.SOURCE)])
+
+
+def test_only_a_version_that_no_capture_can_be_about_to_overwrite_is_pinned() -> None:
+    slots = [clean(0, 7), clean(1, 8), clean(2, 9)]
+    assert may_pin(slots, Version(1, 9)) == 2
+    assert may_pin(slots, Version(1, 8)) == 1
+    assert may_pin(slots, Version(1, 7)) is None, "the oldest one: a capture may have chosen it before the pin"
+    assert may_pin([clean(0, 7, Pin.NODE), *slots[1:]], Version(1, 7)) == 0, "but one that is pinned already stays"
+    assert may_pin(slots, Version(2, 8)) is None and may_pin(slots, Version(1, 6)) is None
+
+
+@given(seed=st.integers(0, 10_000))
+def test_with_a_slot_for_each_purpose_capture_keeps_its_three_whatever_is_pinned(seed: int) -> None:
+    """Pins come and go at any moment between two captures; the two newest versions and the pinned ones stay."""
+    rng = random.Random(seed)
+    slots = [Slot(i, EMPTY, None) for i in range(slots_for(Pin.NODE, Pin.SOURCE))]
+    pinned: dict[Pin, Version] = {}
+    for iteration in range(1, 40):
+        index = choose(slots)
+        before = sorted(s.version for s in slots if s.state is CLEAN and s.version)
+        slots[index] = clean(index, iteration)
+        left = {s.version for s in slots if s.state is CLEAN}
+        assert set(before[-2:]) <= left and set(pinned.values()) <= left
+        for purpose in (Pin.NODE, Pin.SOURCE):
+            if rng.random() < 0.3:
+                wanted = Version(1, rng.randint(max(1, iteration - 4), iteration))
+                found = may_pin(slots, wanted)
+                if found is not None:
+                    slots = [replace(s, pins=s.pins & ~purpose) for s in slots]
+                    slots[found] = replace(slots[found], pins=slots[found].pins | purpose)
+                    pinned[purpose] = wanted
