@@ -36,7 +36,7 @@ class Restored:
 
 
 def agree_on_version(
-    segment: Segment, layout: Layout, collective: Collective, report: Callable[[CorruptSlotError], None]
+    segment: Segment, collective: Collective, report: Callable[[CorruptSlotError], None]
 ) -> RecoveryPlan:
     """The newest version that all ranks hold and have verified. Corrupt ones are reported and passed over."""
     facts = [_read_facts(payload) for payload in collective.gather(_facts(segment))]
@@ -47,7 +47,7 @@ def agree_on_version(
             return plan
         verdict = b"1"
         try:
-            segment.verify(facts[collective.rank].holds()[plan.version], [(b.offset, b.nbytes) for b in layout.buckets])
+            segment.verify(facts[collective.rank].holds()[plan.version])
         except CorruptSlotError as error:
             report(error)
             verdict = b"0"

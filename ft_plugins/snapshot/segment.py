@@ -5,7 +5,7 @@ after everything else is in place, with a seal over version, digests and small s
 dies at any instruction leaves the old version or none, never a torn one. A header that does not match its seal is read
 as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once by the SMP and reused over restarts.
 
-    file   = header page | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
+    file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
     header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, fingerprint
     slot   = header page (state, version, token, small size, cursor, seal, pins) | digest table | small state | data
 
@@ -86,6 +86,10 @@ class Shape:
         return _pages(self.small_nbytes)
 
     @property
+    def ranges_room(self) -> int:
+        return _pages(16 * self.buckets)
+
+    @property
     def slot_room(self) -> int:
         """Bytes of one slot: what is captured, its digests and small state, and the slot's header, in whole pages."""
         return PAGE + self.table_room + self.small_room + _pages(self.nbytes)
@@ -93,7 +97,7 @@ class Shape:
     @property
     def total(self) -> int:
         """Bytes of the file."""
-        return PAGE + self.slots * self.slot_room
+        return PAGE + self.ranges_room + self.slots * self.slot_room
 
 
 def path_of(job: str, node: str, rank: int) -> Path:
@@ -283,8 +287,20 @@ class Segment:
 
     # ---- slots ----
 
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(offset, bytes) in a slot's data area of each bucket, by which those who know no layout verify it."""
+        area = self.bytes[PAGE : PAGE + 16 * self.shape.buckets].view(np.uint64)
+        return [(offset, nbytes) for offset, nbytes in area.reshape(-1, 2).tolist()]
+
+    @ranges.setter
+    def ranges(self, value: Sequence[tuple[int, int]]) -> None:
+        """Written by the trainer that claims the segment; the layout's digest in the header says which cut it is."""
+        area = self.bytes[PAGE : PAGE + 16 * self.shape.buckets].view(np.uint64)
+        area[:] = np.array(value, dtype=np.uint64).reshape(-1)
+
     def _slot_start(self, index: int) -> int:
-        return PAGE + index * self.shape.slot_room
+        return PAGE + self.shape.ranges_room + index * self.shape.slot_room
 
     def _area(self, index: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         start = self._slot_start(index) + PAGE + offset
@@ -385,10 +401,10 @@ class Segment:
         found = _seal(words[_SLOT["lineage"] : _SLOT["cursor"]], self.digests(index), self.small(index))
         return int(words[_SLOT["seal"]]) == found
 
-    def verify(self, index: int, buckets: Sequence[tuple[int, int]]) -> None:
-        """Compare every bucket (offset, nbytes) of the data area with its digest. Raises CorruptSlotError."""
+    def verify(self, index: int) -> None:
+        """Compare every bucket of the data area with its digest. Raises CorruptSlotError."""
         data, digests = self.data(index), self.digests(index)
-        for number, (offset, nbytes) in enumerate(buckets):
+        for number, (offset, nbytes) in enumerate(self.ranges):
             if xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data) != int(digests[number]):
                 raise CorruptSlotError(
                     f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) "

@@ -109,6 +109,7 @@ class Reft:
             path = client.attach(self._host.rank, self._token, shape, fingerprint, fresh=fresh)
         faults.reach("attach.after")
         self._segment = Segment(path, populate=True)
+        self._segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in self.layout.buckets]
         shape = self._segment.shape  # the room for small state is that of the first start
         if self._segment.resident_bytes < shape.total:
             raise BudgetError(
@@ -134,7 +135,7 @@ class Reft:
         segment = self._mapped()
         started = time.perf_counter()
         faults.reach("restore.begin")
-        found = agree_on_version(segment, self.layout, self._collective, self._report_corrupt)
+        found = agree_on_version(segment, self._collective, self._report_corrupt)
         try:
             plan = choose_source(found, mode, loaded)
         except ResumeError as error:

@@ -82,6 +82,7 @@ def _capture_then_restore(
     path = path_of(job, nodes[rank], rank)
     create(path, Shape(layout.nbytes, 100, len(layout.buckets), 1), rank, {})
     segment = Segment(path)
+    segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in layout.buckets]
     live = tensors_of(rank, world, 0)[0]
     capture = Capture(segment, layout, lambda: live, 0)
     for iteration in ITERATIONS:
@@ -107,7 +108,7 @@ def _capture_then_restore(
     before = segment.bytes.tobytes()
     reported: list[CorruptSlotError] = []
     collective = Collective()
-    plan = agree_on_version(segment, layout, collective, reported.append)
+    plan = agree_on_version(segment, collective, reported.append)
     restored = load_tensors(plan, segment, layout, fresh, collective)
     iteration = plan.version.iteration if plan.version else 0
     expected = (
@@ -168,7 +169,8 @@ def test_a_rank_that_lost_its_segment_sends_all_to_the_beginning(cleaned: str) -
     path = path_of(cleaned, "a", 0)
     create(path, Shape(layout.nbytes, 100, len(layout.buckets), 1), 0, {})
     segment = Segment(path)
-    plan = agree_on_version(segment, layout, Collective(), lambda error: None)
+    segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in layout.buckets]
+    plan = agree_on_version(segment, Collective(), lambda error: None)
     assert plan.version is None and plan.reason == "no version was captured before" and plan.lineage == 1
     live = tensors_of(0, 1, 3)[0]
     assert load_tensors(plan, segment, layout, live, Collective()).small is None

@@ -87,6 +87,7 @@ class Rig:
         self.shape = Shape(self.layout.nbytes, 1000, len(self.layout.buckets), 1)
         create(path, self.shape, 0, {})
         self.segment = Segment(path)
+        self.segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in self.layout.buckets]
         self.segment.token = 1
         self.commits: list[tuple[Commit, str]] = []
         self.captures: list[Capture] = []
@@ -118,7 +119,7 @@ class Rig:
         for slot in self.segment.slots():
             if slot.state is SlotState.CLEAN and slot.version:
                 try:
-                    self.segment.verify(slot.index, [(b.offset, b.nbytes) for b in self.layout.buckets])
+                    self.segment.verify(slot.index)
                 except CorruptSlotError:
                     continue
                 found[slot.version] = slot.index
