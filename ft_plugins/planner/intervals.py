@@ -1,0 +1,251 @@
+"""How often to snapshot and to checkpoint, and what that costs a day.
+
+Three tiers stand behind each other; each takes the failures that the one before does not survive, at its own rate.
+With L_hw, L_sw the mean failures per node and day (`survival.mean_rate`), k nodes in groups of n, m losses that a group
+survives, S the state that a node captures:
+
+    process tier   software failures, k L_sw a day: the memory of the node is still there
+    node tier      the node is lost, k L_hw a day, less those of the storage tier
+    storage tier   m more nodes of its group are lost before the first is rebuilt: k L_hw P(B >= m) a day, B binomial of
+                   n-1 nodes that fail with 1 - exp(-L_hw R). (REFT Eq. 7 counts the same event, for one group, with the
+                   rate itself as the probability.)
+    rebuild        R = time until a replacement is there + n S / link: each of its n blocks of S/(n-m) bytes is computed
+                   from n-m others (REFT 'RAIM5 Decoding')
+    exchange       m S a node and snapshot: each of its blocks goes to the m nodes that keep parity of its stripe. So
+                   for state that data parallelism shards; replicated state needs no exchange.
+    cost           O_save = T_total / T_save x cost of one save, O_lost = T_save / 2 x T_total / T_fail (BAFT, 'The all
+                   overhead'), where T_save / 2 grows by the time that a tier lags behind: until the exchange or the
+                   write is done, the save before it is the newest one
+    optimum        T_save = sqrt(2 x cost of one save / rate) (Young 1974; REFT Eq. 5), in whole iterations, not below
+                   what the storage can take
+
+Restarting, loading and waiting for a replacement cost every scheme alike and are left out. The model is of first order:
+where the cost comes near a whole day it is only right in saying that there is hardly any progress.
+
+Invariant: pure arithmetic; no interval is one that link or storage cannot keep up with.
+
+In: `survival.Cluster`, `Costs`. Out: `IntervalPlan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any
+
+from ..errors import ConfigError
+from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
+
+DAY = 86400.0  # seconds
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What saving takes. Sizes in GiB, times in seconds, speeds in GiB per second. Raises ConfigError."""
+
+    state_gib: float  # captured by one node
+    iteration_seconds: float
+    snapshot_seconds: float  # training waits at the fence, for each snapshot
+    link_gib_per_second: float  # of one node, to those of its group
+    storage_gib_per_second: float  # of the whole job
+    max_overhead: float = 0.01  # share of time that snapshots may take
+    replace_seconds: float = 600.0  # from the loss of a node until another one stands in for it
+    checkpoint_seconds: float | None = None  # training waits for a checkpoint without REFT; None: until it is written
+
+    def __post_init__(self) -> None:
+        for name in ("state_gib", "iteration_seconds", "link_gib_per_second", "storage_gib_per_second"):
+            demand(name, getattr(self, name), "from 1e-6 to 1e9", 1e-6 <= getattr(self, name) <= 1e9)
+        demand("max_overhead", self.max_overhead, "from 1e-6 to 1", 1e-6 <= self.max_overhead <= 1)
+        for name in ("snapshot_seconds", "replace_seconds", "checkpoint_seconds"):
+            value = getattr(self, name)
+            if value is not None:
+                demand(name, value, "from 0 to 1e9", 0 <= value <= 1e9)
+
+    @classmethod
+    def given(cls, values: Mapping[str, float | None]) -> Costs | None:
+        """The costs in `values`, None is what was not given; None when nothing was. Raises ConfigError for a part."""
+        found = {name: value for name, value in values.items() if value is not None}
+        missing = [part.name for part in fields(cls) if part.default is MISSING and part.name not in found]
+        if found and missing:
+            raise ConfigError(
+                f"{', '.join(found)}: without effect; intervals can be chosen when {', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} given too"
+            )
+        return cls(**found) if found else None
+
+
+@dataclass(frozen=True)
+class Tier:
+    """What one tier is there for and costs, each per day: failures, seconds for saving, seconds of work lost.
+
+    `every` is the interval in iterations; None: never, nothing fails that it would be needed for.
+    """
+
+    name: str
+    failures: float
+    every: int | None
+    save_seconds: float
+    lost_seconds: float
+
+
+@dataclass(frozen=True)
+class SchemePlan:
+    """The tiers of one scheme, in the order in which they are asked. `rebuild_seconds` is 0 without parity."""
+
+    scheme: Scheme
+    tiers: tuple[Tier, ...]
+    rebuild_seconds: float
+
+    @property
+    def save_seconds(self) -> float:
+        """Seconds per day, O_save of all tiers."""
+        return math.fsum(tier.save_seconds for tier in self.tiers)
+
+    @property
+    def lost_seconds(self) -> float:
+        """Seconds per day, O_lost of all tiers."""
+        return math.fsum(tier.lost_seconds for tier in self.tiers)
+
+    @property
+    def cost(self) -> float:
+        """Seconds per day, O_save + O_lost."""
+        return self.save_seconds + self.lost_seconds
+
+
+@dataclass(frozen=True)
+class IntervalPlan:
+    """Intervals and costs of every scheme that the groups can have."""
+
+    cluster: Cluster
+    costs: Costs
+    schemes: tuple[SchemePlan, ...]
+
+    def table(self) -> str:
+        """The plan for people."""
+        cluster, i = self.cluster, self.costs.iteration_seconds
+        rates = [mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate)]
+        hardware, software = (f"one in {1 / rate:.0f} days" if rate else "none" for rate in rates)
+        head = f"intervals and cost per day; a node fails in the long run: hardware {hardware}, software {software}"
+        rows: list[tuple[str, ...]] = [
+            ("", "tier", "failures a day", "save every", "that is", "saving", "lost work", "of the day")
+        ]
+        for plan in self.schemes:
+            name = plan.scheme.title
+            for tier in plan.tiers:
+                count = "never" if tier.every is None else f"{tier.every} iteration{'s' * (tier.every > 1)}"
+                length = "" if tier.every is None else span(tier.every * i)
+                cost = (span(tier.save_seconds), span(tier.lost_seconds))
+                rows.append((name, tier.name, f"{tier.failures:.3g}", count, length, *cost, ""))
+                name = ""
+            share = f"{plan.cost / DAY:.2%}" if plan.cost < DAY else "no progress"
+            rows.append(("", "together", "", "", "", span(plan.save_seconds), span(plan.lost_seconds), share))
+        return "\n".join([head, *columns(rows)])
+
+    def block(self) -> dict[str, Any]:
+        """The plan as JSON."""
+        schemes = {
+            plan.scheme.value: {
+                "rebuild_seconds": plan.rebuild_seconds,
+                "cost_seconds_per_day": plan.cost,
+                "tiers": {tier.name: asdict(tier) for tier in plan.tiers},
+            }
+            for plan in self.schemes
+        }
+        return {"costs": asdict(self.costs), "schemes": schemes}
+
+
+def plan_intervals(cluster: Cluster, costs: Costs) -> IntervalPlan:
+    """Intervals and costs of every scheme that the groups can have."""
+    plans = [
+        _checkpoints(cluster, costs) if scheme is Scheme.CHECKPOINT else _reft(cluster, costs, scheme)
+        for scheme in cluster.schemes
+    ]
+    return IntervalPlan(cluster, costs, tuple(plans))
+
+
+def snapshot_interval(costs: Costs, losses: int) -> int:
+    """Iterations from one snapshot to the next: the fewest that keep the wait at the fence below `max_overhead` of the
+    time and give the exchange of `losses` x S the time it takes."""
+    seconds = max(costs.snapshot_seconds / costs.max_overhead, exchange_seconds(costs, losses))
+    return _iterations(seconds, costs)
+
+
+def exchange_seconds(costs: Costs, losses: int) -> float:
+    """How long a node sends after a snapshot: m S / link."""
+    return losses * costs.state_gib / costs.link_gib_per_second
+
+
+def rebuild_seconds(cluster: Cluster, costs: Costs) -> float:
+    """From the loss of a node until the group can lose as many again: time to replace it + n S / link."""
+    return costs.replace_seconds + cluster.group_nodes * costs.state_gib / costs.link_gib_per_second
+
+
+def storage_rate(cluster: Cluster, costs: Costs, scheme: Scheme) -> float:
+    """Failures per day of the whole job that only storage survives; without REFT that is all of them (REFT Eq. 6)."""
+    hardware = mean_rate(cluster.hw_rate, cluster.shape)
+    if scheme is Scheme.CHECKPOINT:
+        return cluster.nodes * (hardware + mean_rate(cluster.sw_rate, cluster.shape))
+    hazard = hardware * rebuild_seconds(cluster, costs) / DAY
+    too_many = loss(log_group_survival(cluster.group_nodes - 1, scheme.losses - 1, hazard))
+    return cluster.nodes * hardware * too_many
+
+
+def young(cost: float, rate: float) -> float:
+    """Seconds between saves of `cost` seconds each that cost least for `rate` failures a day: sqrt(2 cost / rate)."""
+    return math.sqrt(2 * cost * DAY / rate) if rate else math.inf
+
+
+def span(seconds: float) -> str:
+    """A time for people."""
+    for unit, length in (("d", DAY), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _checkpoints(cluster: Cluster, costs: Costs) -> SchemePlan:
+    """The framework's own checkpoints; those that training does not wait for lag behind by the rest of the write."""
+    write, rate = _write_seconds(cluster, costs), storage_rate(cluster, costs, Scheme.CHECKPOINT)
+    cost = write if costs.checkpoint_seconds is None else costs.checkpoint_seconds
+    every = _whole(max(young(cost, rate), write), 1, costs)
+    return SchemePlan(Scheme.CHECKPOINT, (_tier("storage", rate, every, cost, max(0.0, write - cost), costs),), 0.0)
+
+
+def _reft(cluster: Cluster, costs: Costs, scheme: Scheme) -> SchemePlan:
+    """A checkpoint is a snapshot that is written to storage too, behind training: it costs what a snapshot costs (REFT
+    Eq. 11), which is charged to it again although the snapshot is taken anyway."""
+    hardware, software = (mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate))
+    beyond, write = storage_rate(cluster, costs, scheme), _write_seconds(cluster, costs)
+    snapshots = snapshot_interval(costs, scheme.losses)
+    checkpoints = _whole(max(young(costs.snapshot_seconds, beyond), write), snapshots, costs)
+    tiers = (
+        _tier("process", cluster.nodes * software, snapshots, costs.snapshot_seconds, 0.0, costs),
+        _tier("node", cluster.nodes * hardware - beyond, snapshots, 0.0, exchange_seconds(costs, scheme.losses), costs),
+        _tier("storage", beyond, checkpoints, costs.snapshot_seconds, write, costs),
+    )
+    return SchemePlan(scheme, tiers, rebuild_seconds(cluster, costs))
+
+
+def _tier(name: str, rate: float, every: int | None, cost: float, lag: float, costs: Costs) -> Tier:
+    """O_save and O_lost of a tier, per day."""
+    if every is None:
+        return Tier(name, rate, None, 0.0, 0.0)
+    seconds = every * costs.iteration_seconds
+    return Tier(name, rate, every, DAY / seconds * cost, (seconds / 2 + lag) * rate)
+
+
+def _write_seconds(cluster: Cluster, costs: Costs) -> float:
+    return cluster.nodes * costs.state_gib / costs.storage_gib_per_second
+
+
+def _whole(seconds: float, step: int, costs: Costs) -> int | None:
+    """The fewest iterations, a multiple of `step`, that last at least `seconds`."""
+    if math.isinf(seconds):
+        return None
+    return -(-_iterations(seconds, costs) // step) * step
+
+
+def _iterations(seconds: float, costs: Costs) -> int:
+    # a quotient that rounding lifts above a whole number (0.07 / 0.01) must not cost an iteration
+    return max(1, math.ceil(seconds / costs.iteration_seconds * (1 - 1e-12)))

@@ -1,0 +1,283 @@
+"""How long the newest snapshot survives: REFT's equations 1 to 3, and the same with two losses a group (RAIM6).
+
+Time to failure of a node is Weibull, P(t) = exp(-l t^c) with t in days (REFT Eq. 1), independent from node to node;
+l is a rate per day only for c = 1, in general per day^c. With P_s = exp(-l_hw t^c), k nodes in groups of n:
+
+    checkpoints only   P_s^k P_tr^k = exp(-k (l_hw + l_sw) t^c)              any failure ends it           (Eq. 3)
+    REFT, RAIM5        (P_s^n + n (1-P_s) P_s^(n-1))^(k/n)                   a group may lose one node     (Eq. 2)
+    REFT, RAIM6        (sum over j <= 2 of C(n,j) (1-P_s)^j P_s^(n-j))^(k/n)  a group may lose two
+
+The paper's factor P_re^k (a snapshot process that fails) is 1 here: a new one adopts the memory.
+
+Invariant: logarithms of probabilities are what is computed, so that neither tens of thousands of nodes nor tiny rates
+cost digits. Failures of several nodes at once (a rack, a switch) are not in the model.
+
+In: `Cluster`. Out: probabilities, days, and `Outlook`, a table of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from ..errors import ConfigError
+
+HORIZONS = (1, 7, 30)  # days for which an outlook tells the probability
+_STEPS = 200  # bisection: doublings from 1e-25 to 1e3, and halvings to the last digit, each need fewer
+
+
+class Scheme(Enum):
+    """What the state is protected by; the value is its name for programs."""
+
+    CHECKPOINT = "checkpoint"
+    RAIM5 = "raim5"
+    RAIM6 = "raim6"
+
+    @property
+    def losses(self) -> int:
+        """How many nodes a sharding group may lose without losing state in memory."""
+        return {Scheme.CHECKPOINT: 0, Scheme.RAIM5: 1, Scheme.RAIM6: 2}[self]
+
+    @property
+    def least(self) -> int:
+        """How many nodes a group must have, as the exchange has it: RAIM6 below four would be copies, not parity."""
+        return {Scheme.CHECKPOINT: 1, Scheme.RAIM5: 2, Scheme.RAIM6: 4}[self]
+
+    @property
+    def title(self) -> str:
+        """The name for people."""
+        return "checkpoints only" if self is Scheme.CHECKPOINT else f"REFT, {self.name}"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` in sharding groups of `group_nodes`; Weibull scale of hardware and software failures of a node, per
+    day^`shape`. Raises ConfigError."""
+
+    nodes: int
+    group_nodes: int
+    hw_rate: float
+    sw_rate: float
+    shape: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.group_nodes, bool) or not isinstance(self.group_nodes, int) or self.group_nodes < 2:
+            raise ConfigError(
+                f"group_nodes: expected an integer >= 2, found {self.group_nodes!r}; "
+                "a node that is alone in its group has nobody to keep its parity"
+            )
+        if isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 1:
+            raise ConfigError(f"nodes: expected an integer >= 1, found {self.nodes!r}")
+        if self.nodes % self.group_nodes:
+            raise ConfigError(f"nodes: expected a multiple of group_nodes ({self.group_nodes}), found {self.nodes}")
+        demand("hw_rate", self.hw_rate, "from 0 to 100", 0 <= self.hw_rate <= 100)
+        demand("sw_rate", self.sw_rate, "from 0 to 100", 0 <= self.sw_rate <= 100)
+        demand("shape", self.shape, "from 0.1 to 10", 0.1 <= self.shape <= 10)
+
+    @property
+    def groups(self) -> int:
+        """The number of sharding groups."""
+        return self.nodes // self.group_nodes
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The schemes that groups of this size can have."""
+        return tuple(scheme for scheme in Scheme if scheme.least <= self.group_nodes)
+
+
+@dataclass(frozen=True)
+class SchemeOutlook:
+    """`days` until survival falls below the threshold (inf: never), and log survival after each of HORIZONS."""
+
+    scheme: Scheme
+    days: float
+    log_survival: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Survival of the newest snapshot under each scheme."""
+
+    cluster: Cluster
+    threshold: float
+    schemes: tuple[SchemeOutlook, ...]
+
+    def table(self) -> str:
+        """The outlook for people."""
+        cluster = self.cluster
+        unit = "day" if cluster.shape == 1 else f"day^{cluster.shape:g}"
+        head = f"survival of the newest snapshot: {cluster.nodes} nodes in {cluster.groups} groups of "
+        head += f"{cluster.group_nodes}; failures per node and {unit}: hardware {cluster.hw_rate:g}, "
+        head += f"software {cluster.sw_rate:g}"
+        afters = (f"after {days} d" for days in HORIZONS)
+        rows: list[tuple[str, ...]] = [("", "losses per group", f"days above {self.threshold:g}", *afters)]
+        for one in self.schemes:
+            chances = tuple(_chance(log) for log in one.log_survival)
+            rows.append((one.scheme.title, str(one.scheme.losses), _days(one.days), *chances))
+        notes = ["  nodes fail independently here; what takes several at once (a rack, a switch) comes on top"]
+        if Scheme.RAIM6 not in cluster.schemes:
+            notes.append(f"  RAIM6 needs groups of at least {Scheme.RAIM6.least} nodes")
+        return "\n".join([head, *columns(rows), *notes])
+
+    def block(self) -> dict[str, Any]:
+        """The outlook as JSON: `loss` is 1 - survival without its rounding; None for days means never."""
+        return {
+            "cluster": asdict(self.cluster),
+            "threshold": self.threshold,
+            "schemes": {
+                one.scheme.value: {
+                    "losses": one.scheme.losses,
+                    "days": one.days if math.isfinite(one.days) else None,
+                    "after_days": {
+                        str(days): {"survival": math.exp(log), "loss": loss(log)}
+                        for days, log in zip(HORIZONS, one.log_survival, strict=True)
+                    },
+                }
+                for one in self.schemes
+            },
+        }
+
+
+def plan_survival(cluster: Cluster, threshold: float) -> Outlook:
+    """The outlook of every scheme that the groups can have. Raises ConfigError for a threshold outside (0, 1)."""
+    schemes = tuple(
+        SchemeOutlook(
+            scheme,
+            days_until(cluster, scheme, threshold),
+            tuple(log_survival(cluster, scheme, days) for days in HORIZONS),
+        )
+        for scheme in cluster.schemes
+    )
+    return Outlook(cluster, threshold, schemes)
+
+
+def survival(cluster: Cluster, scheme: Scheme, days: float) -> float:
+    """The probability that the newest snapshot outlives `days`."""
+    return math.exp(log_survival(cluster, scheme, days))
+
+
+def log_survival(cluster: Cluster, scheme: Scheme, days: float) -> float:
+    """Its natural logarithm (see the module for the equations). Raises ConfigError for a scheme the groups cannot have
+    and for negative days."""
+    _admit(cluster, scheme)
+    demand("days", days, ">= 0", days >= 0)
+    if scheme is Scheme.CHECKPOINT:
+        return -cluster.nodes * _hazard(cluster.hw_rate + cluster.sw_rate, cluster.shape, days)
+    hazard = _hazard(cluster.hw_rate, cluster.shape, days)
+    return cluster.groups * log_group_survival(cluster.group_nodes, scheme.losses, hazard)
+
+
+def days_until(cluster: Cluster, scheme: Scheme, threshold: float) -> float:
+    """After how many days survival falls below `threshold`; inf: never, nothing fails.
+
+    Closed form for checkpoints, (-ln threshold / (k (l_hw + l_sw)))^(1/c). Else survival falls with x = l_hw t^c alone:
+    bisection over x, upwards from where all nodes survive with that probability, which memory outlives.
+    """
+    _admit(cluster, scheme)
+    demand("threshold", threshold, "above 0 and below 1", 0 < threshold < 1)
+    target = math.log(threshold)
+    low = -target / cluster.nodes
+    if scheme is Scheme.CHECKPOINT:
+        return _days_of(low, cluster.hw_rate + cluster.sw_rate, cluster.shape)
+    high = 2 * low
+    for _ in range(_STEPS):
+        if cluster.groups * log_group_survival(cluster.group_nodes, scheme.losses, high) < target:
+            break
+        low, high = high, 2 * high
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        above = cluster.groups * log_group_survival(cluster.group_nodes, scheme.losses, middle) >= target
+        low, high = (middle, high) if above else (low, middle)
+    return _days_of(low, cluster.hw_rate, cluster.shape)
+
+
+def log_group_survival(nodes: int, losses: int, hazard: float) -> float:
+    """log of sum over j <= `losses` of C(nodes, j) (1-p)^j p^(nodes-j), p = exp(-`hazard`): at most so many fail.
+
+    The sum itself where it is small; where it is near 1, log1p of minus the other terms, which are positive too.
+    Neither subtracts numbers of like size.
+    """
+    if hazard == 0 or losses >= nodes:
+        return 0.0
+    if math.isinf(hazard):
+        return -math.inf
+    failed = -math.expm1(-hazard)
+    logs = [math.log(math.comb(nodes, j)) + j * math.log(failed) - (nodes - j) * hazard for j in range(losses + 1)]
+    most = max(logs)
+    few = most + math.log(math.fsum(math.exp(log - most) for log in logs))
+    if few < -math.log(2):
+        return few
+    # P(more than `losses`) <= 1/2: the terms fall from the first one on
+    j = losses + 1
+    term = more = math.comb(nodes, j) * failed**j * math.exp(-(nodes - j) * hazard)
+    while j < nodes and term > more * 2**-60:
+        term *= (nodes - j) / (j + 1) * math.expm1(hazard)
+        more, j = more + term, j + 1
+    return math.log1p(-more)
+
+
+def loss(log: float) -> float:
+    """1 - exp(`log`), to the last digit also near 0."""
+    return 0.0 - math.expm1(log)
+
+
+def mean_rate(rate: float, shape: float) -> float:
+    """Failures per day in the long run of a node that is replaced when it fails: 1 / MTTF = l^(1/c) / Gamma(1 + 1/c).
+
+    MTTF is the mean of the Weibull distribution of REFT Eq. 1; equals `rate` for shape 1. The equations of survival
+    begin with all nodes new instead: with a shape above 1 their first days see fewer failures than this.
+    """
+    return rate ** (1 / shape) / math.gamma(1 + 1 / shape)
+
+
+def demand(name: str, value: float, expected: str, met: bool) -> None:
+    """Raise ConfigError unless `value` is a finite number and `met`."""
+    if isinstance(value, bool) or not math.isfinite(value) or not met:
+        raise ConfigError(f"{name}: expected a number {expected}, found {value!r}")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns, the first to the left, the rest to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(["", f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in range(1, len(row)))])
+        for row in rows
+    ]
+
+
+def _admit(cluster: Cluster, scheme: Scheme) -> None:
+    if scheme not in cluster.schemes:
+        raise ConfigError(
+            f"{scheme.name}: expected groups of at least {scheme.least} nodes, found {cluster.group_nodes}"
+        )
+
+
+def _hazard(rate: float, shape: float, days: float) -> float:
+    try:
+        return rate * days**shape if rate else 0.0
+    except OverflowError:
+        return math.inf
+
+
+def _days_of(hazard: float, rate: float, shape: float) -> float:
+    try:
+        return (hazard / rate) ** (1 / shape) if rate else math.inf
+    except OverflowError:
+        return math.inf
+
+
+def _days(days: float) -> str:
+    return "always" if math.isinf(days) else f"{days:.3g}" if days < 1000 else f"{days:.0f}"
+
+
+def _chance(log: float) -> str:
+    """A probability for people; near 1 as what is missing."""
+    missing = loss(log)
+    if 0 < missing < 1e-4:
+        return f"1 - {missing:.1e}"
+    return f"{math.exp(log):.4f}" if log > math.log(1e-4) or log == -math.inf else f"{math.exp(log):.1e}"
