@@ -1,4 +1,4 @@
-"""`ft-plugins`: look at what protects the jobs of this node, end it in order, clean up, and read the configuration.
+"""`ft-plugins`: look at what protects the jobs of this node, end it in order, clean up, read the configuration, plan.
 
 Invariant: nothing here changes a job that is running, except `end`, which names it. What is asked for and cannot be
 done is one line on stderr and exit status 1.
@@ -12,6 +12,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,8 @@ from rich.table import Table
 
 from .config import Config, keys, run_root
 from .errors import ConfigError, FtError
+from .planner.intervals import Costs, plan_intervals
+from .planner.survival import Cluster, plan_survival
 from .smp import client as smp
 from .smp import liveness
 
@@ -32,8 +35,11 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Look at, end and clean up what protects the jobs of this node; explain the configuration.",
+    help="Look at, end and clean up what protects the jobs of this node; explain the configuration; plan protection.",
 )
+
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints in storage.")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 JobOption = Annotated[str | None, typer.Option("--job", help="only this job")]
 NodeOption = Annotated[str | None, typer.Option("--node", help="only this node name")]
@@ -64,7 +70,9 @@ def status(
         for report in found:
             print(json.dumps(report))
         return
-    table = Table("job", "node", "SMP", "ft-run", "token", "ranks", "host memory", "newest version", "completed")
+    table = Table(
+        "job", "node", "SMP", "ft-run", "token", "ranks", "host memory", "newest version", "completed", "storage"
+    )
     for report in found:
         table.add_row(*_row(report))
     _console().print(table if found else "no job is known here")
@@ -89,6 +97,25 @@ def end(
             print(f"{where}: ended")
         else:
             print(f"{where}: no SMP is running; `ft-plugins sweep --older-than 0` removes what it may have left")
+
+
+@checkpoint_app.command()
+def now(
+    job: JobOption = None,
+    node: NodeOption = None,
+    seconds: Annotated[float, typer.Option(min=0, help="how long to wait for it")] = 600.0,
+) -> None:
+    """Write the newest snapshot of a running job to its --reft-checkpoint-dir, and print where it is."""
+    found = [path for path in _run_directories(job, node) if liveness.held(path / "smp.lock")]
+    names = sorted({path.parent.name for path in found})
+    if not names:
+        raise ConfigError(f"no job{f' {job!r}' if job else ''} has an SMP here; known are: {_known()}")
+    if len(names) > 1:
+        raise ConfigError(f"--job: several jobs have an SMP here, name one of: {', '.join(names)}")
+    with ThreadPoolExecutor(len(found)) as pool:  # SMPs of nodes that share this machine write one checkpoint together
+        outcomes = list(pool.map(lambda run_dir: _checkpoint(run_dir, seconds), found))
+    for path in sorted(set(outcomes)):
+        print(path)
 
 
 @app.command()
@@ -132,6 +159,51 @@ def config(
             print(json.dumps(Config.model_json_schema(), indent=2))
 
 
+@app.command()
+def plan(
+    nodes: Annotated[int, typer.Option(help="nodes of the job")],
+    group_nodes: Annotated[int, typer.Option(help="nodes of a sharding group: data-parallel replicas of a stage")],
+    hw_rate: Annotated[float, typer.Option(help="hardware failures per node and day (per day^shape)")],
+    sw_rate: Annotated[float, typer.Option(help="software failures per node and day (per day^shape)")],
+    shape: Annotated[float, typer.Option(help="Weibull shape; above 1 nodes wear out")] = 1.0,
+    threshold: Annotated[float, typer.Option(help="the survival that is enough")] = 0.9,
+    state_gib: Annotated[float | None, typer.Option(help="for intervals: state captured by a node")] = None,
+    iteration_seconds: Annotated[float | None, typer.Option(help="for intervals: of one iteration")] = None,
+    snapshot_seconds: Annotated[float | None, typer.Option(help="for intervals: wait at the fence")] = None,
+    link_gib_per_second: Annotated[float | None, typer.Option(help="for intervals: exchange, of one node")] = None,
+    storage_gib_per_second: Annotated[float | None, typer.Option(help="for intervals: storage, of the job")] = None,
+    max_overhead: Annotated[float | None, typer.Option(help="share of time for snapshots; unset: 0.01")] = None,
+    replace_seconds: Annotated[float | None, typer.Option(help="to replace a lost node; unset: 600")] = None,
+    checkpoint_seconds: Annotated[
+        float | None, typer.Option(help="wait for a checkpoint without REFT; unset: until it is written")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw survival over days into this file (.png, .svg, .pdf)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
+) -> None:
+    """How long state in memory survives, and how often to save it: tables from failure rates and what saving takes."""
+    cluster = Cluster(nodes, group_nodes, hw_rate, sw_rate, shape)
+    costs = Costs.given(
+        {
+            "state_gib": state_gib,
+            "iteration_seconds": iteration_seconds,
+            "snapshot_seconds": snapshot_seconds,
+            "link_gib_per_second": link_gib_per_second,
+            "storage_gib_per_second": storage_gib_per_second,
+            "max_overhead": max_overhead,
+            "replace_seconds": replace_seconds,
+            "checkpoint_seconds": checkpoint_seconds,
+        }
+    )
+    outlook = plan_survival(cluster, threshold)
+    intervals = plan_intervals(cluster, costs) if costs is not None else None
+    if plot is not None:
+        _draw(cluster, threshold, plot)
+    if as_json:
+        print(json.dumps({"survival": outlook.block(), "intervals": intervals and intervals.block()}))
+    else:
+        print(outlook.table() + ("\n\n" + intervals.table() if intervals else ""))
+
+
 def main() -> None:
     """Entry of the console script."""
     try:
@@ -168,7 +240,7 @@ def _reports(job: str | None, node: str | None) -> Iterator[dict[str, Any]]:
 def _row(report: Mapping[str, Any]) -> list[str]:
     ft_run = "running" if report["ft_run_alive"] else "gone"
     if not report["alive"]:
-        return [report["job"], report["node"], "gone", ft_run, "", "", "", "", ""]
+        return [report["job"], report["node"], "gone", ft_run, "", "", "", "", "", ""]
     segments, newest = report["segments"], smp.newest_common(report)
     return [
         report["job"],
@@ -180,7 +252,46 @@ def _row(report: Mapping[str, Any]) -> list[str]:
         f"{sum(segment['bytes'] for segment in segments) / 2**20:.1f} MiB",
         f"iteration {newest.iteration}, lineage {newest.lineage}" if newest else "none yet",
         str(min((segment["completed"] for segment in segments), default="")),
+        _in_storage(report.get("storage", {})),
     ]
+
+
+def _in_storage(storage: Mapping[str, Any]) -> str:
+    if not storage:
+        return "off"
+    if storage["failed"]:
+        return f"failed: {storage['failed']}"
+    return f"iteration {storage['newest'][1]}, lineage {storage['newest'][0]}" if storage["newest"] else "none yet"
+
+
+def _draw(cluster: Cluster, threshold: float, path: Path) -> None:
+    try:
+        from .rig.survival_picture import draw
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("matplotlib"):
+            raise
+        raise FtError("--plot needs matplotlib, which is not installed; pip install 'ft_plugins[report]'") from error
+    try:
+        draw(cluster, threshold, path)
+    except OSError as error:
+        raise FtError(f"--plot {path}: cannot be written ({error.strerror})") from error
+
+
+def _checkpoint(run_dir: Path, seconds: float) -> str:
+    """Have the SMP of a run directory write the newest version; the checkpoint's folder. Raises FtError."""
+    where = f"job {run_dir.parent.name} on node {run_dir.name}"
+    with smp.Client(run_dir, ASK_SECONDS) as client:
+        found = client.checkpoint(smp.REQUEST, seconds)
+    match found["state"]:
+        case "done":
+            return str(found["path"])
+        case "off":
+            raise FtError(f"{where}: it has no folder for checkpoints; start it with --reft-checkpoint-dir")
+        case "nothing":
+            raise FtError(f"{where}: no version is in memory yet that all ranks hold")
+        case "writing":
+            raise FtError(f"{where}: not complete after {seconds:.0f} s; `ft-plugins status` shows when it is")
+    raise FtError(f"{where}: {found['reason']}")
 
 
 def _everything() -> Config:

@@ -11,6 +11,7 @@
     ├── ProtocolError          a peer sent something malformed, or did not answer in time
     ├── ProtectionError        protection was required and cannot be had
     ├── ResumeError            what was captured does not belong to this job as it is now
+    ├── StorageError           a checkpoint in storage is damaged, or not what its reader expects
     ├── BusyError              another ft-run owns this job on this node
     ├── UnsupportedError       a framework feature that cannot be followed, by name
     └── PatchError             a patch of an upstream framework no longer applies
@@ -69,6 +70,10 @@ class ProtectionError(FtError):
 
 class ResumeError(FtError):
     """What was captured does not belong to this job as it is now."""
+
+
+class StorageError(FtError):
+    """A checkpoint in storage is damaged, or not what its reader expects."""
 
 
 class BusyError(FtError):

@@ -93,16 +93,11 @@ class Session:
     def _build(self, nodes: tuple[str, ...]) -> Reft:
         if self._context.run_dir is None:
             raise ProtectionError("no snapshot process: start the job with ft-run instead of torchrun or python")
-        assert self._config.reft is not None
+        context = self._context
         return Reft(
-            self._host,
-            self._config.reft,
-            self._collective,
-            nodes,
-            self._context.run_dir,
-            self._context.token,
-            self._events,
-        )
+            self._host, self._config, self._collective, nodes, self._context.run_dir, context.token, self._events,
+            context.master_addr,
+        )  # fmt: skip
 
     def _check_room(self, names: list[str]) -> None:
         """Raises BudgetError when what the ranks of this node are about to claim together is not there."""
@@ -211,10 +206,13 @@ class Session:
         )
 
 
+_ALARMS = {"protection.lost", "slot.corrupt", "restore.scratch", "checkpoint.damaged", "storage.unreachable"}
+
+
 def _alarm(event: Event) -> None:
     """What a person must see even if nobody reads the events; what all ranks have to say alike, once."""
     alike = event.name == "restore.scratch" or event.fields.get("echo")
-    if event.name in {"protection.lost", "slot.corrupt", "restore.scratch"} and not (alike and event.rank):
+    if event.name in _ALARMS and not (alike and event.rank):
         print(f"ft_plugins: {event.name}: rank {event.rank}: {event.fields.get('reason')}", file=sys.stderr, flush=True)
 
 

@@ -35,6 +35,7 @@ class Key:
     switch: bool  # the flag takes no value
     system: bool  # switches a system on
     needs_system: bool  # no effect unless a system is on
+    needs: str  # the key of the same block without which it has no effect, '' for none
 
     @property
     def name(self) -> str:
@@ -109,6 +110,7 @@ def _key(path: KeyPath, flag: str, field: FieldInfo, system: bool = False) -> Ke
         switch=system or field.annotation is bool,
         system=system,
         needs_system=bool(extra.get("needs_system")),
+        needs=extra.get("needs", ""),
     )
 
 

@@ -24,6 +24,7 @@ from .schema import NAME_PATTERN, NAME_RULE, Config
 _OURS = ("FTP_CONFIG", "FTP_RUN_DIR", "FTP_TOKEN", "FTP_AGENT_PID")
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # every launcher sets these
 _SOCKET = "smp.sock"
+_NOWHERE_ELSE = "localhost"
 _SOCKET_PATH_BYTES = 107  # sun_path of a Unix socket, without the closing zero
 
 
@@ -41,6 +42,7 @@ class LaunchContext:
     local_world_size: int
     group_rank: int  # torchrun's number of the node
     restart: int  # incarnations before this one
+    master_addr: str = _NOWHERE_ELSE  # a host of the job
 
     def environment(self) -> dict[str, str]:
         """The variables from which `launch_context` reads this context."""
@@ -52,10 +54,13 @@ class LaunchContext:
             "GROUP_RANK": self.group_rank,
             "TORCHELASTIC_RESTART_COUNT": self.restart,
         }
-        told = {name: str(value) for name, value in place.items()}
+        told = {name: str(value) for name, value in place.items()} | self._master()
         if self.run_dir is None or self.agent_pid is None:
             return told
         return told | worker_environment(self.config or Config(), self.run_dir, self.token, self.agent_pid)
+
+    def _master(self) -> dict[str, str]:
+        return {"MASTER_ADDR": self.master_addr} if self.master_addr != _NOWHERE_ELSE else {}
 
 
 def worker_environment(config: Config, run_dir: Path, token: int, agent_pid: int) -> dict[str, str]:
@@ -88,6 +93,7 @@ def launch_context(environ: Mapping[str, str] = os.environ) -> LaunchContext:
         local_world_size=local_world_size,
         group_rank=_number(environ, "GROUP_RANK", rank // max(local_world_size, 1)),
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        master_addr=environ.get("MASTER_ADDR") or _NOWHERE_ELSE,
     )
 
 

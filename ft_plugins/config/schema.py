@@ -28,9 +28,10 @@ _JSON = "ft_plugins"  # name of the block in a DeepSpeed JSON file
 _GENERAL = "ftp"  # flags of keys that belong to no system
 
 
-def _more(unit: str = "", expected: str = "", needs_system: bool = False) -> dict[str, Any]:
-    """What a key says beside its meaning: `expected` replaces the words derived from its type."""
-    return {"unit": unit, "expected": expected, "needs_system": needs_system}
+def _more(unit: str = "", expected: str = "", needs_system: bool = False, needs: str = "") -> dict[str, Any]:
+    """What a key says beside its meaning: `expected` replaces the words derived from its type, `needs` names a key of
+    the same block without which it has no effect."""
+    return {"unit": unit, "expected": expected, "needs_system": needs_system, "needs": needs}
 
 
 def _readable_faults(specification: str) -> str:
@@ -42,6 +43,7 @@ def _readable_faults(specification: str) -> str:
 
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+Folder = Annotated[str, StringConstraints(min_length=1)]
 Faults = Annotated[str, AfterValidator(_readable_faults)]
 
 
@@ -63,6 +65,43 @@ class ReftConfig(SystemConfig):
     )
     bucket_mib: int = Field(
         4, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
+    )
+    redundancy: Literal["raim5", "raim6", "none"] = Field(
+        "raim5",
+        description="with several nodes: parity over the nodes of a sharding group, against the loss of one of them "
+        "(raim5), of any two (raim6), or no parity",
+    )
+    exchange_interval: int = Field(
+        1,
+        ge=1,
+        description="send every so many snapshots to the other nodes, or fewer if the network is slower",
+        json_schema_extra=_more("snapshots"),
+    )
+    exchange_mbps: float = Field(
+        0.0,
+        ge=0,
+        description="how much a node sends to the others at most; 0: as much as the network takes",
+        json_schema_extra=_more("megabits per second"),
+    )
+    checkpoint_dir: Folder | None = Field(
+        None,
+        description="write checkpoints of the snapshots here, and start from them when memory has nothing; unset: none",
+        json_schema_extra=_more(expected="a folder that all nodes share"),
+    )
+    checkpoint_interval: int = Field(
+        100,
+        ge=0,
+        description="write one after every so many iterations; 0: only when asked for and at the end of protection",
+        json_schema_extra=_more("iterations", needs="checkpoint_dir"),
+    )
+    checkpoint_keep: int = Field(
+        2, ge=1, description="keep so many, the newest ones", json_schema_extra=_more(needs="checkpoint_dir")
+    )
+    checkpoint_seconds: float = Field(
+        30.0,
+        ge=0,
+        description="how long ft-run, told to end, waits for the newest snapshot to be written",
+        json_schema_extra=_more("seconds", needs="checkpoint_dir"),
     )
 
 
@@ -88,6 +127,22 @@ class Config(_Block):
         False,
         description="end the job, rather than train on, when protection cannot be had",
         json_schema_extra=_more(needs_system=True),
+    )
+    secret_file: Folder | None = Field(
+        None,
+        description="file of mode 0600 with the secret by which the nodes of a job know each other, the same on all",
+        json_schema_extra=_more(expected="a file", needs_system=True),
+    )
+    interface: Folder | None = Field(
+        None,
+        description="address or network device on which nodes protect each other; unset: the one towards rank 0",
+        json_schema_extra=_more(expected="an address or a device", needs_system=True),
+    )
+    detect_seconds: float = Field(
+        10.0,
+        gt=0,
+        description="a node or trainer of which nothing is heard for so long is lost; other timeouts derive from it",
+        json_schema_extra=_more("seconds", needs_system=True),
     )
     orphan_seconds: float = Field(
         1800.0,
@@ -251,3 +306,7 @@ def _require_effect(config: Config, spell: Spelling) -> None:
         if key.needs_system and not config.protects and config.given().get(key.path, key.default) != key.default:
             switches = " or ".join(key.flag for key in keys() if key.system)
             raise ConfigError(f"{spell(key)}: has no effect while no system is on; add {switches} or drop it")
+        block = getattr(config, key.path[0]) if key.needs and key.path in config.given() else None
+        if block is not None and not getattr(block, key.needs) and getattr(block, key.path[-1]) != key.default:
+            (needed,) = (each for each in keys() if each.path == (key.path[0], key.needs))
+            raise ConfigError(f"{spell(key)}: has no effect while {spell(needed)} is unset; add it or drop this one")

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from ..config import Config, worker_environment
 from ..errors import ProtectionError
 from ..events import Events
-from .restarts import Verdict, WorkerFailure, judge, root_cause
+from .restarts import NodeLoss, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
 
 
@@ -55,6 +55,7 @@ class ProgressAgent(LocalElasticAgent):
         self._store_of_workers: TCPStore | None = None  # on the node of group rank 0: it serves as long as it is held
         self._versions: list[int | None] = []
         self._first_token = 0  # of this ft-run
+        self._token = 0  # of the running incarnation
         self._opened = False  # a lineage, under that or a later token
         self._failed_at: float | None = None  # of a failure not yet answered by a restart
         self.verdict = Verdict(False, "failed", "")
@@ -90,7 +91,7 @@ class ProgressAgent(LocalElasticAgent):
         return PrefixStore(f"ft_plugins/{count}", group.store)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        token = self._watcher.fence() if self._watcher else 0
+        token = self._token = self._watcher.fence() if self._watcher else 0
         self.restarts = worker_group.spec.max_restarts - self._remaining_restarts
         if self._job:  # torch hands its own environment on to workers; its signals travel the same way
             config = restarted(self._job.config) if self._resumed(token, worker_group) else self._job.config
@@ -136,7 +137,18 @@ class ProgressAgent(LocalElasticAgent):
             if not first:  # failed between our look and torch's: torch lists those first that it found by themselves
                 result.failures = dict(list(result.failures.items())[:1])
             self._decide(result)
+        elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
+            return self._go_on_without(lost)
         return result
+
+    def _go_on_without(self, nodes: list[str]) -> RunResult:
+        """Nodes are lost: the workers here sit in a collective that can never end, or soon will."""
+        self._failed_at = time.monotonic()
+        self._events.emit("workers.left", nodes=nodes)
+        for pid in self._context().pids().values():
+            _kill_group(pid)
+        self._give_verdict(NodeLoss(tuple(nodes)))
+        return RunResult(state=WorkerState.UNHEALTHY)
 
     def _failed_workers(self) -> dict[int, int]:
         """Exit codes by local rank of the workers that failed by themselves: ended with an error, or reporting one."""
@@ -172,7 +184,7 @@ class ProgressAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _decide(self, result: RunResult) -> None:
-        """Report the failures, find the cause, and let torch's counter say what was decided."""
+        """Report the failures and find the cause."""
         self._failed_at = time.monotonic()
         failures = [_described(rank, failure) for rank, failure in result.failures.items()]
         for failure in failures:
@@ -187,8 +199,12 @@ class ProgressAgent(LocalElasticAgent):
         cause = root_cause(failures)
         result.failures[cause.rank].timestamp = min(failure.timestamp for failure in result.failures.values())
         result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch names the earliest
+        self._give_verdict(cause)
+
+    def _give_verdict(self, cause: WorkerFailure | NodeLoss) -> None:
+        """Let torch's counter say what was decided."""
         try:
-            if not self._bounded and not cause.refused:
+            if not self._bounded and not (isinstance(cause, WorkerFailure) and cause.refused):
                 self._versions.append(self._watcher.newest() if self._watcher else None)
             self.verdict = judge(cause, self._versions, self._remaining_restarts if self._bounded else None)
         except ProtectionError as error:

@@ -94,8 +94,12 @@ def launch(
             status = outcome.status
         except SignalException:
             status = "signalled"
+            if watcher:
+                _to_storage(watcher, events, "ft-run was told to end")
             raise
         finally:
+            if watcher and status == "succeeded":
+                _to_storage(watcher, events, "the job ends", only_due=True)
             if watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
                 _end_in_order(watcher, events)
             events.emit("job.end", status=status)
@@ -135,6 +139,21 @@ def _holds_nothing(watcher: Watcher) -> bool:
         return watcher.empty()
     except ProtectionError:
         return False  # what there is stays
+
+
+def _to_storage(watcher: Watcher, events: Events, reason: str, only_due: bool = False) -> None:
+    """Wait, bounded, until storage has what it is to have; a job without storage waits for nothing."""
+    try:
+        found = watcher.checkpoint(reason, only_due)
+    except ProtectionError as error:
+        found = {"state": "failed", "reason": str(error)}
+    match found["state"]:
+        case "done" if not only_due:
+            print(f"ft-run: iteration {found['iteration']} is in {found['path']}", file=sys.stderr)
+        case "failed" | "writing":
+            why = found.get("reason", "it was not written in time (--reft-checkpoint-seconds); the SMP goes on with it")
+            events.emit("checkpoint.missed", reason=why)
+            print(f"ft-run: the newest snapshot is not in storage: {why}", file=sys.stderr)
 
 
 def _end_in_order(watcher: Watcher, events: Events) -> None:

@@ -49,6 +49,17 @@ class WorkerFailure:
         return f"rank {self.rank} {how}" + (f": {first}" if first else "")
 
 
+@dataclass(frozen=True)
+class NodeLoss:
+    """The snapshot processes of the other nodes hear nothing any more of `nodes`."""
+
+    nodes: tuple[str, ...]
+
+    def line(self) -> str:
+        """One line for people."""
+        return f"nothing is heard any more of node {', '.join(self.nodes)}"
+
+
 def root_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     """The failure that the others followed from. Raises ValueError when there is none.
 
@@ -83,13 +94,13 @@ class Verdict:
     reason: str
 
 
-def judge(cause: WorkerFailure, versions: Sequence[int | None], remaining: int | None) -> Verdict:
+def judge(cause: WorkerFailure | NodeLoss, versions: Sequence[int | None], remaining: int | None) -> Verdict:
     """Decide after a failure caused by `cause`.
 
     `versions` as for `restores_so_far`, this failure's included. `remaining` restarts are left where `--max-restarts`
     was given, None where progress decides.
     """
-    if cause.refused:
+    if isinstance(cause, WorkerFailure) and cause.refused:
         return Verdict(False, "refused", cause.message.strip() or cause.line())
     if remaining is not None:
         return Verdict(True, "failed", "") if remaining > 0 else Verdict(False, "failed", cause.line())

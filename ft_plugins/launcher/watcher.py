@@ -9,6 +9,7 @@ and progress for the agent.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
@@ -26,6 +27,7 @@ from ..events import Events
 from ..smp import client as smp
 
 _CALL_SECONDS = 30.0  # for one request, connecting included; a fence may wait for the kernel to end a process
+_CHECKPOINT_CALL_SECONDS = 5.0  # for the answer to come after the time for writing is over
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between two starts of an SMP that does not stay
 _RETRY_SECONDS = 0.05
 _STAYED_SECONDS = 30.0  # an SMP that lived so long starts the pauses anew
@@ -93,6 +95,27 @@ class Watcher:
             "status",
             lambda client: any(segment["lineage_token"] >= token for segment in client.status()["segments"]),
         )
+
+    def lost(self, token: int) -> list[str]:
+        """The nodes that the SMPs have declared lost under `token`; a look at a file, so that it can be asked often."""
+        try:
+            found = json.loads((self._job.run_dir / "lost.json").read_text())
+        except (OSError, ValueError):
+            return []
+        return list(found["nodes"]) if found["token"] == token else []
+
+    def checkpoint(self, reason: str, only_due: bool = False) -> dict[str, Any]:
+        """Have the newest version (or what was due anyway) written to storage, and wait for it as long as configured.
+
+        Returns what `smp.Client.checkpoint` does. Raises ProtectionError when there is no SMP to do it.
+        """
+        seconds = self._job.config.reft.checkpoint_seconds if self._job.config.reft else 0.0
+        try:
+            with self._connect(self._job.run_dir, _CHECKPOINT_CALL_SECONDS) as client:
+                found: dict[str, Any] = client.checkpoint(reason, seconds, only_due)
+                return found
+        except FtError as error:
+            raise ProtectionError(f"node {self._job.node}: no checkpoint was written: {error}") from error
 
     def end(self) -> None:
         """The job ended in order: no more watching, the segments removed, the SMP gone. Raises ProtectionError."""

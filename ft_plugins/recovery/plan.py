@@ -1,18 +1,24 @@
-"""Which version is restored, and what is lost by it. Pure.
+"""Which version is restored, from where, and what is lost by it. Pure.
 
-Invariant: the plan names one version that every rank of the job holds complete, the newest such, or none; versions are
-never mixed. It opens a new lineage, one more than any rank has seen, so that what was captured after the restored
+Invariant: the plan names one version that every rank of the job can have complete, the newest such, or none; versions
+are never mixed. It opens a new lineage, one more than any rank has seen, so that what was captured after the restored
 version can never be combined with what comes now.
 
-In: what every rank's segment says. Out: `RecoveryPlan`, the same on all ranks.
+A rank has a version in its own segment, or another node's SMP still holds it (ranks have moved), or it is decoded from
+the parity of its section: as long as no more of the section's nodes have lost it than parity makes up for. A slot that
+does not match its digests counts as lost.
+
+In: what every rank's segment and every node's SMP says. Out: `RecoveryPlan`, the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 from ..errors import ResumeError
+from ..redundancy.plan import NAMES, ExchangePlan
 from ..snapshot.slots import Slot, SlotState, Version
 
 
@@ -31,8 +37,41 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
+class NodeFacts:
+    """What a node's SMP can hand out before recovery; nodes are numbered as they stand now.
+
+    `parity` are the versions that are complete in what it keeps for the `position` at which it stood then, by the plan
+    with digest `plan`.
+    """
+
+    slots: Mapping[int, frozenset[Version]]  # by rank
+    parity: frozenset[Version] = frozenset()
+    position: int | None = None
+    plan: int = 0
+
+
+class Way(str, Enum):
+    """How a rank comes to a version."""
+
+    OWN = "own segment"
+    FETCH = "another node's"
+    DECODE = "parity"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a rank has its version from; `node` as it stands now, where that is another one."""
+
+    way: Way
+    node: int | None = None
+
+
+@dataclass(frozen=True)
 class RecoveryPlan:
     """`version` is restored from `tier` into the new `lineage`.
+
+    `sources` says by rank where from, `holders` which node now has what lay at each position of the exchange plan,
+    `gone` the positions of which that is nowhere.
 
     None: the framework's own checkpoint of iteration `loaded` stands (tier `storage`), or training starts from the
     beginning (`none`), because of `reason`. `completed` is the last iteration whose end every rank had reached, `lost`
@@ -47,30 +86,58 @@ class RecoveryPlan:
     reason: str
     loaded: int = 0
     state_lost: bool = False
+    sources: tuple[Source, ...] = ()
+    holders: Mapping[int, int] = field(default_factory=dict)
+    gone: tuple[int, ...] = ()
 
     def table(self) -> str:
         """The plan for people."""
         left = f"{self.completed} were completed, {self.lost} lost; lineage {self.lineage}"
         if self.version is not None:
-            return (
+            lines = [
                 f"recovery: iteration {self.version.iteration} of lineage {self.version.lineage} "
                 f"from the {self.tier} tier; {left}"
-            )
+            ]
+            for way in (Way.FETCH, Way.DECODE):
+                ranks = [rank for rank, source in enumerate(self.sources) if source.way is way]
+                if ranks:
+                    lines.append(f"  ranks {', '.join(map(str, ranks))}: from {way.value}")
+            return "\n".join(lines)
         if self.tier == "storage":
             return f"recovery: iteration {self.loaded} of the framework's own checkpoint ({self.reason}); {left}"
         return f"recovery: from the beginning ({self.reason}); lineage {self.lineage}"
 
 
-def plan_recovery(facts: Sequence[RankFacts], corrupt: Collection[Version] = ()) -> RecoveryPlan:
-    """The newest version that all ranks hold and that is not known to be `corrupt`."""
-    held_by_all = set.intersection(*(set(rank.holds()) for rank in facts))
-    common = held_by_all - set(corrupt)
+def plan_recovery(
+    facts: Sequence[RankFacts],
+    corrupt: Collection[tuple[int, Version]] = (),
+    nodes: Sequence[NodeFacts] = (),
+    exchange: ExchangePlan | None = None,
+    plan_digest: int = 0,
+    banned: Collection[Version] = (),
+) -> RecoveryPlan:
+    """The newest version that all ranks can have, from `facts` by rank and `nodes` in the order of their lowest ranks.
+
+    `corrupt` slots (rank, version) are not used, nor is a `banned` version, which could not be put together.
+    `exchange` is the plan for the job as it is now, `plan_digest` its digest: parity of another plan is of no use.
+    """
+    own = {rank.rank: {v for v in rank.holds() if (rank.rank, v) not in corrupt} for rank in facts}
+    known = [rank for rank in facts if rank.lineage or rank.completed]  # a segment made just now knows nothing
     lineage = max(rank.lineage for rank in facts) + 1
-    completed = min(rank.completed for rank in facts)
-    if common:
-        newest = max(common)
-        lost = max(0, completed - newest.iteration)
-        return RecoveryPlan(newest, "process", lineage, completed, lost, "newest that all ranks hold")
+    completed = min((rank.completed for rank in known), default=0)
+    candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
+    for version in sorted(candidates, reverse=True):
+        found = _sources(version, own, corrupt, nodes, exchange, plan_digest)
+        if found is None:
+            continue
+        sources, holders, gone = found
+        tier = "process" if all(source.way is Way.OWN for source in sources) else "node"
+        lost = max(0, completed - version.iteration)
+        reason = "newest that all ranks can have"
+        return RecoveryPlan(
+            version, tier, lineage, completed, lost, reason, sources=sources, holders=holders, gone=gone
+        )
+    held_by_all = set.intersection(*(set(rank.holds()) for rank in facts))
     held = {rank.rank: sorted(rank.holds()) for rank in facts}
     empty = [rank for rank, versions in held.items() if not versions]
     if held_by_all:
@@ -81,9 +148,76 @@ def plan_recovery(facts: Sequence[RankFacts], corrupt: Collection[Version] = ())
         reason = f"rank {min(empty)} holds no version"
     else:
         reason = "no version is held by all ranks"
+    if exchange is not None and (why := _too_much_lost(own, nodes, exchange, plan_digest)):
+        reason = f"{reason}; {why}"
     # a rank that holds two versions began the second when all ranks had the first (the fence): that one is gone
     state_lost = bool(held_by_all) or any(len(versions) > 1 for versions in held.values())
     return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost)
+
+
+def _sources(
+    version: Version,
+    own: Mapping[int, Collection[Version]],
+    corrupt: Collection[tuple[int, Version]],
+    nodes: Sequence[NodeFacts],
+    exchange: ExchangePlan | None,
+    plan_digest: int,
+) -> tuple[tuple[Source, ...], dict[int, int], tuple[int, ...]] | None:
+    """How every rank comes to `version`, and where its parts lie; None when one rank cannot."""
+    held = {rank: index for index, node in enumerate(nodes) for rank in node.slots
+            if version in node.slots[rank] and (rank, version) not in corrupt}  # fmt: skip
+    ways: dict[int, Source] = {}
+    for rank, versions in own.items():
+        if version in versions:
+            ways[rank] = Source(Way.OWN)
+        elif rank in held:
+            ways[rank] = Source(Way.FETCH, held[rank])
+    missing = [rank for rank in own if rank not in ways]
+    holders: dict[int, int] = {}
+    gone: tuple[int, ...] = ()
+    if missing:
+        if exchange is None:
+            return None
+        holders = _holders(version, held, nodes, exchange, plan_digest)
+        gone = tuple(position for position in range(len(exchange.nodes)) if position not in holders)
+        for rank in missing:
+            section = exchange.section_of_rank[rank]
+            if len(set(gone) & set(section.positions)) > exchange.losses:
+                return None
+            ways[rank] = Source(Way.DECODE)
+    return tuple(ways[rank] for rank in sorted(ways)), holders, gone
+
+
+def _too_much_lost(
+    own: Mapping[int, Collection[Version]], nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
+) -> str:
+    """Which section has lost more than parity makes up for, of the newest version that counted; '' for none."""
+    for version in sorted(set().union(*(node.parity for node in nodes)), reverse=True):
+        held = {rank: index for index, node in enumerate(nodes) for rank in node.slots if version in node.slots[rank]}
+        there = _holders(version, held, nodes, exchange, plan_digest)
+        for section in exchange.sections:
+            gone = [position for position in section.positions if position not in there]
+            if len(gone) > exchange.losses:
+                ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
+                return (
+                    f"of version {version} the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} "
+                    f"nodes of a sharding group, {NAMES[exchange.losses]} makes up for {exchange.losses}"
+                )
+    return ""
+
+
+def _holders(
+    version: Version, held: Mapping[int, int], nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
+) -> dict[int, int]:
+    """Which node has all that lay at a position: the slots of its ranks and the parity that it kept."""
+    found = {}
+    for index, node in enumerate(nodes):
+        position = node.position
+        if position is None or node.plan != plan_digest or version not in node.parity:
+            continue
+        if all(held.get(rank) == index for rank in exchange.ranks[position]):
+            found[position] = index
+    return found
 
 
 def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
@@ -94,8 +228,9 @@ def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
     """
     if mode == "storage" and not loaded:
         raise ResumeError(
-            "--ftp-resume storage was asked for, but the framework has loaded no checkpoint; "
-            "name one by its own flags (Megatron-LM: --load), or --ftp-resume auto takes what is in memory"
+            "--ftp-resume storage was asked for, but there is no checkpoint in --reft-checkpoint-dir and the framework "
+            "has loaded none; name one by its own flags (Megatron-LM: --load), or --ftp-resume auto takes what is in "
+            "memory"
         )
     if mode == "memory" and plan.version is None:
         raise ResumeError(f"--ftp-resume memory was asked for, but {plan.reason}; --ftp-resume auto starts without")

@@ -1,16 +1,17 @@
 """Carries out a recovery: agrees on the version, verifies digests, puts the bytes back into the live tensors.
 
-Invariant: nothing is loaded before every rank has verified its share of the same version; a version that one rank finds
-corrupt is dropped by all, and the next older one is tried. Unique items come from the own segment, replicated ones are
-all-gathered from the shares: every share is read on its own node.
+Invariant: nothing is loaded before every rank has verified its share of the same version; where one finds it corrupt
+it is put back together from other nodes, or all drop it and try the next older one. Unique items come from the own
+segment, replicated ones are all-gathered from the shares: every share is read on its own node.
 
 In: segment, layout, live tensors. Out: the restored tensors, the slot's small state, the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgpack
 import numpy as np
@@ -18,13 +19,14 @@ import numpy.typing as npt
 import torch
 
 from .. import faults
-from ..errors import CorruptSlotError
+from ..errors import FtError
+from ..redundancy.plan import ExchangePlan
 from ..snapshot.copiers import flat_bytes
 from ..snapshot.layout import Layout, ReplicaStream
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Slot, SlotState, Version
 from .collective import Collective
-from .plan import RankFacts, RecoveryPlan, plan_recovery
+from .plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,73 @@ class Restored:
     small: bytes | None
 
 
+class Nodes(Protocol):
+    """The node tier as recovery needs it; absent where a lost node cannot be survived."""
+
+    exchange: ExchangePlan
+    digest: int  # of `exchange`
+
+    def facts(self) -> Sequence[NodeFacts]:
+        """What every node's SMP can hand out now. Every rank of the job calls."""
+        ...
+
+    def rebuild(self, plan: RecoveryPlan) -> None:
+        """Have this rank's slot put back together, as the plan says. Raises an FtError where that fails."""
+        ...
+
+
 def agree_on_version(
-    segment: Segment, collective: Collective, report: Callable[[CorruptSlotError], None]
+    segment: Segment, collective: Collective, report: Callable[[FtError], None], nodes: Nodes | None = None
 ) -> RecoveryPlan:
-    """The newest version that all ranks hold and have verified. Corrupt ones are reported and passed over."""
-    facts = [_read_facts(payload) for payload in collective.gather(_facts(segment))]
-    corrupt: set[Version] = set()
+    """The newest version that all ranks can have and have verified, in their own segments when this returns.
+
+    A slot that is corrupt is reported, and put back together from other nodes or passed over; a version that cannot be
+    put together is passed over. Every rank of the job calls.
+    """
+    corrupt: set[tuple[int, Version]] = set()
+    banned: set[Version] = set()
+    rebuilt: set[tuple[int, Version]] = set()
+    ways: dict[Version, RecoveryPlan] = {}  # by which a version was put back together
     while True:
-        plan = plan_recovery(facts, corrupt)
+        facts = [_read_facts(payload) for payload in collective.gather(_facts(segment))]
+        if nodes is None:
+            plan = plan_recovery(facts, corrupt, banned=banned)
+        else:
+            plan = plan_recovery(facts, corrupt, nodes.facts(), nodes.exchange, nodes.digest, banned)
         if plan.version is None:
             return plan
-        verdict = b"1"
-        try:
-            segment.verify(facts[collective.rank].holds()[plan.version])
-        except CorruptSlotError as error:
-            report(error)
-            verdict = b"0"
-        if all(found == b"1" for found in collective.gather(verdict)):
-            return plan
-        corrupt.add(plan.version)
+        version = plan.version
+        verdicts = collective.gather(_try(plan, segment, facts[collective.rank], nodes, report))
+        if all(found == b"whole" for found in verdicts):
+            return replace(ways.get(version, plan), completed=plan.completed, lost=plan.lost)
+        for rank, found in enumerate(verdicts):
+            match found:
+                case b"rebuilt":
+                    corrupt.discard((rank, version))
+                    rebuilt.add((rank, version))
+                    ways.setdefault(version, plan)
+                case b"corrupt" if (rank, version) not in rebuilt:
+                    corrupt.add((rank, version))
+                case b"corrupt" | b"failed":
+                    banned.add(version)
+
+
+def _try(
+    plan: RecoveryPlan, segment: Segment, facts: RankFacts, nodes: Nodes | None, report: Callable[[FtError], None]
+) -> bytes:
+    """Verify this rank's slot, or have it put back together: whole, rebuilt, corrupt or failed."""
+    assert plan.version is not None
+    own = plan.sources[facts.rank].way is Way.OWN
+    try:
+        if own:
+            segment.verify(facts.holds()[plan.version])
+            return b"whole"
+        if nodes is not None:
+            nodes.rebuild(plan)
+            return b"rebuilt"
+    except FtError as error:
+        report(error)
+    return b"corrupt" if own else b"failed"
 
 
 def load_tensors(

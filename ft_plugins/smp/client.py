@@ -10,20 +10,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..errors import BusyError, ProtectionError, ProtocolError, SegmentError
 from ..snapshot import segment as segments
+from ..snapshot.retention import Storage
 from ..snapshot.segment import Shape
 from ..snapshot.slots import Version
 from . import liveness, protocol
+from .protection import Protection
+from .turns import REQUEST as REQUEST  # the reason of a checkpoint that a person asks for
 
 _SOCKET_PATH_LIMIT = 107  # bytes, of sockaddr_un
 _RETRY_SECONDS = 0.05
 _TRIES = 3  # of a request over which the SMP dies
+_REBUILT_BYTES_PER_SECOND = 10e6  # pessimistic as well: over a slow link
 _FAULT_BYTES_PER_SECOND = 50e6  # pessimistic pace at which fresh pages are allocated: bounds the wait for an attach
 
 
@@ -103,8 +108,18 @@ class Client:
         """Supersede the running incarnation, its trainers gone; returns the new token."""
         return int(self._ask("fence")["token"])
 
-    def attach(self, rank: int, token: int, shape: Shape, fingerprint: Mapping[str, Any], *, fresh: bool) -> Path:
-        """Create or find this rank's segment. Raises BudgetError, ResumeError (unless `fresh`), FencedError."""
+    def attach(
+        self,
+        rank: int,
+        token: int,
+        shape: Shape,
+        fingerprint: Mapping[str, Any],
+        *,
+        fresh: bool,
+        storage: Storage | None = None,
+    ) -> Path:
+        """Create or find this rank's segment; `storage` says where checkpoints go. Raises BudgetError, ResumeError
+        (unless `fresh`), FencedError."""
         fields = {name: getattr(shape, name) for name in ("nbytes", "small_nbytes", "buckets", "layout", "slots")}
         reply = self._ask(
             "attach",
@@ -115,6 +130,7 @@ class Client:
             fingerprint=dict(fingerprint),
             pid=os.getpid(),
             fresh=fresh,
+            storage=asdict(storage) if storage else None,
         )
         return Path(reply["path"])
 
@@ -127,6 +143,52 @@ class Client:
     def shutdown(self, rank: int, token: int) -> None:
         """This rank ends in order."""
         self._ask("shutdown", rank=rank, token=token)
+
+    def endpoint(self, address: str, secret_file: str) -> tuple[str, int]:
+        """Where the SMP listens for those of other nodes, on `address`. Raises ConfigError."""
+        reply = self._ask("endpoint", address=address, secret_file=secret_file)
+        return str(reply["host"]), int(reply["port"])
+
+    def inventory(self) -> dict[str, Any]:
+        """Versions that this node can hand out: `slots` by rank, `parity`, and the plan and position of that."""
+        return self._ask("inventory")
+
+    def rebuild(
+        self,
+        rank: int,
+        token: int,
+        version: Version,
+        protection: Protection,
+        source: tuple[str, int] | None,
+        holders: Mapping[int, tuple[str, int]],
+        lost: Collection[int],
+    ) -> None:
+        """Put this rank's slot back together: from the node at `source`, or (None) from parity, without the positions
+        `lost`; `holders` are the endpoints of those that can be read."""
+        self._ask(
+            "rebuild",
+            extra_seconds=protection.shapes[rank].nbytes / _REBUILT_BYTES_PER_SECOND,
+            rank=rank,
+            token=token,
+            version=[version.lineage, version.iteration],
+            protection=protection.block(),
+            source=list(source) if source else None,
+            holders=[[position, *where] for position, where in sorted(holders.items())],
+            lost=sorted(lost),
+        )
+
+    def protect(self, rank: int, token: int, protection: Protection) -> dict[str, Any]:
+        """Protect this node's slots on other nodes from now on; returns `bytes` claimed and `resident_bytes`."""
+        seconds = sum(shape.total for shape in protection.shapes) / _FAULT_BYTES_PER_SECOND
+        return self._ask("protect", extra_seconds=seconds, rank=rank, token=token, protection=protection.block())
+
+    def checkpoint(self, reason: str, seconds: float, only_due: bool = False) -> dict[str, Any]:
+        """Have the newest version (or what was due anyway) written to storage, and wait for it up to `seconds`.
+
+        `state`: 'done' (with lineage, iteration, path), 'failed' (with reason), 'writing' when the time is over,
+        'nothing' when there is no version, 'off' when the job has no folder for checkpoints.
+        """
+        return self._ask("checkpoint", extra_seconds=seconds, reason=reason, seconds=float(seconds), only_due=only_due)
 
     def end(self) -> None:
         """The job is over: segments removed, the SMP ends. Returns when it is gone."""

@@ -29,10 +29,14 @@ from ..snapshot import segment as segments
 from ..snapshot.segment import Segment, Shape, path_of
 from ..snapshot.slots import Version, void
 from . import liveness, protocol
+from .node import NodeTier
+from .persister import Persister
+from .protection import Protection
 
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
 _TOUCH_SECONDS = 30.0
+_LAST_WRITE_SECONDS = 600.0  # how long the end of an orphaned SMP is put off while it still writes to storage
 _PREDECESSOR_SECONDS = 1.0  # for the kernel to let go of what an SMP that was killed just now has locked
 _CONNECTIONS = 512  # at once: with the segments and their locks still fewer than the 1024 files of a usual limit
 _ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
@@ -64,17 +68,22 @@ class SnapshotProcess:
             self._segments[adopted.rank] = adopted
             self.token = max(self.token, adopted.token)
         self.adopted = len(self._segments)
+        self._tier = NodeTier(run_dir, job, node, self._segments, events)
+        self.persister = Persister(run_dir, job, node, events)
+        self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self._segments:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out one request. Errors of this package and of the system become refusals."""
         name = request.get("do")
-        if not isinstance(name, str) or name not in protocol.REQUESTS:
-            return protocol.refusal(ProtocolError(f"'{name}' is no request; known are {sorted(protocol.REQUESTS)}"))
+        known = protocol.REQUESTS | protocol.NODE_REQUESTS | protocol.STORAGE_REQUESTS
+        if not isinstance(name, str) or name not in known:
+            return protocol.refusal(ProtocolError(f"'{name}' is no request; known are {sorted(known)}"))
         faults.reach(f"smp.{name}.before", adopted=self.adopted)
         try:
-            with nullcontext() if name == "attach" else self._lock:  # attach takes the lock where it needs it
+            alone = name in protocol.REQUESTS and name != "attach"  # the others take locks where they need them
+            with self._lock if alone else nullcontext():
                 reply = {"ok": True, **getattr(self, f"_{name}")(request)}
         except (FtError, OSError) as error:
             refused = _in_words(name, request, error) if isinstance(error, OSError) else error
@@ -90,6 +99,8 @@ class SnapshotProcess:
             "node": self._node,
             "token": self.token,
             "watched_pid": self.watched[0],
+            "node_tier": self._tier.status(),
+            "storage": self.persister.status(),
             "segments": [
                 {
                     "rank": rank,
@@ -121,6 +132,7 @@ class SnapshotProcess:
 
     def _fence(self, request: dict[str, Any]) -> dict[str, Any]:
         """Supersede the running incarnation: its token is void at once, its trainers are gone before this returns."""
+        self._tier.suspend()
         self.token += 1
         building = self._token_path.with_suffix(".new")
         building.write_text(str(self.token))
@@ -174,6 +186,7 @@ class SnapshotProcess:
                 found.token = self.token
                 found.owner = (pid, liveness.started(pid))
                 found.attached = True
+        self.persister.told(rank, path, protocol.field(request, "storage", dict) if request.get("storage") else None)
         return {"path": str(path), "resident_bytes": found.resident_bytes}
 
     def _reusable(
@@ -216,9 +229,39 @@ class SnapshotProcess:
     def _shutdown(self, request: dict[str, Any]) -> dict[str, Any]:
         """This rank has ended in order."""
         rank = self._check_token(request)
+        self._tier.suspend()  # training is over: nobody is missed any more
         if rank in self._segments:
             self._segments[rank].owner = (0, 0)
         return {}
+
+    # ---- other nodes ----
+
+    def _endpoint(self, request: dict[str, Any]) -> dict[str, Any]:
+        host, port = self._tier.endpoint(
+            protocol.field(request, "address", str), protocol.field(request, "secret_file", str)
+        )
+        return {"host": host, "port": port}
+
+    def _inventory(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._tier.inventory()
+
+    def _rebuild(self, request: dict[str, Any]) -> dict[str, Any]:
+        rank = self._check_token(request)
+        self._tier.rebuild(rank, self.token, Protection.read(protocol.field(request, "protection", dict)), request)
+        return {}
+
+    def _protect(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._check_token(request)
+        told = Protection.read(protocol.field(request, "protection", dict))
+        with self._lock:
+            for rank in set(self._segments) - {r for r, node in enumerate(told.nodes) if node == self._node}:
+                self._segments.pop(rank).close()  # it has moved to another node, and was restored there
+                path_of(self._job, self._node, rank).unlink(missing_ok=True)
+        return self._tier.protect(told, self.token)
+
+    def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:
+        reason, seconds = protocol.field(request, "reason", str), protocol.field(request, "seconds", float)
+        return self.persister.request(reason, max(0.0, seconds), protocol.field(request, "only_due", bool))
 
     def _end(self, request: dict[str, Any]) -> dict[str, Any]:
         self.finish("in order")
@@ -235,6 +278,8 @@ class SnapshotProcess:
 
     def finish(self, reason: str) -> None:
         """Remove the segments; the daemon ends."""
+        self._tier.close()
+        self.persister.stop()
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
@@ -352,22 +397,27 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
     """Wait for the end in order; while the watched ft-run is gone, no longer than `orphan_seconds`."""
     orphaned_at = time.monotonic()
     was_alive = bool(process.watched[1])  # it may be gone before the first look
+    last_called = False
     while not process.ended.is_set():
         process.touch()
         pid, began = process.watched
         if pid and liveness.started(pid) == began and began:
-            was_alive = True
+            was_alive, last_called = True, False
             _wait_exit(pid, process)
             continue
         if was_alive:
             was_alive = False
             orphaned_at = time.monotonic()
             events.emit("smp.orphaned", seconds=orphan_seconds)
+            process.persister.request("orphaned", 0)
         left = orphaned_at + orphan_seconds - time.monotonic()
-        if left <= 0:
+        if left <= 0 and not last_called:
+            last_called = True
+            process.persister.request("before removal", 0)
+        if left <= 0 and not process.persister.busy or left < -_LAST_WRITE_SECONDS:
             process.finish(f"orphaned for {orphan_seconds:.0f} s")
             return
-        process.ended.wait(min(left, WATCH_SECONDS))  # a new ft-run may announce itself meanwhile
+        process.ended.wait(min(left, WATCH_SECONDS) if left > 0 else WATCH_SECONDS)  # a new ft-run may come meanwhile
 
 
 def _wait_exit(pid: int, process: SnapshotProcess) -> None:

@@ -21,6 +21,8 @@ from ..errors import FtError, ProtocolError
 
 FRAME_LIMIT = 1 << 20  # bytes; a status of thousands of slots fits, nothing else comes near
 REQUESTS = frozenset({"status", "watch", "fence", "attach", "restore", "shutdown", "end"})
+NODE_REQUESTS = frozenset({"endpoint", "protect", "inventory", "rebuild"})  # about the other nodes
+STORAGE_REQUESTS = frozenset({"checkpoint"})
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:

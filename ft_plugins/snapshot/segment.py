@@ -32,7 +32,7 @@ from ..errors import BudgetError, CorruptSlotError, SegmentError
 from .slots import SLOTS, Pin, Slot, SlotState, Version, check_transition, may_pin
 
 SHM = Path("/dev/shm")
-_NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)(-r\d+(\.new)?|\.lock)")
+_NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+|-parity)(\.new)?|\.lock)")
 PAGE = 4096
 _MAGIC = int.from_bytes(b"FTPSEG02", "little")
 _FINGERPRINT = 1024  # offset in the header page: length, then JSON
@@ -103,6 +103,11 @@ class Shape:
 def path_of(job: str, node: str, rank: int) -> Path:
     """The file of a rank's segment."""
     return SHM / f"ftp-{job}@{node}-r{rank}"  # no name holds an '@', so two jobs never share a file
+
+
+def vault_of(job: str, node: str) -> Path:
+    """The file in which a node keeps parity of other nodes' slots."""
+    return SHM / f"ftp-{job}@{node}-parity"
 
 
 def lock_of(job: str, node: str) -> Path:
@@ -441,7 +446,8 @@ def remove(job: str, node: str) -> int:
     """Remove the segments of a job on a node, half-made ones too, and their lock file. Returns how many segments."""
     prefix = path_of(job, node, 0).name[:-1]
     half_made = [p for p in SHM.glob(f"{prefix}*.new") if p.stem.removeprefix(prefix).isdecimal()]
-    paths = [*segments_of(job, node), *half_made]
+    vault = vault_of(job, node)
+    paths = [*segments_of(job, node), *half_made, *filter(Path.exists, [vault, vault.with_name(vault.name + ".new")])]
     for path in [*paths, lock_of(job, node)]:
         path.unlink(missing_ok=True)
     return len(paths)

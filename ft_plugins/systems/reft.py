@@ -8,6 +8,8 @@ In: host, collective, the SMP's run directory. Out: versions in the segment; `re
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,21 +20,26 @@ import msgpack
 import xxhash
 
 from .. import faults
-from ..config import ReftConfig
-from ..errors import BudgetError, CorruptSlotError, FtError, InventoryError, ProtectionError, ResumeError
+from ..config import Config, ReftConfig
+from ..errors import BudgetError, ConfigError, CorruptSlotError, FtError, InventoryError, ProtectionError, ResumeError
 from ..events import Events
 from ..model.host import Host
 from ..recovery.collective import Collective
+from ..recovery.nodes import JobNodes, NodeTierConfig
 from ..recovery.plan import RecoveryPlan, choose_source
 from ..recovery.run import agree_on_version, load_tensors
+from ..recovery.storage import StorageTier
+from ..redundancy.plan import unprotected
 from ..smp.client import Client
 from ..snapshot import codec
 from ..snapshot.capture import Capture, Commit
 from ..snapshot.layout import Layout, plan_layout
+from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment, Shape, path_of
-from ..snapshot.slots import Version
+from ..snapshot.slots import Pin, Version, slots_for
 
 DEGRADED = "degraded"  # the word that a rank leaves for the others when it can capture no more
+_ASK_SECONDS = 1.0  # for an SMP to answer a rank that has lost its protection
 _SMALL_FLOOR = 64 << 10  # bytes claimed for small state at least; twice its first size otherwise
 
 
@@ -46,20 +53,29 @@ class Reft:
     def __init__(
         self,
         host: Host,
-        config: ReftConfig,
+        config: Config,
         collective: Collective,
         nodes: tuple[str, ...],
         run_dir: Path,
         token: int,
         events: Events,
+        towards: str = "localhost",
     ) -> None:
+        """`nodes[rank]` is the node of each rank; `towards` a host of the job. Raises ConfigError, TopologyError."""
+        if config.reft is None:
+            raise ConfigError("REFT is not on")
         self._host = host
-        self._config = config
+        self._job = config
+        self._config: ReftConfig = config.reft
+        self._nodes = nodes
+        self._towards = towards
+        self._groups = tuple(host.topology().sharding_groups().values())
+        self._losses = self._survivable(nodes)
         self._collective = collective
         self._run_dir = run_dir
         self._token = token
         self._events = events
-        self.layout: Layout = plan_layout(host.inventory(), nodes, config.bucket_mib << 20)
+        self.layout: Layout = plan_layout(host.inventory(), nodes, self._config.bucket_mib << 20)
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
@@ -72,7 +88,49 @@ class Reft:
         """What the segment has to hold."""
         small = max(_SMALL_FLOOR, 2 * len(self._small()))
         layout = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib)).encode())
-        return Shape(self.layout.nbytes, small, len(self.layout.buckets), layout)
+        pins = [*([Pin.NODE, Pin.SOURCE] if self._losses else []), *([Pin.STORAGE] if self._storage else [])]
+        return Shape(self.layout.nbytes, small, len(self.layout.buckets), layout, slots_for(*pins))
+
+    @cached_property
+    def _storage(self) -> Storage | None:
+        """What the SMP is told of storage; None where there is none."""
+        config = self._config
+        if config.checkpoint_dir is None:
+            return None
+        folder = str(Path(config.checkpoint_dir).absolute())
+        world_size = self._collective.world_size
+        return Storage(folder, config.checkpoint_interval, config.interval, config.checkpoint_keep, world_size)
+
+    def _survivable(self, nodes: tuple[str, ...]) -> int:
+        """How many nodes of a sharding group may be lost; 0 for none. Raises ConfigError where that was asked for."""
+        losses = {"none": 0, "raim5": 1, "raim6": 2}[self._config.redundancy]
+        reason = unprotected(nodes, self._groups, losses) if losses else ""
+        if not reason:
+            return losses
+        if "redundancy" in self._config.model_fields_set:
+            raise ConfigError(f"--reft-redundancy {self._config.redundancy}: {reason}")
+        if self._host.rank == 0 and len(set(nodes)) > 1:
+            print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
+        return 0
+
+    def _job_nodes(self) -> JobNodes | None:
+        """The other nodes, where their loss can be survived. Every rank calls. Raises ConfigError, ProtocolError."""
+        if not self._losses:
+            return None
+        if self._job.secret_file is None:
+            error = ConfigError(
+                "--ftp-secret-file: needed where nodes protect each other; write one with "
+                "(umask 077; head -c 32 /dev/urandom | base64 > FILE), the same on all nodes, or give "
+                "--reft-redundancy none"
+            )
+            error.echo = self._host.rank != 0
+            raise error
+        config = NodeTierConfig(
+            self._losses, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
+            self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
+            self._token,
+        )  # fmt: skip
+        return JobNodes(self._collective, self._nodes, self._groups, self._mapped().shape, config)
 
     @property
     def claimed(self) -> bool:
@@ -106,7 +164,7 @@ class Reft:
         fingerprint = dict(self._host.fingerprint())
         faults.reach("attach.before")
         with Client(self._run_dir) as client:
-            path = client.attach(self._host.rank, self._token, shape, fingerprint, fresh=fresh)
+            path = client.attach(self._host.rank, self._token, shape, fingerprint, fresh=fresh, storage=self._storage)
         faults.reach("attach.after")
         self._segment = Segment(path, populate=True)
         self._segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in self.layout.buckets]
@@ -135,9 +193,10 @@ class Reft:
         segment = self._mapped()
         started = time.perf_counter()
         faults.reach("restore.begin")
-        found = agree_on_version(segment, self._collective, self._report_corrupt)
+        nodes = self._job_nodes()
+        found = agree_on_version(segment, self._collective, self._report_corrupt, nodes)
         try:
-            plan = choose_source(found, mode, loaded)
+            plan = self._choose(found, mode, loaded)
         except ResumeError as error:
             error.echo = self._host.rank != 0  # all ranks know the same facts: one of them says so
             raise
@@ -152,11 +211,32 @@ class Reft:
             client.restore(self._host.rank, self._token, plan.lineage, plan.version)
         faults.reach("restore.opened")
         self._collective.barrier()  # every SMP has opened the lineage before anyone captures into it
+        if nodes is not None:
+            self._report_protection(nodes, nodes.protect(plan.lineage, plan.version))
         faults.reach("restore.end")
         self._lineage = plan.lineage
         self._capture = Capture(segment, self.layout, self._host.tensors, self._token, self._committed)
         self._report_restore(plan, time.perf_counter() - started, verified - started)
         return plan, small
+
+    def _report_protection(self, nodes: JobNodes, claimed: list[tuple[str, int]]) -> None:
+        if self._host.rank != 0 or self._lineage:
+            return
+        print(nodes.exchange.table())
+        for name, nbytes in claimed:
+            print(f"  {name}: {nbytes} bytes claimed for two versions of parity and copies")
+        sys.stdout.flush()
+
+    def _choose(self, found: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
+        """What is restored; a checkpoint in storage, if it is that, lies in a slot then. Raises ResumeError."""
+        if self._storage is None:
+            return choose_source(found, mode, loaded)
+        job = self._run_dir.parent.name
+        tier = StorageTier(Path(self._storage.folder), job, self._collective, self._report_storage)
+        return tier.recover(found, mode, loaded, self._mapped(), self._token)
+
+    def _report_storage(self, name: str, reason: str) -> None:
+        self._events.emit(name, reason=reason)
 
     def _report_restore(self, plan: RecoveryPlan, seconds: float, verify_seconds: float) -> None:
         if plan.tier == "none":
@@ -199,6 +279,9 @@ class Reft:
             if self._segment is not None:
                 self._segment.close()
                 self._segment = None
+            if self._storage and not in_order:  # protection was lost: what there is, on disk, if the SMP still lives
+                with contextlib.suppress(FtError), Client(self._run_dir, timeout=_ASK_SECONDS) as client:
+                    client.checkpoint("protection lost", 0.0)
         self._report_waits()
         if in_order:
             faults.reach("shutdown.before")
@@ -216,8 +299,8 @@ class Reft:
             )
         return self._segment
 
-    def _report_corrupt(self, error: CorruptSlotError) -> None:
-        self._events.emit("slot.corrupt", reason=str(error))
+    def _report_corrupt(self, error: FtError) -> None:
+        self._events.emit("slot.corrupt" if isinstance(error, CorruptSlotError) else "slot.lost", reason=str(error))
 
     def _report_waits(self) -> None:
         waits, self._waits = self._waits, []

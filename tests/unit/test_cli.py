@@ -162,3 +162,64 @@ def test_the_readme_shows_the_keys_as_they_are(ft_plugins: Command) -> None:
 def test_the_configuration_is_explained_without_loading_torch() -> None:
     code = "import sys, ft_plugins.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------ plan
+
+PAPER = ("plan", "--nodes", "3072", "--group-nodes", "6", "--hw-rate", "1e-4", "--sw-rate", "1e-5", "--shape", "1.3")
+SAVING = (
+    *("--state-gib", "60", "--iteration-seconds", "10", "--snapshot-seconds", "0.05"),
+    *("--link-gib-per-second", "20", "--storage-gib-per-second", "50"),
+)
+
+
+def test_plan_prints_survival_and_with_what_saving_takes_the_intervals(ft_plugins: Command) -> None:
+    survival = ft_plugins(*PAPER, "--threshold", "0.9")
+    assert "REFT, RAIM5                      1            16.2" in survival and "0.408" in survival
+    assert "intervals" not in survival
+    both = ft_plugins(*PAPER, *SAVING)
+    assert both.startswith(survival) and "1398 iterations" in both and "52.75%" in both
+
+
+def test_plan_as_json_is_one_object(ft_plugins: Command) -> None:
+    found = json.loads(ft_plugins(*PAPER, "--json"))
+    assert round(found["survival"]["schemes"]["raim5"]["days"], 1) == 16.2 and found["intervals"] is None
+    found = json.loads(ft_plugins(*PAPER, *SAVING, "--replace-seconds", "60", "--json"))
+    assert found["intervals"]["costs"]["replace_seconds"] == 60
+    assert found["intervals"]["schemes"]["raim6"]["rebuild_seconds"] == 60 + 6 * 60 / 20
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nodes", "3071"), "nodes: expected a multiple of group_nodes (6), found 3071"),
+        (("--threshold", "1.5"), "threshold: expected a number above 0 and below 1, found 1.5"),
+        (("--max-overhead", "0.02"), "max_overhead: without effect; intervals can be chosen when state_gib, "),
+        (("--plot", "picture.gif"), "picture.gif: expected a name that ends on one of .png, .svg, .pdf"),
+        (("--plot", "/proc/none/picture.png"), "--plot /proc/none/picture.png: cannot be written (No such file"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_do_in_one_line(ft_plugins: Command, words: tuple[str, ...], said: str) -> None:
+    line = ft_plugins(*PAPER, *words, status=1)
+    assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
+
+
+def test_plan_draws_the_curves(ft_plugins: Command, tmp_path: Path) -> None:
+    ft_plugins(*PAPER, "--plot", str(tmp_path / "survival.svg"))
+    drawn = (tmp_path / "survival.svg").read_text()
+    labels = [f"REFT, RAIM5, {nodes} nodes" for nodes in (768, 3072, 12288)] + ["16.2 d", "0.408 d", "64.2 d"]
+    assert all(f"<!-- {label} -->" in drawn for label in labels)
+    still = ("plan", "--nodes", "2", "--group-nodes", "2", "--hw-rate", "0", "--sw-rate", "0")
+    ft_plugins(*still, "--plot", str(tmp_path / "still.png"))  # nothing ever fails: drawn as well
+    assert (tmp_path / "still.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_says_what_to_install_where_there_is_no_matplotlib(
+    ft_plugins: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "ft_plugins.rig.survival_picture", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    line = ft_plugins(*PAPER, "--plot", str(tmp_path / "survival.png"), status=1)
+    assert line == "ft-plugins: --plot needs matplotlib, which is not installed; pip install 'ft_plugins[report]'\n"
+    assert not list(tmp_path.iterdir()) and "16.2" in ft_plugins(*PAPER)

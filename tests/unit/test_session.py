@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -283,15 +284,23 @@ def test_an_smp_that_is_gone_at_the_end_does_not_fail_a_training_that_is_done(
 # ---- several ranks ----
 
 
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    path = tmp_path / "secret"
+    path.write_text("known to the nodes of this job")
+    path.chmod(0o600)
+    return str(path)
+
+
 def test_ranks_on_two_nodes_resume_together_what_they_share_and_what_is_their_own(
-    nodes: Callable[[str], Node], ranks: Ranks
+    nodes: Callable[[str], Node], ranks: Ranks, secret: str
 ) -> None:
     for replicated in (True, False):
         both = [nodes(f"{name}{replicated}") for name in "ab"]
         for node in both:
             node.start()
         dirs = [node.run_dir for node in both]
-        options = {"loop": {"replicated": replicated}}
+        options = {"loop": {"replicated": replicated}, "secret_file": secret}
         assert [node.fence() for node in both] == [1, 1]
         first = ranks(_incarnation, 2, dirs, 1, 4, options)
         assert [node.fence() for node in both] == [2, 2]
@@ -304,6 +313,71 @@ def test_ranks_on_two_nodes_resume_together_what_they_share_and_what_is_their_ow
             "what is shared is captured once, a half on each node"
         )
         assert max(captured) - min(captured) <= 64
+
+
+def until_counts(node: Node, iteration: int) -> None:
+    """Wait until a version of that iteration counts for the node tier."""
+    deadline = time.monotonic() + 20
+    while (node.status()["node_tier"]["counts"] or [0, 0])[1] != iteration:
+        assert time.monotonic() < deadline, node.status()["node_tier"]
+        time.sleep(0.01)
+
+
+def three_nodes_that_guard_iteration_4(nodes: Callable[[str], Node], ranks: Ranks, options: Any) -> list[Node]:
+    """A job of three ranks on three nodes that has ended at iteration 4, which counts."""
+    three = [nodes(name) for name in "abc"]
+    for node in three:
+        node.start()
+    for token in (1, 2):  # the second time what is in memory is restored, and counts as soon as all nodes agree
+        assert [node.fence() for node in three] == [token] * 3
+        found = ranks(_incarnation, 3, [node.run_dir for node in three], token, 4, options)
+        assert [each["error"] for each in found] == [None] * 3
+    for node in three:
+        until_counts(node, 4)
+    return three
+
+
+def substitute(three: list[Node], nodes: Callable[[str], Node], *lost: int) -> None:
+    """End those nodes with their memory, put fresh ones in their places; all stand under token 3."""
+    for position in lost:
+        three[position].end()
+        three[position] = nodes("s" + "abc"[position])
+        three[position].start()
+    for node in three:
+        while node.fence() < 3:
+            continue
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
+    nodes: Callable[[str], Node], ranks: Ranks, secret: str, replicated: bool, lost: int
+) -> None:
+    options = {"loop": {"replicated": replicated}, "secret_file": secret}
+    three = three_nodes_that_guard_iteration_4(nodes, ranks, options)
+    substitute(three, nodes, lost)
+    second = ranks(_incarnation, 3, [node.run_dir for node in three], 3, 6, options)
+    assert [found["error"] for found in second] == [None] * 3
+    assert [found["resumed"] for found in second] == [4] * 3
+    assert [found["restored_w"] for found in second] == [{4.0}] * 3
+    assert second[lost]["drawn"] == second[(lost + 1) % 3]["drawn"], "its random numbers go on as the others' do"
+    (done,) = [event for event in three[lost].events("restore.done") if event.rank == lost]
+    assert (done.fields["tier"], done.fields["iteration"], done.fields["lost"]) == ("node", 4, 0)
+    (rebuilt,) = three[lost].events("slot.rebuilt")
+    assert rebuilt.fields["decoded"] and rebuilt.fields["about"] == lost
+    for node in three:
+        until_counts(node, 4)
+
+
+def test_two_lost_nodes_of_a_group_are_one_too_many_and_nothing_starts_from_the_beginning(
+    nodes: Callable[[str], Node], ranks: Ranks, secret: str
+) -> None:
+    options = {"secret_file": secret}
+    three = three_nodes_that_guard_iteration_4(nodes, ranks, options)
+    substitute(three, nodes, 1, 2)
+    found = ranks(_incarnation, 3, [node.run_dir for node in three], 3, 6, options)
+    assert {error[0] for error in (each["error"] for each in found)} == {"ResumeError"}
+    assert "cannot be restored" in found[0]["error"][1] and "RAIM5" in found[0]["error"][1]
 
 
 def test_what_one_rank_is_refused_for_ends_all_and_only_his_is_no_echo(node: Node, ranks: Ranks) -> None:

@@ -34,19 +34,27 @@ def has(rank: RankFacts, version: Version) -> bool:
     return any(slot.state is SlotState.CLEAN and slot.version == version for slot in rank.slots)
 
 
-@given(survivors(), st.sets(versions, max_size=3))
-def test_the_newest_version_that_every_rank_holds_whole_is_taken(facts: list[RankFacts], corrupt: set[Version]) -> None:
+@given(survivors(), st.sets(st.tuples(st.integers(0, 4), versions), max_size=6), st.sets(versions, max_size=2))
+def test_the_newest_version_that_every_rank_holds_whole_is_taken(
+    facts: list[RankFacts], corrupt: set[tuple[int, Version]], banned: set[Version]
+) -> None:
     every = [Version(lineage, iteration) for lineage, iteration in itertools.product(range(3), range(1, 6))]
-    common = [version for version in every if version not in corrupt and all(has(rank, version) for rank in facts)]
+    common = [
+        version
+        for version in every
+        if version not in banned
+        and all(has(rank, version) and (rank.rank, version) not in corrupt for rank in facts)
+    ]
 
-    plan = plan_recovery(facts, corrupt)
+    plan = plan_recovery(facts, corrupt, banned=banned)
 
     assert plan.version == (common[-1] if common else None)
     assert plan.lineage == max(rank.lineage for rank in facts) + 1
-    assert plan.completed == min(rank.completed for rank in facts)
+    # a rank whose segment was made just now has completed nothing, and says nothing about the others
+    assert plan.completed == min((rank.completed for rank in facts if rank.lineage or rank.completed), default=0)
     assert plan.lost == max(0, plan.completed - (plan.version.iteration if plan.version else 0))
     assert plan.tier == ("process" if plan.version else "none") and plan.reason
-    assert plan == plan_recovery(list(reversed(facts)), frozenset(corrupt)), "whoever computes it, it is the same"
+    assert plan == plan_recovery(list(reversed(facts)), frozenset(corrupt), banned=banned), "whoever computes it, it is the same"
 
 
 @given(survivors())
@@ -93,15 +101,15 @@ def test_an_iteration_of_a_void_lineage_is_never_combined_with_the_same_iteratio
         ([rank(0), rank(1)], [], "no version was captured before"),
         ([rank(0, 1), rank(1)], [], "rank 1 holds no version"),
         ([rank(0, 1), rank(1, 2)], [], "no version is held by all ranks"),
-        ([rank(0, 1), rank(1, 1)], [Version(1, 1)], "every version that all ranks hold is corrupt"),
+        ([rank(0, 1), rank(1, 1)], [(1, Version(1, 1))], "every version that all ranks hold is corrupt"),
         (
             [rank(0, 1, 2), rank(1, 1, 2)],
-            [Version(1, 1), Version(1, 2)],
+            [(0, Version(1, 1)), (1, Version(1, 2))],
             "every version that all ranks hold is corrupt",
         ),
     ],
 )
-def test_from_the_beginning_says_why(facts: list[RankFacts], corrupt: list[Version], reason: str) -> None:
+def test_from_the_beginning_says_why(facts: list[RankFacts], corrupt: list[tuple[int, Version]], reason: str) -> None:
     plan = plan_recovery(facts, corrupt)
     assert plan.version is None and plan.reason == reason
     assert plan.table() == f"recovery: from the beginning ({reason}); lineage {plan.lineage}"
@@ -144,13 +152,13 @@ def test_the_source_is_the_larger_iteration_or_what_was_asked_for(
     ("facts", "corrupt", "mode", "said"),
     [
         (ONE_IS_EMPTY, (), "auto", "rank 1 holds no version"),
-        (ALL_HOLD, (Version(1, 6), Version(1, 7)), "auto", "corrupt"),
+        (ALL_HOLD, ((0, Version(1, 6)), (1, Version(1, 7))), "auto", "corrupt"),
         (ONE_IS_EMPTY, (), "memory", "--ftp-resume auto"),
         (ALL_HOLD, (), "storage", "--load"),
     ],
 )
 def test_what_cannot_be_had_is_refused_instead_of_starting_from_the_beginning(
-    facts: list[RankFacts], corrupt: tuple[Version, ...], mode: str, said: str
+    facts: list[RankFacts], corrupt: tuple[tuple[int, Version], ...], mode: str, said: str
 ) -> None:
     with pytest.raises(ResumeError, match=said):
         choose_source(plan_recovery(facts, corrupt), mode, 0)

@@ -1,0 +1,225 @@
+"""The rounds of one rendezvous as the node that leads it sees them: who waits, who was chosen, who is in. Pure.
+
+Invariant: a round is complete only when each of its nodes was heard of after it had been chosen, and its store is
+there; one that is silent or leaves in between is dropped, and the round is put together anew. Time comes from outside.
+
+    OPEN -> PROPOSED      enough nodes wait: ranks are given, the node of rank 0 makes the round's store
+    PROPOSED -> OPEN      one of the chosen has gone
+    PROPOSED -> COMPLETE  all have been heard of since
+    COMPLETE -> OPEN      a node of the round is back, or one has come with which the round can be larger
+
+In: applications and looks of nodes, the time. Out: the phase, a `Roster` for each complete round.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from . import rounds
+from .rounds import Candidate, Rules, Seat
+
+_PAUSE_SECONDS = 1.0  # between two looks at the clock; if they are further apart, it was we who slept
+
+
+class Phase(Enum):
+    """Where a round is."""
+
+    OPEN = "open"
+    PROPOSED = "proposed"
+    COMPLETE = "complete"
+
+
+_NEXT = {
+    Phase.OPEN: {Phase.PROPOSED},
+    Phase.PROPOSED: {Phase.OPEN, Phase.COMPLETE},
+    Phase.COMPLETE: {Phase.OPEN},
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node and the endpoint at which it can be asked."""
+
+    node: str
+    endpoint: str
+
+
+@dataclass(frozen=True)
+class Roster:
+    """A complete round: its nodes by rank, and those that waited beside it."""
+
+    round: int
+    members: tuple[Place, ...] = ()
+    spares: tuple[Place, ...] = ()
+
+    def seat(self, node: str) -> Seat | None:
+        """Where `node` sat; None if it did not take part."""
+        names = [place.node for place in self.members]
+        return Seat(self.round, names.index(node), len(names)) if node in names else None
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Where the nodes of this round can be asked, in the order of their ranks, then the spares'."""
+        return [place.endpoint for place in (*self.members, *self.spares)]
+
+
+@dataclass(frozen=True)
+class Application:
+    """A node that asks to take part. `token` is its process's own: a node that was started again has another one."""
+
+    node: str
+    token: str
+    endpoint: str
+    seat: Seat | None = None
+    wanted: int | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Ranks by token, given at a time, and where the store of the round is, '' while rank 0 has not told."""
+
+    round: int
+    ranks: dict[str, int]
+    since: float
+    store: str = ""
+
+
+class Gathering:
+    """The rounds of one rendezvous, led by this node. `last` is the last complete round that it knows of."""
+
+    def __init__(self, rules: Rules, silence: float, last: Roster | None, now: float) -> None:
+        """`silence`: seconds after which a node that was not heard of is gone."""
+        self.phase = Phase.OPEN
+        self.roster = last or Roster(0)
+        self.proposal: Proposal | None = None  # of the round that is proposed or complete
+        self.done: set[str] = set()  # tokens of nodes whose workers have all succeeded in the complete round
+        self._rules = rules
+        self._silence = silence
+        self._waiting: dict[str, Application] = {}  # by token, as they came
+        self._members: dict[str, str] = {}  # node: token, of the complete round
+        self._heard: dict[str, float] = {}  # by token
+        self._enough_since: float | None = None
+        self._looked = now
+
+    @property
+    def round(self) -> int:
+        """The number of the round that is complete or will be next."""
+        return self.proposal.round if self.proposal else self.last_round + 1
+
+    @property
+    def last_round(self) -> int:
+        """The newest complete round that this node or one of those waiting knows of."""
+        return max([self.roster.round, *(found.seat.round for found in self._waiting.values() if found.seat)])
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of the nodes that wait, in natural order."""
+        return sorted((found.node for found in self._waiting.values()), key=rounds.natural)
+
+    @property
+    def places(self) -> list[Place]:
+        """The nodes that wait."""
+        return [Place(found.node, found.endpoint) for found in self._waiting.values()]
+
+    def apply(self, application: Application, now: float) -> bool:
+        """Have a node wait for a round. False while another living process has its name: to be tried again."""
+        holders = [found.token for found in self._waiting.values() if found.node == application.node]
+        holders += [token for node, token in self._members.items() if node == application.node]
+        for token in holders:
+            if token != application.token and now - self._heard.get(token, now) <= self._silence:
+                return False
+        for token in holders:
+            self.leave(token)
+        self._waiting[application.token] = application
+        self._heard[application.token] = now
+        return True
+
+    def hear(self, token: str, now: float) -> bool:
+        """Note that a process is alive; False if it does not wait here."""
+        if token in self._waiting or token in self._members.values():
+            self._heard[token] = now
+        return token in self._waiting
+
+    def hang_up(self, token: str) -> None:
+        """Note that a process has closed its connection: unless it is heard of again, it is gone."""
+        if token in self._heard:
+            self._heard[token] = float("-inf")
+
+    def leave(self, token: str) -> None:
+        """A node does not wait any more."""
+        if self._waiting.pop(token, None) and self.proposal and token in self.proposal.ranks:
+            if self.phase is Phase.PROPOSED:
+                self._turn(Phase.OPEN)
+
+    def serve(self, token: str, store: str) -> None:
+        """The node of rank 0 tells where the store of the proposed round is."""
+        if self.phase is Phase.PROPOSED and self.proposal and self.proposal.ranks.get(token) == 0:
+            self.proposal = replace(self.proposal, store=store)
+
+    def finish(self, token: str, number: int) -> None:
+        """A node tells that its workers have succeeded in round `number`."""
+        if self.phase is Phase.COMPLETE and number == self.round and token in self._members.values():
+            self.done.add(token)
+
+    def step(self, now: float) -> None:
+        """Go on as far as the time allows: drop the silent, choose, complete."""
+        slept = max(0.0, now - self._looked - _PAUSE_SECONDS)
+        self._looked = now
+        if slept:  # nobody could be heard meanwhile
+            self._heard = {token: at + slept for token, at in self._heard.items()}
+        for token in [token for token in self._waiting if now - self._heard[token] > self._silence]:
+            self.leave(token)
+        if self.phase is Phase.COMPLETE and self._could_be_better():
+            self._turn(Phase.OPEN)
+        if self.phase is Phase.OPEN:
+            self._choose(now)
+        elif self.phase is Phase.PROPOSED and self.proposal and self.proposal.store:
+            if all(self._heard[token] > self.proposal.since for token in self.proposal.ranks):
+                self._complete(self.proposal)
+
+    def _could_be_better(self) -> bool:
+        """Whether a node of the complete round is back, or there are enough nodes for a larger one."""
+        size, waiting = len(self._members), self._waiting.values()
+        back = any(found.node in self._members for found in waiting)
+        return back or self._rules.fit(size + len(waiting)) > size
+
+    def _choose(self, now: float) -> None:
+        candidates = self._candidates()
+        if not self._rules.fit(len(candidates)):
+            self._enough_since = None
+            return
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        size = rounds.size_now(self._rules, candidates, now - self._enough_since)
+        if size:
+            tokens = {found.node: found.token for found in self._waiting.values()}
+            given = rounds.ranks(candidates, size)
+            self.proposal = Proposal(self.round, {tokens[node]: rank for node, rank in given.items()}, now)
+            self._turn(Phase.PROPOSED)
+
+    def _candidates(self) -> Sequence[Candidate]:
+        """Those who wait, with the newest seat that they or this node remember."""
+        found = []
+        for each in self._waiting.values():
+            seats = [seat for seat in (each.seat, self.roster.seat(each.node)) if seat]
+            found.append(Candidate(each.node, max(seats, default=None), each.wanted))
+        return found
+
+    def _complete(self, proposal: Proposal) -> None:
+        by_rank = [self._waiting.pop(token) for token in sorted(proposal.ranks, key=lambda token: proposal.ranks[token])]
+        members = tuple(Place(found.node, found.endpoint) for found in by_rank)
+        self._members = {found.node: found.token for found in by_rank}
+        self.roster = Roster(proposal.round, members, tuple(self.places))
+        self._heard = {token: self._heard[token] for token in (*proposal.ranks, *self._waiting)}
+        self.done = set()
+        self._turn(Phase.COMPLETE)
+
+    def _turn(self, phase: Phase) -> None:
+        if phase not in _NEXT[self.phase]:
+            raise RuntimeError(f"a round cannot go from {self.phase.value} to {phase.value}")
+        self.phase = phase
+        if phase is Phase.OPEN:
+            self._enough_since = None
+            self.proposal = None

@@ -1,0 +1,143 @@
+"""The other nodes of a job as its ranks see them: where their SMPs are, what those hold, and what protects it from now.
+
+Invariant: one rank of each node, the lowest, speaks to the SMP of that node; what it hears all ranks hear. Every call
+is made by every rank of the job, in the same order, and fails on all of them alike.
+
+In: nodes, sharding groups and segments' shapes of all ranks. Out: `recovery.run.Nodes` for a recovery; after it,
+`protect` has the SMPs guard each other's slots.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import psutil
+
+from ..errors import ConfigError, FtError, ProtocolError
+from ..redundancy.plan import ExchangePlan, positions
+from ..smp.client import Client
+from ..smp.protection import Protection
+from ..snapshot.segment import Shape
+from ..snapshot.slots import Version
+from .collective import Collective
+from .plan import NodeFacts, RecoveryPlan, Way
+
+
+@dataclass(frozen=True)
+class NodeTierConfig:
+    """What the user decided about the node tier, and where this rank's SMP is."""
+
+    losses: int
+    interval: int  # iterations
+    exchange_mbps: float
+    detect_seconds: float
+    secret_file: str
+    interface: str | None
+    towards: str  # a host of the job: the interface is the one that leads there, unless named
+    run_dir: Path
+    token: int
+
+
+class JobNodes:
+    """The nodes of the job, for one incarnation."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        nodes: Sequence[str],
+        groups: Sequence[Sequence[int]],
+        shape: Shape,
+        config: NodeTierConfig,
+    ) -> None:
+        """Every rank of the job calls. Raises ConfigError (secret, interface), ProtocolError, on all ranks."""
+        self._collective = collective
+        self._config = config
+        self._names, self._ranks = positions(nodes)
+        self._position = self._names.index(nodes[collective.rank])
+        self._leads = self._ranks[self._position][0] == collective.rank
+        gathered = collective.gather(msgpack.packb(list(astuple(shape))))
+        shapes = tuple(Shape(*msgpack.unpackb(part)) for part in gathered)
+        told = self._ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
+        self._protection = Protection(
+            lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
+            losses=config.losses, position=self._position,
+            endpoints=tuple((str(host), int(port)) for host, port in told), interval=config.interval,
+            exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
+        )  # fmt: skip
+        self.exchange: ExchangePlan = self._protection.plan()
+        self.digest: int = self._protection.digest
+
+    def _ask(self, question: Callable[[Client], Any]) -> list[Any]:
+        """The answers of every node's SMP, in the order of the nodes. Raises what any of them refused with."""
+        answer: Any = None
+        failure: FtError | None = None
+        if self._leads:
+            try:
+                with Client(self._config.run_dir) as client:
+                    answer = question(client)
+            except FtError as error:
+                failure = error
+        self._collective.agree(failure)
+        told = self._collective.gather(msgpack.packb(answer))
+        return [msgpack.unpackb(told[ranks[0]], strict_map_key=False) for ranks in self._ranks]
+
+    def facts(self) -> list[NodeFacts]:
+        """What every node's SMP can hand out now."""
+        return [
+            NodeFacts(
+                {rank: frozenset(Version(*version) for version in held) for rank, held in found["slots"]},
+                frozenset(Version(*version) for version in found["parity"]),
+                found["position"],
+                found["plan"],
+            )
+            for found in self._ask(lambda client: client.inventory())
+        ]
+
+    def rebuild(self, plan: RecoveryPlan) -> None:
+        """Have this rank's slot put back together. Raises what the SMP refused with; called by this rank alone."""
+        source = plan.sources[self._collective.rank]
+        if plan.version is None or source.way is Way.OWN:
+            raise ProtocolError(f"rank {self._collective.rank}: there is nothing to rebuild in '{plan.table()}'")
+        where = self._protection.endpoints[source.node] if source.node is not None else None
+        holders = {position: self._protection.endpoints[node] for position, node in plan.holders.items()}
+        with Client(self._config.run_dir) as client:
+            client.rebuild(
+                self._collective.rank, self._config.token, plan.version, self._protection, where, holders, plan.gone
+            )
+
+    def protect(self, lineage: int, base: Version | None) -> list[tuple[str, int]]:
+        """Have the SMPs guard each other's slots from now on; what each has claimed for that, in bytes, by node."""
+        told = replace(self._protection, lineage=lineage, base=base)
+        found = self._ask(lambda client: client.protect(self._collective.rank, self._config.token, told))
+        return [(name, int(answer["bytes"])) for name, answer in zip(self._names, found, strict=True)]
+
+
+def _address(config: NodeTierConfig) -> str:
+    """The address of this node on which its SMP is to be reached by others. Raises ConfigError."""
+    if config.interface is None:
+        try:
+            family = socket.getaddrinfo(config.towards, 9, type=socket.SOCK_DGRAM)[0]
+            with closing(socket.socket(family[0], socket.SOCK_DGRAM)) as probe:
+                probe.connect(family[4])  # sends nothing: the kernel chooses a route
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise ConfigError(
+                f"no interface leads to '{config.towards}' ({error}); name one by --ftp-interface"
+            ) from error
+    devices = psutil.net_if_addrs()
+    addresses = {entry.address for device in devices.values() for entry in device}
+    if config.interface in addresses:
+        return config.interface
+    for wanted in (socket.AF_INET, socket.AF_INET6):
+        for entry in devices.get(config.interface, []):
+            if entry.family == wanted:
+                return str(entry.address)
+    raise ConfigError(
+        f"--ftp-interface {config.interface}: no device or address of this node; its devices are {', '.join(devices)}"
+    )

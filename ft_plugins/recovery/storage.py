@@ -1,0 +1,202 @@
+"""Recovery from checkpoints in storage, where memory has nothing: every rank reads its own file into its own slot.
+
+Invariant: all ranks take the same checkpoint, the newest one of this job that every rank could read and verify; one
+that is damaged for any rank is passed over by all, and told of. From the slot on it is a restore from memory. What is
+there but cannot be used (another job's, laid out otherwise, all of it damaged, out of reach) is refused by name and
+never taken for nothing. The lineage that is opened is newer than any in storage, whoever wrote it.
+
+Memory goes first, unless storage has a later lineage: then the job has lived on elsewhere since.
+
+In: the plan from memory, a folder. Out: a `RecoveryPlan`, and a sealed slot on every rank if its tier is `storage`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+
+from ..errors import FtError, ResumeError, StorageError
+from ..snapshot import checkpoint, persist, retention
+from ..snapshot.checkpoint import Origin
+from ..snapshot.segment import Segment
+from ..snapshot.slots import Version
+from .collective import Collective
+from .plan import RecoveryPlan, choose_source
+
+LOOK_SECONDS = 60.0  # for the folder to be listed; a storage that hangs longer is out of reach
+_OFFERED = 16  # checkpoints that are tried, newest first
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """What rank 0 found, the same on all ranks. `candidates`: version, folder name, problem ('' if none is known of).
+
+    `other` describes the newest checkpoint of another job, `unreachable` says why nothing could be looked at.
+    """
+
+    candidates: tuple[tuple[Version, str, str], ...]
+    lineage: int  # the newest in storage
+    other: str = ""
+    unreachable: str = ""
+
+
+def with_storage(found: RecoveryPlan, mode: str, loaded: int, stored: Version | None, later: bool) -> RecoveryPlan:
+    """`choose_source`, where a checkpoint of version `stored` is at hand as well. Pure. Raises ResumeError.
+
+    `later`: its lineage is newer than any in memory. With the framework's own checkpoint the larger iteration wins.
+    """
+    memory = mode == "auto" and found.version is not None and not later
+    if stored is None or memory or mode not in ("auto", "storage") or stored.iteration < loaded:
+        return choose_source(found, mode, loaded)
+    if mode == "storage":
+        why = "--ftp-resume storage"
+    else:
+        why = "a later lineage than in memory" if found.version is not None else found.reason
+    completed = max(found.completed, stored.iteration)
+    lost = completed - stored.iteration
+    return replace(
+        found, version=stored, tier="storage", completed=completed, lost=lost, reason=why, loaded=0, state_lost=False
+    )
+
+
+class StorageTier:
+    """The storage tier as one rank's recovery sees it."""
+
+    def __init__(self, folder: Path, job: str, collective: Collective, report: Callable[[str, str], None]) -> None:
+        """`folder` as configured; `report` is called with an event's name and its reason."""
+        self._base = folder / job
+        self._collective = collective
+        self._report = report
+
+    def recover(self, found: RecoveryPlan, mode: str, loaded: int, segment: Segment, token: int) -> RecoveryPlan:
+        """`found`, what memory has, as `mode`, `loaded` and storage have it. Every rank of the job calls.
+
+        If the plan's tier is `storage` and it names a version, that lies CLEAN in a slot of every rank. Raises
+        ResumeError on all ranks alike, and what `persist.read_rank` refuses with.
+        """
+        if mode == "memory":
+            return choose_source(found, mode, loaded)
+        shelf = self._look(segment.fingerprint)
+        needed = found.version is None or mode != "auto"
+        if shelf.unreachable:
+            if needed:
+                raise ResumeError(
+                    f"--reft-checkpoint-dir: {self._base} cannot be used ({shelf.unreachable}); "
+                    "make it a folder that all nodes share and may write to, or drop the key"
+                )
+            self._report("storage.unreachable", shelf.unreachable)
+        memory_lineage = found.lineage - 1
+        found = replace(found, lineage=max(found.lineage, shelf.lineage + 1))
+        damaged = ""
+        for version, name, problem in shelf.candidates:
+            plan = with_storage(found, mode, loaded, version, version.lineage > memory_lineage)
+            if (plan.tier, plan.version) != ("storage", version):
+                return plan
+            if problem:
+                self._report_once("checkpoint.damaged", problem)
+            elif self._fetch(name, version, segment, token):
+                return plan
+            damaged = damaged or name
+        if needed and mode != "fresh" and not loaded:
+            self._refuse_scratch(shelf, damaged)
+        return choose_source(found, mode, loaded)
+
+    def _refuse_scratch(self, shelf: Shelf, damaged: str) -> None:
+        """Raises ResumeError where there are checkpoints, but none that can be used."""
+        if damaged:
+            raise ResumeError(
+                f"every checkpoint of this job in {self._base} is damaged, the newest is {damaged} (see the events "
+                "'checkpoint.damaged'); put the files back, or --ftp-resume fresh starts from the beginning"
+            )
+        if shelf.other:
+            raise ResumeError(
+                f"the checkpoints in {self._base} belong to another job ({shelf.other}); start as they were written, "
+                "name this job otherwise with --ftp-job, or --ftp-resume fresh starts from the beginning"
+            )
+
+    def _look(self, fingerprint: Mapping[str, Any]) -> Shelf:
+        """Rank 0 lists the folder and tells all."""
+        told = b""
+        if self._collective.rank == 0:
+            told = bytes(msgpack.packb(_found(self._base, fingerprint, self._collective.world_size)))
+        candidates, lineage, other, unreachable = msgpack.unpackb(self._collective.gather(told)[0])
+        return Shelf(tuple((Version(*v), name, why) for v, name, why in candidates), lineage, other, unreachable)
+
+    def _fetch(self, name: str, version: Version, segment: Segment, token: int) -> bool:
+        """Read this rank's file of a checkpoint; whether every rank could. Raises what any rank refuses it with."""
+        folder, final = self._base / name, checkpoint.folder_of(self._base, version)
+        refusal: FtError | None = None
+        verdict = b"1"
+        try:
+            persist.read_rank(final if final.exists() else folder, segment, version, token)
+        except StorageError as error:
+            self._report("checkpoint.damaged", str(error))
+            verdict = b"0"
+        except FtError as error:
+            refusal = error
+        self._collective.agree(refusal)
+        return all(found == b"1" for found in self._collective.gather(verdict))
+
+    def _report_once(self, name: str, reason: str) -> None:
+        if self._collective.rank == 0:
+            self._report(name, reason)
+
+
+def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[Any]:
+    """What rank 0 tells: the fields of a `Shelf` as plain values. Makes the folder where there is none."""
+    try:
+        stored = _within(LOOK_SECONDS, lambda: _listed(base))
+    except (OSError, TimeoutError) as error:
+        return [[], 0, "", getattr(error, "strerror", None) or str(error)]
+    origin = Origin("", world_size, fingerprint)
+    own = retention.candidates(stored, origin.digest)[:_OFFERED]
+    others = [each for each in stored if each.complete and each.fingerprint not in (origin.digest, "")]
+    other = ""
+    if others:
+        newest = max(others, key=lambda each: each.version)
+        other = f"{newest.name}: {_differing(checkpoint.read_manifest(base / newest.name).fingerprint, fingerprint)}"
+    candidates = [[[each.version.lineage, each.version.iteration], each.name, each.problem] for each in own]
+    return [candidates, max((each.version.lineage for each in stored), default=0), other, ""]
+
+
+def _listed(base: Path) -> tuple[retention.Stored, ...]:
+    base.mkdir(parents=True, exist_ok=True)
+    return checkpoint.listing(base)
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """`call()`, or TimeoutError: a network file system that is gone can hang for ever."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="ftp-storage-look", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError(f"it did not answer within {seconds:.0f} s")
+    return found[0]
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two fingerprints, key by key."""
+    return ", ".join(
+        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if json.dumps(before.get(key), sort_keys=True) != json.dumps(now.get(key), sort_keys=True)
+    )

@@ -1,0 +1,203 @@
+"""RAIM5 and RAIM6: which bytes of a protection group's nodes make up which parity, and where it is kept. Pure.
+
+A group has n nodes (failure domains); node i holds a stream of sizes[i] bytes. There are n stripes; each takes at most
+one piece from a node, and its parity is kept on nodes that give none (REFT, section 4.2). With L losses:
+
+    node x + k (mod n), k < L,  keeps parity k of stripe x:  P = sum_j D_j,  Q = sum_j 2**j D_j  over GF(256)
+    node i gives to stripe x its block number (x - i - 1) mod n; the L stripes for which that is >= n - L are those
+    whose parity it keeps
+
+so that a stream is cut in n - L blocks and every node keeps 1/(n - L) of the largest stream, L times. Bytes beyond the
+end of a stream count as zeros.
+
+Invariant: whichever L nodes are lost, every stripe keeps enough pieces to compute what it lost. A stripe is treated as
+a code whose rows are unit vectors (data), ones (P) and powers of 2 (Q); there is one way for all patterns of loss.
+
+In: sizes, then the nodes that are lost. Out: `Placement`, `Rebuild`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ..errors import ResumeError, TopologyError
+from .field import ORDER, power, solve, times
+
+ALIGNMENT = 64  # bytes: blocks end on cache lines
+NAMES = "PQ"  # of the parities
+TABLE_ROWS = 64
+TABLE_PIECES = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The bytes `start .. stop` of a node's stream, as data of a stripe; fewer than a block at the stream's end.
+
+    It enters Q multiplied by 2**coefficient: its place in the stripe's data, from 0.
+    """
+
+    node: int
+    start: int
+    stop: int
+    coefficient: int
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """Data pieces, at most one of a node, and the nodes that keep their P (and Q)."""
+
+    index: int
+    parity: tuple[int, ...]
+    data: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All stripes of a group that survives the loss of any `losses` nodes. A parity has `block` bytes."""
+
+    sizes: tuple[int, ...]
+    losses: int
+    block: int
+    stripes: tuple[Stripe, ...]
+
+    def parity_bytes(self, node: int) -> int:
+        """Bytes of parity that `node` keeps."""
+        return len(self.kept_on(node)) * self.block
+
+    def kept_on(self, node: int) -> tuple[tuple[int, int], ...]:
+        """(stripe, 0 for P or 1 for Q) in the order in which they lie in the node's parity area."""
+        nodes = len(self.sizes)
+        if not 0 <= node < nodes:
+            raise TopologyError(f"node {node} is not in this group of {nodes} (0 to {nodes - 1})")
+        return tuple(((node - which) % nodes, which) for which in range(self.losses))
+
+    def table(self) -> str:
+        """The placement for people: the first stripes, and of each the first pieces."""
+        share = f", {self.losses * self.block / max(self.sizes):.1%} of the largest stream" if self.block else ""
+        lines = [
+            f"{len(self.sizes)} nodes, any {self.losses} may be lost: {sum(self.sizes)} bytes in {len(self.stripes)} "
+            f"stripes of {len(self.sizes) - self.losses} pieces, block {self.block}; "
+            f"parity {self.losses * self.block} bytes a node{share}"
+        ]
+        for stripe in self.stripes[:TABLE_ROWS]:
+            kept = " ".join(f"{NAMES[which]} on {node}" for which, node in enumerate(stripe.parity))
+            data = " ".join(f"{piece.node}:{piece.start}..{piece.stop}" for piece in stripe.data[:TABLE_PIECES])
+            more = f" ... ({len(stripe.data)})" if len(stripe.data) > TABLE_PIECES else ""
+            lines.append(f"  stripe {stripe.index:<4} {kept}   data {data}{more}")
+        if len(self.stripes) > TABLE_ROWS:
+            lines.append(f"  ... and {len(self.stripes) - TABLE_ROWS} more stripes")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """One lost thing of a stripe: `wanted`, which lay on `node`, is the sum of factor * source over GF(256).
+
+    A thing is ("data", node) or ("parity", 0 for P or 1 for Q); a source has its factor behind, 1 for plain XOR. What
+    lies beyond the end of the wanted piece is not needed of the sources. Pieces without bytes are no sources and have none.
+    """
+
+    stripe: int
+    wanted: tuple[str, int]
+    node: int
+    sources: tuple[tuple[str, int, int], ...]
+
+
+def place(sizes: Sequence[int], losses: int = 1) -> Placement:
+    """Where the pieces and parities of a group lie; `sizes` are the bytes of each node's stream.
+
+    Raises TopologyError for a group that cannot be protected against so many losses.
+    """
+    nodes = len(sizes)
+    _check(sizes, losses)
+    cuts = nodes - losses
+    block = -(-max(sizes) // (cuts * ALIGNMENT)) * ALIGNMENT
+    stripes = []
+    for index in range(nodes):
+        data: list[Piece] = []
+        for node, size in enumerate(sizes):
+            number = (index - node - 1) % nodes
+            if number < cuts:
+                start = min(number * block, size)
+                data.append(Piece(node, start, min(start + block, size), len(data)))
+        parity = tuple((index + which) % nodes for which in range(losses))
+        stripes.append(Stripe(index, parity, tuple(data)))
+    return Placement(tuple(sizes), losses, block, tuple(stripes))
+
+
+def _check(sizes: Sequence[int], losses: int) -> None:
+    nodes = len(sizes)
+    if losses not in (1, 2):
+        raise TopologyError(f"parity against {losses} lost nodes is not known: expected 1 (RAIM5) or 2 (RAIM6)")
+    if nodes < 2:
+        raise TopologyError(f"a group of {nodes} node(s) has no protection: parity needs at least 2 nodes")
+    if losses == 2 and nodes < 4:
+        raise TopologyError(
+            f"RAIM6 (2 losses) needs at least 4 nodes in a group, found {nodes}: make the groups larger, or ask for 1"
+        )
+    if losses == 2 and nodes - losses > ORDER:
+        raise TopologyError(
+            f"RAIM6 (2 losses) has factors for {ORDER + losses} nodes in a group, found {nodes}: make the groups "
+            "smaller"
+        )
+    for node, size in enumerate(sizes):
+        if size < 0:
+            raise TopologyError(f"node {node}: {size} is no size of a stream: expected 0 or more bytes")
+
+
+def plan_decode(placement: Placement, lost: Collection[int]) -> tuple[Rebuild, ...]:
+    """Everything that lay on the `lost` nodes, stripe by stripe, data before parity, from what survived.
+
+    Raises ResumeError when more nodes are lost than the placement survives.
+    """
+    gone = sorted(set(lost))
+    unknown = [node for node in gone if not 0 <= node < len(placement.sizes)]
+    if unknown:
+        raise TopologyError(f"nodes {unknown} are not in this group of {len(placement.sizes)}")
+    if len(gone) > placement.losses:
+        raise ResumeError(
+            f"nodes {', '.join(map(str, gone))} of the group are lost, its parity makes up for {placement.losses}: "
+            "restore from another tier"
+        )
+    return tuple(rebuild for stripe in placement.stripes for rebuild in _rebuilds(stripe, set(gone)))
+
+
+def _rebuilds(stripe: Stripe, gone: set[int]) -> list[Rebuild]:
+    """What the stripe lost, from as many parities as it lost data pieces, P first, for that keeps factors at 1.
+
+    The row of a wanted thing is sum_k c[k] * (row of parity k) + (the factors of the surviving data). At the lost
+    pieces the second term is 0, which gives c; elsewhere it is what then is missing. A piece without bytes is known.
+    """
+    lost = [piece for piece in stripe.data if piece.node in gone and piece.stop > piece.start]
+    alive = [piece for piece in stripe.data if piece.node not in gone and piece.stop > piece.start]
+    parities = [which for which, node in enumerate(stripe.parity) if node not in gone][: len(lost)]
+
+    def row(wanted: tuple[str, int], pieces: Sequence[Piece]) -> list[int]:
+        kind, which = wanted
+        if kind == "data":
+            return [int(piece.node == which) for piece in pieces]
+        return [power(which * piece.coefficient) for piece in pieces]
+
+    at_lost = [row(("parity", which), lost) for which in parities]
+    at_alive = [row(("parity", which), alive) for which in parities]
+    equations = list(zip(*at_lost, strict=True))
+
+    def sources(wanted: tuple[str, int]) -> tuple[tuple[str, int, int], ...]:
+        factors = solve(equations, row(wanted, lost))
+        rest = row(wanted, alive)
+        for factor, entries in zip(factors, at_alive, strict=True):
+            rest = [own ^ times(factor, entry) for own, entry in zip(rest, entries, strict=True)]
+        data = [("data", piece.node, factor) for piece, factor in zip(alive, rest, strict=True) if factor]
+        parity = [("parity", which, factor) for which, factor in zip(parities, factors, strict=True) if factor]
+        return tuple(data + parity)
+
+    found = [
+        Rebuild(stripe.index, ("data", piece.node), piece.node, sources(("data", piece.node)) if piece in lost else ())
+        for piece in stripe.data
+        if piece.node in gone
+    ]
+    for which, node in enumerate(stripe.parity):
+        if node in gone:
+            found.append(Rebuild(stripe.index, ("parity", which), node, sources(("parity", which))))
+    return found

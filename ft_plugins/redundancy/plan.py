@@ -1,0 +1,201 @@
+"""Which bytes protect which others: the sections of a job, their parity, and who sends what to whom. Pure.
+
+Invariant: trainers and SMPs compute the same plan from the same few facts, without talking. A section is the captured
+state of one sharding group, spread over the nodes that its ranks stand on; no two pieces of a stripe are on one node.
+A node is known by its position (the order of the nodes' lowest ranks), so that a substitute inherits a place.
+
+    slot data of ranks 0, 1 (node 0) | 4, 5 (node 1) | ...     extents, concatenated: one stream per node of the section
+    stream of node i = block for stripe i+1 | block for stripe i+2 | ...      (parity.place)
+    parity of stripe x = XOR of the blocks for it, kept on node x; each node sends n-1 blocks, one to each other node
+
+In: node and captured bytes of each rank, sharding groups, how many losses are to be survived (1: RAIM5, 2: RAIM6).
+Out: `ExchangePlan`; `Loss`, the answer to 'which nodes may be lost now?'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import TopologyError
+from .parity import Placement, place
+
+NAMES = {1: "RAIM5", 2: "RAIM6"}  # by losses
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes `offset .. offset + nbytes` of the slot data of `rank`."""
+
+    rank: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Section:
+    """One sharding group's state. `positions[i]` is where in the job its i-th node stands, `streams[i]` its bytes."""
+
+    index: int
+    positions: tuple[int, ...]
+    streams: tuple[tuple[Extent, ...], ...]
+    placement: Placement
+
+    def extents(self, node: int, start: int, stop: int) -> Iterator[Extent]:
+        """The parts of slots that bytes `start .. stop` of a node's stream are made of, in order."""
+        at = 0
+        for extent in self.streams[node]:
+            low, high = max(start, at), min(stop, at + extent.nbytes)
+            if low < high:
+                yield Extent(extent.rank, extent.offset + low - at, high - low)
+            at += extent.nbytes
+
+
+@dataclass(frozen=True)
+class Area:
+    """Where a parity block lies: `offset` in the parity slot of the node at `position`. `which`: 0 for P, 1 for Q."""
+
+    section: int
+    stripe: int
+    which: int
+    position: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Send:
+    """Bytes `start .. stop` of the stream of the section's node `node` enter `area`, multiplied by 2**exponent."""
+
+    area: Area
+    node: int
+    start: int
+    stop: int
+    exponent: int
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """The node tier of a job. `nodes[position]` and `ranks[position]` say who stands where."""
+
+    nodes: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    losses: int
+    sections: tuple[Section, ...]
+
+    @cached_property
+    def areas(self) -> tuple[tuple[Area, ...], ...]:
+        """By position, the parity blocks that its node keeps, in the order in which they lie in its parity slot."""
+        kept: list[list[Area]] = [[] for _ in self.nodes]
+        for section in self.sections:
+            for node, position in enumerate(section.positions):
+                for stripe, which in section.placement.kept_on(node):
+                    offset = kept[position][-1].offset + kept[position][-1].nbytes if kept[position] else 0
+                    block = section.placement.block
+                    kept[position].append(Area(section.index, stripe, which, position, offset, block))
+        return tuple(map(tuple, kept))
+
+    def parity_bytes(self, position: int) -> int:
+        """Bytes of one version's parity on a node."""
+        areas = self.areas[position]
+        return areas[-1].offset + areas[-1].nbytes if areas else 0
+
+    @cached_property
+    def sends(self) -> tuple[tuple[Send, ...], ...]:
+        """By position, what its node sends: n-1 blocks in each of its sections, twice that for two losses."""
+        found: list[list[Send]] = [[] for _ in self.nodes]
+        areas = {(area.section, area.stripe, area.which): area for kept in self.areas for area in kept}
+        for section in self.sections:
+            for stripe in section.placement.stripes:
+                for piece in stripe.data:
+                    for which in range(len(stripe.parity)):
+                        area = areas[section.index, stripe.index, which]
+                        exponent = piece.coefficient if which else 0
+                        send = Send(area, piece.node, piece.start, piece.stop, exponent)
+                        found[section.positions[piece.node]].append(send)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def position_of_rank(self) -> dict[int, int]:
+        """Where each rank's node stands."""
+        return {rank: position for position, ranks in enumerate(self.ranks) for rank in ranks}
+
+    @cached_property
+    def section_of_rank(self) -> dict[int, Section]:
+        """The section that protects each rank."""
+        return {extent.rank: section for section in self.sections for stream in section.streams for extent in stream}
+
+    def copy_holders(self, rank: int) -> tuple[int, ...]:
+        """The positions that keep a whole copy of the rank's small state and digest table: as many as may be lost."""
+        section = self.section_of_rank[rank]
+        own = section.positions.index(self.position_of_rank[rank])
+        count = len(section.positions)
+        return tuple(section.positions[(own + step) % count] for step in range(1, self.losses + 1))
+
+    def copies_on(self, position: int) -> tuple[int, ...]:
+        """The ranks whose small state and digest table the node at `position` keeps."""
+        return tuple(sorted(rank for rank in self.position_of_rank if position in self.copy_holders(rank)))
+
+    def table(self) -> str:
+        """The plan for people."""
+        lines = [f"{NAMES[self.losses]} over {len(self.nodes)} nodes: any {self.losses} of each group may be lost"]
+        for section in self.sections:
+            ranks = sorted({extent.rank for stream in section.streams for extent in stream})
+            where = ", ".join(self.nodes[position] for position in section.positions)
+            lines.append(
+                f"  group {section.index}: ranks {ranks} on {where}; blocks of {section.placement.block} bytes"
+            )
+        for position, node in enumerate(self.nodes):
+            sent = sum(send.stop - send.start for send in self.sends[position])
+            lines.append(f"  {node}: keeps {self.parity_bytes(position)} bytes of parity, sends {sent} per version")
+        return "\n".join(lines)
+
+
+def positions(nodes: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Every node once, in the order of their lowest ranks, and its ranks; `nodes[rank]` is the node of each rank."""
+    placed: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        placed.setdefault(node, []).append(rank)
+    return tuple(placed), tuple(map(tuple, placed.values()))
+
+
+def unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: int) -> str:
+    """Why a lost node cannot be survived in this job; '' where it can."""
+    if len(set(nodes)) < 2:
+        return "all ranks stand on one node"
+    needed = 2 if losses == 1 else 4
+    for group in groups:
+        found = len({nodes[rank] for rank in group})
+        if found < needed:
+            ranks = ", ".join(map(str, group))
+            return (
+                f"{NAMES[losses]} needs the ranks of each sharding group on at least {needed} nodes, but ranks {ranks} "
+                f"stand on {found}; spread data parallelism over the nodes (Megatron-LM: an order with dp last)"
+            )
+    return ""
+
+
+def plan_exchange(
+    nodes: Sequence[str], groups: Sequence[Sequence[int]], nbytes: Sequence[int], losses: int
+) -> ExchangePlan:
+    """The plan of a job: `nodes[rank]`, sharding groups as tuples of ranks, `nbytes[rank]` of slot data.
+
+    Raises TopologyError where a loss cannot be survived (`unprotected` says why), or a rank is in no group or in two.
+    """
+    if reason := unprotected(nodes, groups, losses):
+        raise TopologyError(reason)
+    if sorted(rank for group in groups for rank in group) != list(range(len(nodes))):
+        raise TopologyError(f"{len(nodes)} ranks, but the sharding groups are {[list(group) for group in groups]}")
+    names, ranks = positions(nodes)
+    at = {name: position for position, name in enumerate(names)}
+    sections = []
+    for index, group in enumerate(groups):
+        members: dict[int, list[int]] = {}
+        for rank in sorted(group):
+            members.setdefault(at[nodes[rank]], []).append(rank)
+        where = tuple(sorted(members))
+        streams = tuple(tuple(Extent(rank, 0, nbytes[rank]) for rank in members[position]) for position in where)
+        placement = place([sum(extent.nbytes for extent in stream) for stream in streams], losses)
+        sections.append(Section(index, where, streams, placement))
+    return ExchangePlan(names, ranks, losses, tuple(sections))

@@ -1,0 +1,209 @@
+"""Carries out this node's part of an exchange: sends the blocks and copies of one version to the nodes that keep them.
+
+Invariant: nothing of it is in the step path; it is paced, and gets slower, never wrong. What a receiver says it has
+taken decides what is sent next, so a broken connection, a frame that came twice or a receiver that was replaced costs
+time only. Bytes leave a slot only after its digests have been verified, and only while the slot is pinned.
+
+In: a plan, the pinned slots of this node, connections to the others. Out: frames; `done` when all has been taken.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from .. import faults
+from ..errors import CorruptSlotError, FtError
+from ..events import Events
+from ..redundancy.plan import ExchangePlan, Send
+from ..snapshot.segment import Segment
+from ..snapshot.slots import Version
+from .wire import PAYLOAD_LIMIT, Peer
+
+_AGAIN_SECONDS = 0.2  # until a receiver that has all is asked whether it still has; or after an error
+_WAIT_SECONDS = 0.02  # for a receiver that has not heard of the version yet
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class RatePacer:
+    """Lets so many bytes a second pass, over all threads. 0: as many as will."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def take(self, nbytes: int, stop: threading.Event) -> None:
+        """Wait until `nbytes` may go, or `stop`."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + nbytes / self._rate
+            wait = self._free_at - now
+        stop.wait(wait)
+
+
+def slot_of(segment: Segment, version: Version) -> int:
+    """The slot that holds `version` CLEAN. Raises CorruptSlotError when none does (any more)."""
+    for slot in segment.slots():
+        if slot.version == version and slot.state.name == "CLEAN":
+            return slot.index
+    raise CorruptSlotError(f"rank {segment.rank}: version {version} is not in memory any more")
+
+
+def copy_of(segment: Segment, version: Version) -> bytes:
+    """What other nodes keep whole of a rank's slot: its small state and digest table."""
+    index = slot_of(segment, version)
+    return bytes(msgpack.packb([segment.small(index), segment.digests(index).tobytes()]))
+
+
+class Exchange:
+    """Sends `version` until it is stopped. A thread per target node."""
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        position: int,
+        version: Version,
+        epoch: int,
+        segments: Mapping[int, Segment],
+        connect: Callable[[int], Peer],
+        pacer: RatePacer,
+        events: Events,
+    ) -> None:
+        """`segments` of this node's ranks hold `version` pinned; `connect` gives a connection to a position's SMP."""
+        self._plan = plan
+        self._position = position
+        self._version = version
+        self._epoch = epoch
+        self._segments = segments
+        self._pacer = pacer
+        self._events = events
+        self._stop = threading.Event()
+        self._started = time.monotonic()
+        self._verified: bool | None = None
+        self._verifying = threading.Lock()
+        targets = {send.area.position for send in plan.sends[position]}
+        targets |= {holder for rank in plan.ranks[position] for holder in plan.copy_holders(rank)}
+        self._done = dict.fromkeys(sorted(targets), False)
+        self._peers = {target: connect(target) for target in self._done}
+        self._threads = [
+            threading.Thread(target=self._feed, args=(target,), name=f"smp-send-{target}", daemon=True)
+            for target in self._done
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def version(self) -> Version:
+        """What is sent."""
+        return self._version
+
+    @property
+    def done(self) -> bool:
+        """Whether every target has taken all that it was last asked about."""
+        return all(self._done.values())
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether a slot does not match its digests: then nothing of it was sent."""
+        return self._verified is False
+
+    def stop(self) -> None:
+        """Send no more; returns when no thread reads the slots."""
+        self._stop.set()
+        for target in self._done:
+            self._peers[target].close()  # a request in flight fails
+        for thread in self._threads:
+            thread.join()
+
+    def _feed(self, target: int) -> None:
+        sends = [send for send in self._plan.sends[self._position] if send.area.position == target]
+        ranks = [rank for rank in self._plan.ranks[self._position] if target in self._plan.copy_holders(rank)]
+        complained = False
+        while not self._stop.is_set():
+            pause = _AGAIN_SECONDS
+            try:
+                if not self._slots_match():
+                    return
+                waiting = self._feed_once(target, sends, ranks)
+                pause = _WAIT_SECONDS if waiting else _AGAIN_SECONDS
+            except (FtError, OSError) as error:
+                if self._stop.is_set():
+                    return
+                self._done[target] = False
+                if not complained:  # once per version and target, not five times a second
+                    self._events.emit("exchange.retry", target=self._plan.nodes[target], reason=str(error))
+                complained = True
+            self._stop.wait(pause)
+
+    def _slots_match(self) -> bool:
+        """Verify the digests of all slots, once."""
+        with self._verifying:
+            if self._verified is None:
+                try:
+                    for rank in self._plan.ranks[self._position]:
+                        segment = self._segments[rank]
+                        segment.verify(slot_of(segment, self._version))
+                    self._verified = True
+                except CorruptSlotError as error:
+                    self._events.emit("slot.corrupt", reason=str(error))
+                    self._verified = False
+            return self._verified
+
+    def _feed_once(self, target: int, sends: list[Send], ranks: list[int]) -> bool:
+        """Send what the target lacks; whether it has to be waited for."""
+        fields: dict[str, Any] = {"version": [self._version.lineage, self._version.iteration], "epoch": self._epoch}
+        nodes = sorted({(send.area.section, send.node) for send in sends})
+        reply, _ = self._peers[target].ask("begin", nodes=nodes, ranks=ranks, **fields)
+        if reply.get("wait"):
+            self._done[target] = False
+            return True
+        taken = {(section, stripe, which, node): done for section, stripe, which, node, done in reply["taken"]}
+        for send in sends:
+            key = (send.area.section, send.area.stripe, send.area.which)
+            at = taken.get((*key, send.node), 0)
+            while at < send.stop - send.start:
+                self._done[target] = False
+                if self._stop.is_set():
+                    return False
+                faults.reach("exchange.frame", position=self._position, target=target, at=at)
+                frame = self._frame(send, at)
+                self._pacer.take(len(frame), self._stop)
+                answer, _ = self._peers[target].ask(
+                    "take", frame, key=list(key), node=send.node, at=at, exponent=send.exponent, **fields
+                )
+                at = int(answer["taken"])
+        for rank in sorted(set(ranks) - set(reply["copies"])):
+            self._done[target] = False
+            self._send_copy(target, rank, fields)
+        self._done[target] = True
+        return False
+
+    def _frame(self, send: Send, at: int) -> Bytes:
+        """The next bytes of a block, `at` from its start: a view of a slot, or a copy where ranks meet."""
+        start = send.start + at
+        stop = min(send.stop, start + PAYLOAD_LIMIT)
+        section = self._plan.sections[send.area.section]
+        parts = []
+        for extent in section.extents(send.node, start, stop):
+            segment = self._segments[extent.rank]
+            data = segment.data(slot_of(segment, self._version))
+            parts.append(data[extent.offset : extent.offset + extent.nbytes])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _send_copy(self, target: int, rank: int, fields: dict[str, Any]) -> None:
+        whole = np.frombuffer(copy_of(self._segments[rank], self._version), dtype=np.uint8)
+        at = 0
+        while at < len(whole) and not self._stop.is_set():
+            part = whole[at : at + PAYLOAD_LIMIT]
+            answer, _ = self._peers[target].ask("copy", part, rank=rank, at=at, total=len(whole), **fields)
+            at = int(answer["taken"])

@@ -1,0 +1,451 @@
+"""The node tier as the SMP of one node runs it: protects the slots of its ranks on other nodes, and theirs here.
+
+Invariant: it decides nothing. Which version is exchanged and which one counts is `pins.decide`, asked at position 0;
+what is sent where is the exchange plan, which every trainer and SMP computes alike. What it was told stands in a file
+of the run directory, so that an SMP which replaces it goes on. While it is suspended (a new incarnation is starting)
+nothing is gathered, sent, counted or declared lost; what is there can be read.
+
+In: requests of this node's trainers (`endpoint`, `protect`, `inventory`, `rebuild`) and of other nodes' SMPs.
+Out: versions that count, pinned; slots put back together; `node.counts`, `node.lost` events and `lost.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import FtError, ProtocolError
+from ..events import Events
+from ..redundancy.plan import ExchangePlan
+from ..snapshot.segment import Segment, vault_of
+from ..snapshot.slots import Pin, SlotState, Version
+from . import protocol, wire
+from .exchange import Exchange, RatePacer
+from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, read_report, read_version, told, written
+from .pins import Directive, Report
+from .protection import Protection
+from .rebuild import Reader, decode, fetch
+from .vault import Vault, shape_of
+from .wire import Bytes, Peer, Server
+
+_POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
+_READERS = 4  # frames of a rebuild that are under way at once
+
+
+class NodeTier:
+    """Between `endpoint` and `close` it listens; between `protect` and `suspend` it protects."""
+
+    def __init__(self, run_dir: Path, job: str, node: str, segments: Mapping[int, Segment], events: Events) -> None:
+        """`segments` are the SMP's own, by rank. Goes on with what an SMP before it was told."""
+        self._run_dir = run_dir
+        self._job = job
+        self._node = node
+        self._segments = segments
+        self._events = events
+        self._lock = threading.RLock()
+        self._server: Server | None = None
+        self._secret = b""
+        self._vault: Vault | None = None
+        self._told: Protection | None = None
+        self._plan: ExchangePlan | None = None
+        self._first: Peer | None = None  # where the agreement is reached
+        self._coordinator: Coordinator | None = None
+        self._exchange: Exchange | None = None
+        self._directive = Directive()
+        self._missed: Version | None = None
+        self._counted: Version | None = None
+        self._began = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.token = 0  # of the incarnation that is protected: stands in `lost.json`
+        self._adopt()
+
+    # ---- requests of this node's trainers ----
+
+    def endpoint(self, address: str, secret_file: str) -> tuple[str, int]:
+        """Listen for other nodes' SMPs on `address`; where. Raises ConfigError."""
+        with self._lock:
+            if self._server is None or self._server.endpoint[0] != address:
+                port, known = 0, self._run_dir / "endpoint.json"
+                with suppress(OSError, ValueError):
+                    before = json.loads(known.read_text())
+                    port = before["port"] if before["address"] == address else 0
+                self._listen(address, port, secret_file)
+            assert self._server is not None
+            return self._server.endpoint
+
+    def _listen(self, address: str, port: int, secret_file: str) -> None:
+        self._secret = wire.read_secret(Path(secret_file))
+        if self._server is not None:
+            self._server.close()
+        self._server = Server(address, port, self._job, self._secret, self._handle, self._events)
+        where = {"address": address, "port": self._server.endpoint[1], "secret_file": secret_file}
+        written(self._run_dir / "endpoint.json", where)
+
+    def protect(self, told_now: Protection, token: int) -> dict[str, Any]:
+        """Protect the job as it is now. Returns the bytes that are claimed, and the kernel's figure.
+
+        Raises BudgetError, TopologyError, ProtocolError for a position that is not this node's.
+        """
+        self.suspend()
+        with self._lock:
+            self._begin(told_now, token)
+            assert self._vault is not None
+            self._vault.void_after(told_now.base)
+            for segment in self._segments.values():
+                for slot in segment.slots():
+                    segment.unpin(slot.index, Pin.SOURCE)
+            for rank in told_now.plan().ranks[told_now.position] if told_now.base is not None else ():
+                self._segments[rank].pin(told_now.base, Pin.NODE)  # kept until it, or a newer one, counts again
+            self._counted = self._pinned_on_all()
+            self._run()
+            return {"bytes": self._vault.nbytes, "resident_bytes": self._vault.resident_bytes}
+
+    def _begin(self, told_now: Protection, token: int) -> None:
+        plan = told_now.plan()
+        if told_now.position >= len(plan.nodes) or plan.nodes[told_now.position] != self._node:
+            raise ProtocolError(f"node {self._node} was told that it is position {told_now.position} of {plan.nodes}")
+        shape = shape_of(plan, told_now.position, told_now.shapes, told_now.digest)
+        if self._vault is not None:
+            self._vault.close()
+        self._vault = Vault(vault_of(self._job, self._node), plan, told_now.position, shape)
+        self._told, self._plan, self.token = told_now, plan, token
+        self._first = self._connect(0)
+        self._coordinator = Coordinator(told_now.epoch(), told_now.detect_seconds) if told_now.position == 0 else None
+        self._directive, self._missed = Directive(), None
+        written(self._run_dir / "protection.json", {**told_now.block(), "token": token})
+
+    def inventory(self) -> dict[str, Any]:
+        """What this node can hand out: complete versions of each rank's slots, and of its parity."""
+        with self._lock:
+            slots = {rank: _clean(segment) for rank, segment in self._segments.items()}
+            parity: list[Version] = list(self._vault.versions()) if self._vault else []
+            return {
+                "slots": [[rank, sorted(map(astuple, versions))] for rank, versions in sorted(slots.items())],
+                "parity": sorted(map(astuple, parity)),
+                "position": self._told.position if self._told else None,
+                "plan": self._told.digest if self._told else 0,
+            }
+
+    def rebuild(self, rank: int, token: int, told_now: Protection, request: dict[str, Any]) -> None:
+        """Put the slot of `rank` back together: from `source` if that is given, else from parity without the `lost`.
+
+        `holders` says where what lay at each position of the plan is now. Raises what `fetch` and `decode` raise.
+        """
+        version = read_version(request.get("version"))
+        holders = {int(position): (str(host), int(port)) for position, host, port in request["holders"]}
+        segment = self._segments.get(rank)
+        if segment is None:
+            raise ProtocolError(f"rank {rank}: rebuild before attach")
+        if any(slot.version == version and slot.state is SlotState.CLEAN for slot in segment.slots()):
+            for slot in segment.slots():  # asked again after an SMP was replaced over it, or what is there is corrupt
+                if slot.version == version:
+                    segment.unpin(slot.index, ~Pin(0))
+                    segment.dirty(slot.index, None, token)
+        source = request.get("source")
+        with ThreadPoolExecutor(_READERS, "smp-rebuild") as pool:
+            if source is not None:
+                fetch(segment, version, token, self._reader((str(source[0]), int(source[1]))), pool)
+            else:
+                readers = {position: self._reader(where) for position, where in holders.items()}
+                lost = [int(position) for position in request["lost"]]
+                decode(segment, version, token, told_now.plan(), lost, readers, pool)
+        self._events.emit(
+            "slot.rebuilt", about=rank, lineage=version.lineage, iteration=version.iteration, decoded=source is None,
+            bytes=segment.shape.nbytes,
+        )  # fmt: skip
+
+    def status(self) -> dict[str, Any]:
+        """For people: what counts, what is being exchanged, with whom."""
+        with self._lock:
+            plan = self._plan
+            return {
+                "nodes": list(plan.nodes) if plan else [],
+                "counts": told(self._counted),
+                "exchange": told(self._directive.exchange),
+                "parity_bytes": self._vault.nbytes if self._vault else 0,
+            }
+
+    def _reader(self, where: tuple[str, int]) -> Reader:
+        if self._server is not None and where == self._server.endpoint:
+            return Local(self._segments, lambda: self._vault)
+        return Remote(where, self._job, self._secret, 30.0)
+
+    def _connect(self, position: int) -> Peer:
+        assert self._told is not None
+        return Peer(self._told.endpoints[position], self._job, self._secret, self._told.detect_seconds)
+
+    # ---- the agreement ----
+
+    def _run(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._agree, args=(self._stop,), name="smp-node-tier", daemon=True)
+        self._thread.start()
+
+    def _agree(self, stop: threading.Event) -> None:
+        """The thread: report, hear the directive, follow it, until stopped."""
+        told_now, plan = self._told, self._plan
+        assert told_now is not None and plan is not None
+        period = beat_seconds(len(plan.nodes), told_now.detect_seconds)
+        heard = time.monotonic()  # of position 0
+        declared = False
+        while not stop.is_set():
+            began = time.monotonic()
+            lost: list[int] = []
+            try:
+                directive, lost = self._beat(told_now)
+                heard = time.monotonic()
+                self._follow(directive)
+            except (FtError, OSError) as error:
+                if time.monotonic() - heard > told_now.detect_seconds:
+                    lost = [0]
+                    self._events.emit("peer.silent", reason=str(error)) if not declared else None
+            if lost and not declared and not stop.is_set():
+                declared = True
+                self._declare([plan.nodes[position] for position in lost])
+            while not stop.is_set() and self._poll() and time.monotonic() - began < period:
+                stop.wait(_POLL_SECONDS)
+            stop.wait(max(0.0, period - (time.monotonic() - began)))
+
+    def _beat(self, told_now: Protection) -> tuple[Directive, list[int]]:
+        report = self._report()
+        if self._coordinator is not None:
+            return self._coordinator.beat(told_now.position, report), self._coordinator.lost()
+        assert self._first is not None
+        reply, _ = self._first.ask("beat", epoch=told_now.lineage, position=told_now.position, report=told(report))
+        directive = Directive(read_maybe(reply.get("exchange")), read_maybe(reply.get("counts")))
+        return directive, [int(position) for position in reply.get("lost", [])]
+
+    def _report(self) -> Report:
+        with self._lock:
+            told_now, plan = self._told, self._plan
+            assert told_now is not None and plan is not None and self._vault is not None
+            begun = 0
+            for rank in plan.ranks[told_now.position]:
+                for slot in self._segments[rank].slots():
+                    if slot.version is not None and slot.version.lineage == told_now.lineage:
+                        begun = max(begun, slot.version.iteration)
+            running = self._exchange
+            encoded = None
+            if running is not None and running.done and running.version in self._vault.versions():
+                encoded = running.version
+            exchange = running.version if running is not None else None
+            return Report(begun, exchange, self._missed, encoded, self._counted)
+
+    def _follow(self, directive: Directive) -> None:
+        with self._lock:
+            if self._told is None or self._stop.is_set():
+                return
+            assert self._vault is not None
+            if directive.counts is not None and directive.counts != self._counted:
+                self._count(directive.counts)
+            if directive.exchange != self._directive.exchange:
+                self._end_exchange()
+                self._missed = None
+                self._began = time.monotonic()
+                if directive.exchange is not None:
+                    self._vault.begin(directive.exchange)
+            self._directive = directive
+
+    def _count(self, version: Version) -> None:
+        """`version` is complete on all nodes: it takes the place of what counted before."""
+        assert self._plan is not None and self._told is not None and self._vault is not None
+        if version not in self._vault.versions():
+            return  # not here: a fresh node, until its part is rebuilt
+        ranks = self._plan.ranks[self._told.position]
+        slots = {}
+        for rank in ranks:
+            found = [slot for slot in self._segments[rank].slots() if slot.version == version]
+            if not found or self._segments[rank].pin(version, Pin.NODE) is None:
+                return
+            slots[rank] = found[0].index
+        for rank in ranks:
+            for slot in self._segments[rank].slots():
+                if slot.index != slots[rank]:
+                    self._segments[rank].unpin(slot.index, Pin.NODE)
+        self._vault.keep(version)
+        self._counted = version
+        self._events.emit(
+            "node.counts", lineage=version.lineage, iteration=version.iteration,
+            seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
+        )  # fmt: skip
+
+    def _poll(self) -> bool:
+        """Pin the version to be exchanged as its ranks seal it, and begin to send; whether some have not yet."""
+        with self._lock:
+            version = self._directive.exchange
+            if version is None or self._exchange is not None or self._missed == version or self._stop.is_set():
+                return False
+            assert self._plan is not None and self._told is not None
+            ranks = self._plan.ranks[self._told.position]
+            for rank in ranks:
+                segment = self._segments[rank]
+                slots = segment.slots()
+                if segment.pin(version, Pin.SOURCE) is not None:
+                    continue
+                newest = max((slot.version for slot in slots if slot.version is not None), default=version)
+                if newest > Version(version.lineage, version.iteration) and not _may_come(slots, version):
+                    self._missed = version
+                    return False
+                return True
+            self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
+            self._exchange = Exchange(
+                self._plan, self._told.position, version, self._told.lineage,
+                {rank: self._segments[rank] for rank in ranks}, self._connect,
+                RatePacer(self._told.exchange_mbps * 1e6 / 8), self._events,
+            )  # fmt: skip
+            return False
+
+    def _end_exchange(self) -> None:
+        running, self._exchange = self._exchange, None
+        if running is not None:
+            running.stop()
+        for segment in self._segments.values():
+            for slot in segment.slots():
+                segment.unpin(slot.index, Pin.SOURCE)
+
+    def _pinned_on_all(self) -> Version | None:
+        """What counts here by the pins: kept by all ranks and complete in the vault."""
+        assert self._plan is not None and self._told is not None and self._vault is not None
+        kept = [
+            {slot.version for slot in self._segments[rank].slots() if slot.pins & Pin.NODE}
+            for rank in self._plan.ranks[self._told.position]
+        ]
+        common = set.intersection(*kept) & set(self._vault.versions())
+        return max((version for version in common if version), default=None)
+
+    def _declare(self, nodes: list[str]) -> None:
+        """Tell the agent, through a file: those nodes are lost, the workers have to start again without them."""
+        self._events.emit("node.lost", nodes=nodes)
+        written(self._run_dir / "lost.json", {"token": self.token, "nodes": nodes})
+
+    # ---- requests of other nodes' SMPs ----
+
+    def _handle(self, message: dict[str, Any], payload: Bytes) -> tuple[dict[str, Any], Bytes | None]:
+        match message.get("do"):
+            case "beat":
+                return self._handle_beat(message), None
+            case "begin":
+                return self._handle_begin(message), None
+            case "take":
+                vault = self._of_this_epoch(message)
+                section, stripe, which = protocol.field(message, "key", list)
+                done = vault.take(
+                    read_version(message["version"]), (section, stripe, which), protocol.number(message, "node"),
+                    protocol.number(message, "at"), protocol.number(message, "exponent", 255), payload,
+                )  # fmt: skip
+                return {"taken": done}, None
+            case "copy":
+                vault = self._of_this_epoch(message)
+                done = vault.take_copy(
+                    read_version(message["version"]), protocol.number(message, "rank"),
+                    protocol.number(message, "at"), protocol.number(message, "total"), payload,
+                )  # fmt: skip
+                return {"taken": done}, None
+            case "read":
+                return self._handle_read(message)
+        raise ProtocolError(f"'{message.get('do')}' is no request between SMPs")
+
+    def _of_this_epoch(self, message: Mapping[str, Any]) -> Vault:
+        with self._lock:
+            if self._told is None or self._vault is None or self._stop.is_set():
+                raise ProtocolError(f"node {self._node} does not gather parity now")
+            if message.get("epoch") != self._told.lineage:
+                raise ProtocolError(f"an exchange of lineage {message.get('epoch')}; this is {self._told.lineage}")
+            return self._vault
+
+    def _handle_beat(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._of_this_epoch(message)
+        coordinator = self._coordinator
+        if coordinator is None:
+            raise ProtocolError(f"node {self._node} is not at position 0")
+        directive = coordinator.beat(protocol.number(message, "position"), read_report(message["report"]))
+        return {"exchange": told(directive.exchange), "counts": told(directive.counts), "lost": coordinator.lost()}
+
+    def _handle_begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        vault = self._of_this_epoch(message)
+        version = read_version(message["version"])
+        nodes = [(int(section), int(node)) for section, node in protocol.field(message, "nodes", list)]
+        taken = vault.taken(version, nodes)
+        if taken is None:
+            return {"wait": True}
+        return {"taken": taken, "copies": vault.copied(version, protocol.field(message, "ranks", list))}
+
+    def _handle_read(self, message: dict[str, Any]) -> tuple[dict[str, Any], Bytes | None]:
+        local = Local(self._segments, lambda: self._vault)
+        version = read_version(message["version"])
+        match message.get("what"):
+            case "data":
+                at, nbytes = protocol.number(message, "offset"), protocol.number(message, "nbytes", 1 + (1 << 20))
+                return {}, local.data(protocol.number(message, "rank"), version, at, nbytes)
+            case "parity":
+                section, stripe, which = protocol.field(message, "key", list)
+                at, nbytes = protocol.number(message, "at"), protocol.number(message, "nbytes", 1 + (1 << 20))
+                return {}, local.parity((section, stripe, which), version, at, nbytes)
+            case "copy" | "slot" as what:
+                rank, at = protocol.number(message, "rank"), protocol.number(message, "offset")
+                whole = np.frombuffer(getattr(local, what)(rank, version), dtype=np.uint8)
+                return {"total": len(whole)}, whole[at : at + wire.PAYLOAD_LIMIT]
+        raise ProtocolError(f"read of '{message.get('what')}'")
+
+    # ---- begin and end ----
+
+    def _adopt(self) -> None:
+        """Go on with what an SMP before this one was told, if its files are here."""
+        try:
+            where = json.loads((self._run_dir / "endpoint.json").read_text())
+            self._listen(where["address"], where["port"], where["secret_file"])
+            block = json.loads((self._run_dir / "protection.json").read_text())
+            token = block.pop("token")
+            with self._lock:
+                told_before = Protection.read(block)
+                self._begin(told_before, token)
+                if all(rank in self._segments for rank in told_before.plan().ranks[told_before.position]):
+                    self._counted = self._pinned_on_all()
+                    self._run()
+        except FileNotFoundError:
+            return
+        except (FtError, OSError, ValueError, KeyError, TypeError) as error:
+            self._events.emit("node.refused", reason=f"what the SMP before was told cannot be used: {error}")
+
+    def suspend(self) -> None:
+        """Stop exchanging and watching; what is here stays and can be read. Idempotent."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            if self._first is not None:
+                self._first.close()
+            self._thread.join()
+            self._thread = None
+        with self._lock:
+            self._end_exchange()
+            self._coordinator = None
+        (self._run_dir / "lost.json").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """The end of the SMP."""
+        self.suspend()
+        if self._server is not None:
+            self._server.close()
+        if self._vault is not None:
+            self._vault.close()
+            self._vault = None
+        for name in ("endpoint.json", "protection.json"):
+            (self._run_dir / name).unlink(missing_ok=True)
+
+
+def _clean(segment: Segment) -> set[Version]:
+    return {slot.version for slot in segment.slots() if slot.state is SlotState.CLEAN and slot.version}
+
+
+def _may_come(slots: Any, version: Version) -> bool:
+    """Whether `version` is being captured, or is sealed and not yet too old to be pinned."""
+    return any(slot.version == version and slot.state is SlotState.DIRTY for slot in slots)

@@ -1,0 +1,180 @@
+"""Whether a checkpoint's turn is near, and which version is called for: what the persister's thread asks at each look.
+
+Invariant: no version is chosen that the ranks of this node do not all hold. Of a job on one node that is the newest.
+Of several nodes all choose the same: while the job trains, a version that was named before it existed; when nothing
+moves any more, the newest in what all nodes offer (`retention`).
+
+In: a `View` of this node at a moment, notices of other nodes. Out: versions; seconds until the next look.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..snapshot import retention
+from ..snapshot.retention import Storage
+from ..snapshot.segment import Segment
+from ..snapshot.slots import SlotState, Version
+from . import liveness
+from .notices import Notices
+
+NEAR_SECONDS, FAR_SECONDS = 0.005, 0.1  # between two looks, when a turn is near and when it is not
+_NEAR_ITERATIONS = 8
+_NOTICE_SECONDS = 1.0  # between two looks at what other nodes want
+_OFFER_SECONDS = 10.0  # for other nodes to say what they hold; then this one goes by what it holds itself
+_PACE_SECONDS = 10.0  # over which the pace of training is taken
+REQUEST = "request"  # the reason of a call that a person has made
+
+
+@dataclass(eq=False)
+class Call:
+    """Somebody wants the newest version in storage, or what was due anyway (`only_due`), because of `reason`."""
+
+    reason: str
+    only_due: bool = False
+    began: float = field(default_factory=time.monotonic)
+    target: Version | None = None  # that was named ahead
+    offered: bool = False
+    outcome: dict[str, Any] | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def answer(self, state: str, **facts: Any) -> None:
+        """It is over: whoever waits goes on."""
+        self.outcome = {"state": state, **facts}
+        self.over.set()
+
+
+@dataclass(frozen=True)
+class View:
+    """The ranks of this node that count, and the versions that all of them hold."""
+
+    segments: Mapping[int, Segment]
+    held: frozenset[Version]
+    alone: bool  # the job has no other node
+
+    @property
+    def opened(self) -> bool:
+        """Whether every rank has opened its lineage: what is newer than its base is void by now."""
+        return all(segment.lineage_token == segment.token for segment in self.segments.values())
+
+    @property
+    def moving(self) -> bool:
+        """Whether a trainer of this node lives."""
+        owners = [segment.owner for segment in self.segments.values()]
+        return any(began and liveness.started(pid) == began for pid, began in owners)
+
+    @property
+    def lineage(self) -> int:
+        return max(segment.lineage for segment in self.segments.values())
+
+    @property
+    def completed(self) -> int:
+        return min(segment.completed for segment in self.segments.values())
+
+
+def counting(segments: Mapping[int, Segment], world_size: int) -> dict[int, Segment]:
+    """The ranks that count: all of the job where all are here; else those of the incarnation that runs or ran last,
+    and before any rank of one has attached all that are here."""
+    whole = {rank: segment for rank, segment in sorted(segments.items()) if rank < world_size}
+    attached = {rank: segment for rank, segment in whole.items() if segment.attached}
+    return whole if len(whole) == world_size else attached or whole
+
+
+def view(segments: Mapping[int, Segment], world_size: int) -> View:
+    """What there is now of `segments`, those that count."""
+    versions = (
+        {slot.version for slot in segment.slots() if slot.state is SlotState.CLEAN and slot.version}
+        for segment in segments.values()
+    )
+    return View(segments, frozenset(set.intersection(*versions)), len(segments) == world_size)
+
+
+class Turns:
+    """When and what, for one node. Guards the pace of training and what is known of other nodes' wishes."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._wanted: Version | None = None
+        self._heard_at = 0.0
+        self._pace = (0.0, 0)  # when which iteration was completed
+        self._seen = -1
+        self.pause = FAR_SECONDS
+
+    def near(self, storage: Storage, segments: Mapping[int, Segment]) -> bool:
+        """Whether a turn has come or is about to; sets `pause`. A job that stands still is looked at less and less."""
+        now, completed = time.monotonic(), min(segment.completed for segment in segments.values())
+        if completed < self._pace[1] or now - self._pace[0] > _PACE_SECONDS:
+            self._pace = (now, completed)
+        turn = retention.next_turn(max(0, completed - _NEAR_ITERATIONS), storage, self._wanted)
+        if turn is not None and turn <= completed + _NEAR_ITERATIONS:
+            self.pause = NEAR_SECONDS if completed != self._seen else min(2 * self.pause, FAR_SECONDS)
+            self._seen = completed
+            return True
+        rate = self._rate(now, completed)
+        self.pause = FAR_SECONDS
+        if turn is not None and rate:  # half of the way
+            self.pause = max(NEAR_SECONDS, min(FAR_SECONDS, (turn - completed) / rate / 2))
+        return len(segments) < storage.world_size and now - self._heard_at > _NOTICE_SECONDS
+
+    def _rate(self, now: float, completed: int) -> float:
+        """Iterations per second of late; 0 where nothing is known."""
+        began, first = self._pace
+        return (completed - first) / (now - began) if now > began else 0.0
+
+    def due(self, storage: Storage, folder: Path, seen: View, last: Version | None) -> Version | None:
+        """The version whose turn it is, newer than `last`."""
+        if not seen.opened:
+            return None
+        wanted = None if seen.alone else self._heard(folder, seen)
+        return retention.due(seen.held, storage, last, wanted, seen.alone)
+
+    def called(
+        self, call: Call, storage: Storage, folder: Path, seen: View, known: Collection[Version]
+    ) -> Version | None:
+        """The version that `call` is to have; None as long as there is none. `known` are written or complete."""
+        if call.only_due or seen.alone:
+            return max(known if call.only_due else seen.held, default=None)
+        if call.reason == REQUEST and seen.moving:
+            return self._named(call, storage, folder, seen, known)
+        return self._agreed(call, storage, folder, seen)
+
+    def _heard(self, folder: Path, seen: View) -> Version | None:
+        """The version that a node wants by name, if it is of the present lineage."""
+        now = time.monotonic()
+        if now - self._heard_at > _NOTICE_SECONDS:
+            self._heard_at, self._wanted = now, Notices(folder, self._node).wanted()
+        return self._wanted if self._wanted is not None and self._wanted.lineage == seen.lineage else None
+
+    def _named(
+        self, call: Call, storage: Storage, folder: Path, seen: View, known: Collection[Version]
+    ) -> Version | None:
+        """The version that all nodes write while the job trains."""
+        if call.target in known:
+            return call.target
+        if call.target is not None and call.target not in seen.held and seen.held and max(seen.held) > call.target:
+            Notices(folder, self._node).have(call.target)
+            call.target = self._wanted = None  # overwritten before it was seen, here or there: another one
+        if call.target is None:
+            heard = self._heard(folder, seen)
+            rate = self._rate(time.monotonic(), seen.completed)
+            if heard is None or heard.iteration <= seen.completed:
+                heard = retention.name_ahead(seen.lineage, seen.completed, storage.every, rate)
+                Notices(folder, self._node).want(heard)
+            call.target = self._wanted = heard
+        return call.target if call.target in seen.held else None
+
+    def _agreed(self, call: Call, storage: Storage, folder: Path, seen: View) -> Version | None:
+        """The version that all nodes write when nothing moves any more."""
+        notices = Notices(folder, self._node)
+        if not call.offered:
+            notices.offer(seen.segments, seen.held)
+            call.offered = True
+        agreed = retention.held_by_job(notices.offers(), storage.world_size)
+        if agreed is not None and agreed in seen.held:
+            return agreed
+        return max(seen.held, default=None) if time.monotonic() - call.began > _OFFER_SECONDS else None

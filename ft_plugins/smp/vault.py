@@ -1,0 +1,247 @@
+"""What a node keeps for the others: parity of their slots and whole copies of their small state, two versions of it.
+
+Invariant: a version is CLEAN here only when every frame of every source has been XORed in exactly once and every copy
+is whole. What came of each source is counted (its cursor): a frame that was taken already is passed over, one that
+comes too early is not taken, so a broken transfer goes on where it stopped. The cursors live with this process alone:
+parity that an SMP which died had begun is discarded, its sources send again.
+
+It lies in a segment of its own, with two slots: one version counts, the next one is being gathered.
+
+    slot = header | digest of each MiB of parity | copies (msgpack: rank -> small state, digest table) | parity
+
+In: frames and copies, from the SMPs of other nodes. Out: parity and copies, to SMPs that rebuild what was lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from .. import faults
+from ..errors import ProtocolError, SegmentError
+from ..redundancy import kernels
+from ..redundancy.field import power
+from ..redundancy.plan import Area, ExchangePlan
+from ..snapshot import segment as segments
+from ..snapshot.segment import Segment, Shape
+from ..snapshot.slots import Pin, SlotState, Version, choose
+
+BUCKET = 1 << 20  # bytes of parity per digest
+VERSIONS = 2
+_COPY_OVERHEAD = 256  # bytes of msgpack around a copy
+
+Bytes = npt.NDArray[np.uint8]
+Key = tuple[int, int, int]  # section, stripe, 0 for P or 1 for Q
+
+
+def shape_of(plan: ExchangePlan, position: int, shapes: Sequence[Shape], layout: int) -> Shape:
+    """The segment that the node at `position` needs; `shapes` are those of all ranks, `layout` a digest of the plan."""
+    nbytes = plan.parity_bytes(position)
+    copies = sum(shapes[r].small_nbytes + 8 * shapes[r].buckets + _COPY_OVERHEAD for r in plan.copies_on(position))
+    return Shape(nbytes, copies + _COPY_OVERHEAD, -(-nbytes // BUCKET), layout, VERSIONS)
+
+
+class Vault:
+    """The vault of one node. Guards its segment and the version that is being gathered."""
+
+    def __init__(self, path: Path, plan: ExchangePlan, position: int, shape: Shape) -> None:
+        """Claim the memory, or find what is there already. Raises BudgetError, SegmentError."""
+        self._plan = plan
+        self._position = position
+        try:
+            self._segment = Segment(path)
+            found = self._segment.shape
+            if replace(found, small_nbytes=shape.small_nbytes) != shape or found.small_nbytes < shape.small_nbytes:
+                raise SegmentError(f"{path} was laid out for another plan")
+        except SegmentError:
+            path.unlink(missing_ok=True)
+            segments.create(path, shape, position, {})
+            self._segment = Segment(path)
+            starts = range(0, shape.nbytes, BUCKET)
+            self._segment.ranges = [(start, min(BUCKET, shape.nbytes - start)) for start in starts]
+        self._areas = {(area.section, area.stripe, area.which): area for area in plan.areas[position]}
+        self._lock = threading.Lock()
+        self._area_locks = {key: threading.Lock() for key in self._areas}
+        self._version: Version | None = None  # that is being gathered
+        self._index = -1
+        self._taken: dict[tuple[Key, int], int] = {}  # bytes taken of each source, by area and node of the section
+        self._wanted: dict[tuple[Key, int], int] = {}
+        self._copies: dict[int, bytearray] = {}
+        self._whole: set[int] = set()  # ranks whose copy is whole
+        for sends in plan.sends:
+            for send in sends:
+                if send.area.position == position:
+                    key = (send.area.section, send.area.stripe, send.area.which)
+                    self._wanted[key, send.node] = send.stop - send.start
+
+    @property
+    def resident_bytes(self) -> int:
+        """The kernel's figure."""
+        return self._segment.resident_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes claimed."""
+        return self._segment.shape.total
+
+    # ---- gathering ----
+
+    def begin(self, version: Version) -> None:
+        """Gather `version` from now on, from nothing, unless it is complete here or is being gathered already."""
+        with ExitStack() as frames:
+            for lock in self._area_locks.values():  # none of the version before is being XORed in any more
+                frames.enter_context(lock)
+            frames.enter_context(self._lock)
+            if self._version == version or version in self.versions():
+                return
+            self._version = version
+            self._index = choose(self._segment.slots())
+            self._segment.dirty(self._index, version, 0)
+            self._segment.data(self._index)[:] = 0
+            self._taken = dict.fromkeys(self._wanted, 0)
+            self._copies = {}
+            self._whole = set()
+            self._seal_if_complete()
+
+    def taken(self, version: Version, node_sections: Sequence[tuple[int, int]]) -> list[list[int]] | None:
+        """How far each transfer of a sender has come, as [section, stripe, which, node, bytes]; `node_sections` are the
+        (section, node of the section) that it sends for. None when `version` is neither gathered nor complete here."""
+        with self._lock:
+            complete = version in self.versions()
+            if not complete and version != self._version:
+                return None
+            source = self._wanted if complete else self._taken
+            mine = set(node_sections)
+            return [[*key, node, done] for (key, node), done in source.items() if (key[0], node) in mine]
+
+    def copied(self, version: Version, ranks: Sequence[int]) -> list[int]:
+        """Which of the copies of `ranks` are whole here."""
+        with self._lock:
+            return [rank for rank in ranks if version in self.versions() or rank in self._whole]
+
+    def take(self, version: Version, key: Key, node: int, at: int, exponent: int, frame: Bytes) -> int:
+        """XOR a frame into the parity block `key`, at byte `at` of it; returns how many bytes are taken by then.
+
+        Raises ProtocolError for a frame that no plan has.
+        """
+        area = self._areas.get(key)
+        if area is None or (key, node) not in self._wanted or at + len(frame) > self._wanted[key, node]:
+            raise ProtocolError(f"{len(frame)} bytes at {at} of node {node} do not belong to parity {key} of this node")
+        with self._area_locks[key]:
+            with self._lock:
+                if version in self.versions():
+                    return self._wanted[key, node]
+                if version != self._version:
+                    raise ProtocolError(f"version {version} is not gathered here (any more)")
+                done, index = self._taken[key, node], self._index
+            if at != done:  # it came twice, or too early
+                return done
+            target = self._segment.data(index)[area.offset + at : area.offset + at + len(frame)]
+            kernels.scale_xor_into(target, frame, power(exponent))
+            faults.reach("vault.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
+            with self._lock:
+                if version != self._version:
+                    raise ProtocolError(f"version {version} is not gathered here any more")
+                self._taken[key, node] = at + len(frame)
+                self._seal_if_complete()
+                return at + len(frame)
+
+    def take_copy(self, version: Version, rank: int, at: int, total: int, part: Bytes) -> int:
+        """Take a part of a rank's copy; returns how many bytes of it are here."""
+        if rank not in self._plan.copies_on(self._position):
+            raise ProtocolError(f"no copy of rank {rank} belongs to this node")
+        if total > self._segment.shape.small_nbytes:
+            raise ProtocolError(f"a copy of rank {rank} has {total} bytes; room was claimed for less")
+        with self._lock:
+            if version != self._version:
+                return total
+            held = self._copies.setdefault(rank, bytearray())
+            if at == len(held):
+                held += part.tobytes()
+            if len(held) == total:
+                self._whole.add(rank)
+                self._seal_if_complete()
+            return len(held)
+
+    def _seal_if_complete(self) -> None:
+        """Digests of the parity, then the seal. Called with the lock held."""
+        version = self._version
+        copies = set(self._plan.copies_on(self._position))
+        if version is None or self._taken != self._wanted or self._whole != copies:
+            return
+        data, table = self._segment.data(self._index), self._segment.digests(self._index)
+        for number, (offset, nbytes) in enumerate(self._segment.ranges):
+            table[number] = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data)
+        small = msgpack.packb({rank: bytes(copy) for rank, copy in self._copies.items()})
+        self._segment.write_small(self._index, small)
+        faults.reach("vault.seal.before", iteration=version.iteration, position=self._position)
+        self._segment.seal(self._index, version, 0, small, table)
+        self._version = None
+        self._copies = {}
+
+    # ---- what is here ----
+
+    def versions(self) -> tuple[Version, ...]:
+        """The versions that are complete here."""
+        return tuple(s.version for s in self._segment.slots() if s.state is SlotState.CLEAN and s.version)
+
+    def keep(self, version: Version) -> None:
+        """This version counts: it is kept until another one does."""
+        with self._lock:
+            for slot in self._segment.slots():
+                if slot.state is SlotState.CLEAN and slot.version == version:
+                    self._segment.pin(version, Pin.NODE)
+                else:
+                    self._segment.unpin(slot.index, Pin.NODE)
+
+    def void_after(self, base: Version | None) -> None:
+        """A recovery went back to `base` (None: to the beginning): what is newer can no longer be used."""
+        with self._lock:
+            self._version = None
+            for slot in self._segment.slots():
+                if slot.state is SlotState.CLEAN and slot.version and (base is None or slot.version > base):
+                    self._segment.unpin(slot.index, ~Pin(0))
+                    self._segment.dirty(slot.index, None, 0)
+
+    def read(self, version: Version, key: Key, at: int, nbytes: int) -> Bytes:
+        """Bytes of a complete parity block, after a check of every digest that covers them. Raises SegmentError."""
+        area = self._areas.get(key)
+        if area is None or at + nbytes > area.nbytes:
+            raise ProtocolError(f"{nbytes} bytes at {at} are not in parity {key} of this node")
+        index = self._index_of(version)
+        self._verify(index, area, at, nbytes)
+        return self._segment.data(index)[area.offset + at : area.offset + at + nbytes]
+
+    def copy(self, version: Version, rank: int) -> bytes:
+        """The copy of a rank. Raises SegmentError when it is not here."""
+        held: dict[int, Any] = msgpack.unpackb(self._segment.small(self._index_of(version)), strict_map_key=False)
+        if rank not in held:
+            raise SegmentError(f"node position {self._position} holds no copy of rank {rank}")
+        return bytes(held[rank])
+
+    def _index_of(self, version: Version) -> int:
+        for slot in self._segment.slots():
+            if slot.state is SlotState.CLEAN and slot.version == version:
+                return slot.index
+        raise SegmentError(f"parity of version {version} is not here; complete are {list(map(str, self.versions()))}")
+
+    def _verify(self, index: int, area: Area, at: int, nbytes: int) -> None:
+        data, table, ranges = self._segment.data(index), self._segment.digests(index), self._segment.ranges
+        start = area.offset + at
+        for number in range(start // BUCKET, -(-(start + nbytes) // BUCKET)):
+            offset, length = ranges[number]
+            if xxhash.xxh3_64_intdigest(data[offset : offset + length].data) != int(table[number]):
+                raise SegmentError(f"parity bucket {number} of slot {index} does not match its digest")
+
+    def close(self) -> None:
+        """Unmap; what is in memory stays."""
+        self._segment.close()

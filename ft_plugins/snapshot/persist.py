@@ -1,0 +1,275 @@
+"""A rank's share in storage: a clean slot written as a safetensors file, and read back into a slot. No sockets.
+
+Invariant: what is written are private copies of what fitted the digests taken at capture, and the file gets its name
+when all of it did and is durable; what is read fits them again before the slot is sealed.
+
+    rank-00003.safetensors   tensors `digests` (uint64, one a bucket), `data` (uint8, the slot's data area), `small`
+                             (uint8, the encoded small state); metadata: whose, which version, the buckets' ranges
+
+The safetensors library reads the files. Their header (a length, then JSON) is written here: the library writes whole
+tensors at one go, cannot be stopped and holds the interpreter's lock meanwhile, while the SMP has requests to answer.
+
+In: a segment, a checkpoint's folder. Out: files that outlive the machine; sealed slots. Beside the share itself
+COPY_BYTES are held in memory and, where the file system heeds it, SYNC_BYTES in the page cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from .. import faults
+from ..errors import CorruptSlotError, FencedError, ResumeError, StorageError
+from .checkpoint import FORMAT, Origin, Record, data_file, read_record, record_file, sync_folder, write_json
+from .segment import Segment
+from .slots import SlotState, Version, choose
+
+COPY_BYTES = 8 << 20
+SYNC_BYTES = 32 << 20
+_TENSORS = ["digests", "data", "small"]  # in the order in which they lie in the file
+
+
+# ---- writing ----
+
+
+def write_rank(
+    folder: Path,
+    segment: Segment,
+    version: Version,
+    origin: Origin,
+    proceed: Callable[[int], None] = lambda nbytes: None,
+    **facts: object,
+) -> Record:
+    """Write the slot that holds `version` into `folder` (made if need be), durably; nothing if it is there already.
+
+    `proceed` is called before each piece, with the bytes written since the last call: it may raise to stop. `facts` go
+    to the fault points. Raises CorruptSlotError when the slot is not what was captured, or no longer holds `version`;
+    OSError as the file system has it. A file that is not finished is removed.
+    """
+    rank = segment.rank
+    facts = {**facts, "rank": rank, "iteration": version.iteration}
+    folder.mkdir(parents=True, exist_ok=True)
+    index, digests, small = _sealed(segment, version)
+    head = _head(segment, version, origin, len(small))
+    seal = xxhash.xxh3_64(head)
+    seal.update(digests.tobytes())
+    seal.update(small)
+    shape = segment.shape
+    nbytes = len(head) + digests.nbytes + shape.nbytes + len(small)
+    record = Record(
+        rank, version.lineage, version.iteration, origin.world_size, origin.digest,
+        nbytes, shape.nbytes, shape.buckets, shape.layout, seal.hexdigest(),
+    )  # fmt: skip
+    if _present(folder, record):
+        return record
+    with _durable(folder / data_file(rank), facts) as write:
+        write(head)
+        write(digests.tobytes())
+        for piece in _verified(segment, index, digests):
+            proceed(len(piece))
+            if faults.reach("persist.write", **facts) == "enospc":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / data_file(rank)))
+            write(piece)
+        write(small)
+        found, again, _ = _sealed(segment, version)
+        if found != index or not np.array_equal(again, digests):
+            raise CorruptSlotError(f"rank {rank}: version {version} was given up while it was being written")
+    write_json(folder / record_file(rank), asdict(record))
+    return record
+
+
+def _head(segment: Segment, version: Version, origin: Origin, small_nbytes: int) -> bytes:
+    """The file's header: length, then JSON, padded so that the tensors lie on multiples of 8 bytes."""
+    shape = segment.shape
+    sizes = [("U64", shape.buckets, 8 * shape.buckets), ("U8", shape.nbytes, shape.nbytes)]
+    sizes.append(("U8", small_nbytes, small_nbytes))
+    tensors: dict[str, Any] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "job": origin.job,
+            "fingerprint": origin.digest,
+            "rank": str(segment.rank),
+            "world_size": str(origin.world_size),
+            "lineage": str(version.lineage),
+            "iteration": str(version.iteration),
+            "layout": str(shape.layout),
+            "buckets": json.dumps(segment.ranges, separators=(",", ":")),
+        }
+    }
+    at = 0
+    for name, (dtype, count, nbytes) in zip(_TENSORS, sizes, strict=True):
+        tensors[name] = {"dtype": dtype, "shape": [count], "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _sealed(segment: Segment, version: Version) -> tuple[int, Any, bytes]:
+    """Slot, digest table and small state of `version`, as their seal covers them. Raises CorruptSlotError."""
+    for slot in segment.slots():
+        if slot.version == version and slot.state is SlotState.CLEAN:
+            digests, small = segment.digests(slot.index).copy(), segment.small(slot.index)
+            after = segment.slot(slot.index)
+            if (after.version, after.state) == (version, SlotState.CLEAN):  # still sealed when the copy was taken
+                return slot.index, digests, small
+    raise CorruptSlotError(f"rank {segment.rank}: no slot holds version {version} any more")
+
+
+def _verified(segment: Segment, index: int, digests: Any) -> Iterator[memoryview]:
+    """The data area of a slot in order, as copies in one buffer; zeros where it belongs to no bucket.
+
+    The last piece of a bucket is given out only when all of the bucket has fitted its digest; else CorruptSlotError.
+    """
+    data = segment.data(index)
+    buffer = np.empty(COPY_BYTES, dtype=np.uint8)
+    at = 0
+    for number, (offset, nbytes) in sorted(enumerate(segment.ranges), key=lambda entry: entry[1][0]):
+        for start in range(at, offset, COPY_BYTES):
+            yield memoryview(bytes(min(COPY_BYTES, offset - start)))
+        digest, at = xxhash.xxh3_64(), offset + nbytes
+        for start in range(offset, at, COPY_BYTES):
+            piece = buffer[: min(COPY_BYTES, at - start)]
+            piece[:] = data[start : start + len(piece)]
+            digest.update(piece.data)
+            if start + len(piece) == at and digest.intdigest() != int(digests[number]):
+                raise CorruptSlotError(
+                    f"rank {segment.rank}: bucket {number} of slot {index} does not match its digest"
+                )
+            yield piece.data
+    for start in range(at, segment.shape.nbytes, COPY_BYTES):
+        yield memoryview(bytes(min(COPY_BYTES, segment.shape.nbytes - start)))
+
+
+@contextmanager
+def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any], None]]:
+    """A file that gets its name when it is written and durable; removed when that fails."""
+    building = path.with_name(path.name + ".new")
+    descriptor = os.open(building, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    unsynced = 0
+
+    def write(piece: Any) -> None:
+        nonlocal unsynced
+        left = memoryview(piece)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        unsynced += len(piece)
+        if unsynced >= SYNC_BYTES:  # else the page cache takes as much memory again, and the last fsync waits for all
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            unsynced = 0
+
+    try:
+        try:
+            yield write
+            faults.reach("persist.file", **facts)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+        faults.reach("persist.rename", **facts)
+        os.replace(building, path)
+        sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            building.unlink(missing_ok=True)
+        raise
+
+
+# ---- reading ----
+
+
+def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> int:
+    """Read this rank's file into a slot of `segment` and seal it, as a capture does; returns the slot.
+
+    Raises StorageError when a file is missing or damaged (the slot is DIRTY then), ResumeError when it was laid out
+    otherwise than `segment`, FencedError when `token` is superseded.
+    """
+    rank = segment.rank
+    path = folder / data_file(rank)
+    record = read_record(folder, rank)
+    shape = segment.shape
+    if (record.data_nbytes, record.buckets, record.layout) != (shape.nbytes, shape.buckets, shape.layout):
+        raise ResumeError(
+            f"rank {rank}: checkpoint {folder} was laid out otherwise ({record.data_nbytes} bytes in {record.buckets} "
+            f"buckets, now {shape.nbytes} in {shape.buckets}: ranks per node, bucket size or model changed); start as "
+            "it was written, or --ftp-resume fresh starts from the beginning"
+        )
+    if (record.rank, record.version) != (rank, version):
+        raise StorageError(f"{folder / record_file(rank)}: it is of rank {record.rank}, version {record.version}")
+    start, digests, small = _read_small(path, record)
+    slots = segment.slots()
+    same = [slot.index for slot in slots if slot.state is SlotState.CLEAN and slot.version == version]
+    index = same[0] if same else choose(slots)  # two slots never hold one version
+    segment.dirty(index, version, token)
+    _read_data(path, start, segment, index, digests, token)
+    segment.write_small(index, small)
+    segment.digests(index)[:] = digests
+    segment.set_cursor(index, None)
+    segment.seal(index, version, token, small, digests)
+    return index
+
+
+def _read_small(path: Path, record: Record) -> tuple[int, Any, bytes]:
+    """Where the data begins in a rank's file, its digest table and its small state. Raises StorageError."""
+    try:
+        found = path.stat().st_size
+        if found != record.nbytes:
+            raise StorageError(f"{path}: {found} bytes where {record.nbytes} were written")
+        with open(path, "rb") as file:
+            length = file.read(8)
+            head = length + file.read(min(int.from_bytes(length, "little"), record.nbytes))
+        with safe_open(path, framework="np", backend="pread") as tensors:  # a mapping would kill us on an I/O error
+            if sorted(tensors.keys()) != sorted(_TENSORS):
+                raise StorageError(f"{path}: expected tensors {_TENSORS}, found {tensors.keys()}")
+            digests, small = tensors.get_tensor("digests"), tensors.get_tensor("small").tobytes()
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path}: cannot be read ({error})") from error
+    seal = xxhash.xxh3_64(head)
+    seal.update(digests.tobytes())
+    seal.update(small)
+    if seal.hexdigest() != record.seal:
+        raise StorageError(f"{path}: header, digest table or small state do not match their digest")
+    return len(head) + digests.nbytes, digests, small
+
+
+def _read_data(path: Path, start: int, segment: Segment, index: int, digests: Any, token: int) -> None:
+    """The data of a rank's file into a slot, bucket by bucket, each compared with its digest as it lies there."""
+    data = segment.data(index)
+    with open(path, "rb", buffering=0) as file:
+        for number, (offset, nbytes) in enumerate(segment.ranges):
+            if segment.token != token:
+                raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.token}")
+            faults.reach("restore.storage", bucket=number)
+            area = data[offset : offset + nbytes]
+            done = 0
+            while done < nbytes:
+                try:
+                    count = os.preadv(file.fileno(), [area[done:].data], start + offset + done)
+                except OSError as error:
+                    raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+                if not count:
+                    raise StorageError(f"{path}: it ends within bucket {number}")
+                done += count
+            if xxhash.xxh3_64_intdigest(area.data) != int(digests[number]):
+                raise StorageError(f"{path}: bucket {number} does not match the digest taken when it was captured")
+
+
+def _present(folder: Path, record: Record) -> bool:
+    """Whether a rank's file is there, as this record has it."""
+    try:
+        return read_record(folder, record.rank) == record and (
+            (folder / data_file(record.rank)).stat().st_size == record.nbytes
+        )
+    except (StorageError, FileNotFoundError):
+        return False

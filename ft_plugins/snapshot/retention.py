@@ -1,0 +1,123 @@
+"""Which version is written to storage, which one the nodes of a job write together, and what is removed. Pure.
+
+Invariant: nodes that decide alone decide alike. A version's turn follows from its iteration; one that is asked for
+while the job trains is named before it exists; when nothing moves any more, the nodes lay open what they hold and take
+the newest version that all of them have. What is removed is older than `keep` complete checkpoints of the same job.
+
+In: versions that a node's ranks hold, what other nodes offer, what lies in storage. Out: versions and names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from .slots import Version
+
+_NAMED_AHEAD_SECONDS = 3.0  # for the other nodes' SMPs, which look once a second, to have seen the name
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a trainer has told its SMP: checkpoints go to `folder` (absolute), every `interval` iterations (0: only
+    when asked for and at the end of protection), the newest `keep` stay; the job has `world_size` ranks, which take a
+    snapshot every `every` iterations."""
+
+    folder: str
+    interval: int
+    every: int
+    keep: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the ranks of one node all hold."""
+
+    ranks: tuple[int, ...]
+    versions: tuple[Version, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint's folder in storage. `fingerprint` is the digest of its job's, '' as long as there is no manifest;
+    `problem` says why a complete one cannot be used."""
+
+    version: Version
+    name: str
+    complete: bool
+    fingerprint: str = ""
+    problem: str = ""
+
+
+def due(
+    held: Collection[Version], storage: Storage, last: Version | None, wanted: Version | None, alone: bool
+) -> Version | None:
+    """The version whose turn it is, newer than `last` (the newest one that was dealt with), None for none.
+
+    The first snapshot from each multiple of the interval on, or the one that was named (`wanted`). A node that is
+    `alone` makes up for a turn which was overwritten before it was seen, with the newest version; of several nodes, all
+    have to write the same one.
+    """
+    interval = storage.interval
+    fresh = sorted(version for version in held if last is None or version > last)
+    turns = [v for v in fresh if v == wanted or (interval and v.iteration % interval < storage.every)]
+    if turns:
+        return turns[-1]
+    if not (alone and interval and fresh):
+        return None
+    newest = fresh[-1]
+    return newest if newest.iteration // interval > (last.iteration if last else 0) // interval else None
+
+
+def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int | None:
+    """The next iteration after `completed` whose version will be written; None where none is known of."""
+    interval, every = storage.interval, storage.every
+    multiples = [completed // interval * interval + step for step in (0, interval)] if interval else []
+    turns = [turn for at in multiples if (turn := -(-at // every) * every) > completed]
+    if wanted is not None and wanted.iteration > completed:
+        turns.append(wanted.iteration)
+    return min(turns, default=None)
+
+
+def name_ahead(lineage: int, completed: int, every: int, iterations_per_second: float) -> Version:
+    """A version that will be captured when every node has heard of it: for a checkpoint while the job trains."""
+    heard = completed + math.ceil(_NAMED_AHEAD_SECONDS * iterations_per_second)
+    return Version(lineage, (heard // every + 2) * every)
+
+
+def held_by_job(offers: Iterable[Offer], world_size: int) -> Version | None:
+    """The newest version in all offers; None while they do not cover every rank, or have none in common."""
+    found = list(offers)
+    if {rank for offer in found for rank in offer.ranks} != set(range(world_size)):
+        return None
+    return max(set.intersection(*(set(offer.versions) for offer in found)), default=None)
+
+
+def surplus(found: Sequence[Stored], keep: int, fingerprint: str) -> tuple[Stored, ...]:
+    """What is to be removed once a new checkpoint of the job with `fingerprint` is complete.
+
+    Its complete ones beyond the newest `keep`, and what was begun before the newest of them and never finished.
+    Checkpoints of other jobs stay: nobody here knows whether they are still wanted.
+    """
+    own = sorted((each for each in found if each.complete and each.fingerprint == fingerprint), key=_version)
+    if not own:
+        return ()
+    unfinished = [each for each in found if not each.complete and each.version < own[-1].version]
+    return tuple(sorted([*own[:-keep], *unfinished], key=_version))
+
+
+def candidates(found: Sequence[Stored], fingerprint: str) -> tuple[Stored, ...]:
+    """The complete checkpoints of the job with `fingerprint`, and those that do not say whose, newest first."""
+    return tuple(
+        sorted(
+            (each for each in found if each.complete and each.fingerprint in (fingerprint, "")),
+            key=_version,
+            reverse=True,
+        )
+    )
+
+
+def _version(stored: Stored) -> Version:
+    return stored.version

@@ -1,0 +1,342 @@
+"""Nodes guard each other's slots: what counts can be rebuilt from any nodes that parity makes up for, bit for bit.
+
+Every node here is a `NodeTier` of its own with real segments and real sockets; trainers are played by `Node.write`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
+from ft_plugins.events import Event, Events
+from ft_plugins.smp.node import NodeTier
+from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.wire import Peer
+from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove, vault_of
+from ft_plugins.snapshot.slots import Pin, SlotState, Version, choose, slots_for
+
+BUCKET = 100_000
+PER_NODE = 2
+SECONDS = 20
+DETECT = 1.5
+
+
+def small_of(rank: int, iteration: int) -> bytes:
+    return f"small state of rank {rank} at {iteration}".encode() * 7
+
+
+class Node:
+    """One node: its ranks' segments, its part of the SMP, its events."""
+
+    def __init__(self, cluster: Cluster, name: str, position: int) -> None:
+        self.name = name
+        self.position = position
+        self.cluster = cluster
+        self.run_dir = cluster.folder / name
+        self.run_dir.mkdir()
+        self.segments: dict[int, Segment] = {}
+        for rank in cluster.ranks[position]:
+            path = path_of(cluster.job, name, rank)
+            create(path, cluster.shapes[rank], rank, {})
+            self.segments[rank] = Segment(path)
+            nbytes = cluster.shapes[rank].nbytes
+            self.segments[rank].ranges = [(at, min(BUCKET, nbytes - at)) for at in range(0, nbytes, BUCKET)]
+        self.seen: list[Event] = []
+        self.tier = self._start()
+        self.endpoint = self.tier.endpoint("127.0.0.1", str(cluster.secret))
+
+    def _start(self) -> NodeTier:
+        events = Events(self.name)
+        events.subscribe(self.seen.append)
+        return NodeTier(self.run_dir, self.cluster.job, self.name, self.segments, events)
+
+    def write(self, iteration: int, lineage: int = 1) -> None:
+        """What a capture of each rank leaves."""
+        version = Version(lineage, iteration)
+        for rank, segment in self.segments.items():
+            index = choose(segment.slots())
+            segment.dirty(index, version, 1)
+            segment.data(index)[:] = data = self.cluster.data(rank, iteration)
+            small = small_of(rank, iteration)
+            segment.write_small(index, small)
+            digests = [xxhash.xxh3_64_intdigest(data[at : at + size].tobytes()) for at, size in segment.ranges]
+            segment.digests(index)[:] = np.array(digests, dtype=np.uint64)
+            segment.seal(index, version, 1, small, segment.digests(index).copy())
+
+    def holds(self, rank: int, version: Version) -> bool:
+        """Whether the rank's slot of `version` is complete, and every byte is right."""
+        segment = self.segments[rank]
+        for slot in segment.slots():
+            if slot.version == version and slot.state is SlotState.CLEAN:
+                right = (segment.data(slot.index) == self.cluster.data(rank, version.iteration)).all()
+                return bool(right) and segment.small(slot.index) == small_of(rank, version.iteration)
+        return False
+
+    def replace_smp(self) -> None:
+        """The SMP dies and another one takes its place."""
+        self.tier.suspend()
+        if self.tier._server is not None:
+            self.tier._server.close()
+        self.tier = self._start()
+
+    def destroy(self) -> None:
+        """The node is lost, with its memory. Idempotent."""
+        if self.segments:
+            self.tier.close()
+        for segment in self.segments.values():
+            segment.close()
+        self.segments.clear()
+        remove(self.cluster.job, self.name)
+
+
+class Cluster:
+    """A job of two sharding groups over `count` nodes with two ranks each, uneven shares."""
+
+    def __init__(self, folder: Path, job: str, count: int, losses: int, mbps: float = 0.0) -> None:
+        self.folder = folder
+        self.job = job
+        self.secret = folder / "secret"
+        self.secret.write_text("a secret of this job alone")
+        self.secret.chmod(0o600)
+        self.ranks = [range(at * PER_NODE, (at + 1) * PER_NODE) for at in range(count)]
+        world = count * PER_NODE
+        sizes = [1_500_000 + 70_001 * rank for rank in range(world)]
+        slots = slots_for(Pin.NODE, Pin.SOURCE)
+        self.shapes = [Shape(size, 100_000, -(-size // BUCKET), 77, slots) for size in sizes]
+        self.nodes = [Node(self, f"n{position}", position) for position in range(count)]
+        names = tuple(self.nodes[rank // PER_NODE].name for rank in range(world))
+        groups = (tuple(range(0, world, 2)), tuple(range(1, world, 2)))
+        self.protection = Protection(
+            1, None, names, groups, tuple(self.shapes), losses, 0, tuple(node.endpoint for node in self.nodes), 1, mbps,
+            DETECT,
+        )  # fmt: skip
+        self._data: dict[tuple[int, int], np.ndarray] = {}
+        self.made = list(self.nodes)
+
+    def data(self, rank: int, iteration: int) -> np.ndarray:
+        if (rank, iteration) not in self._data:
+            rng = np.random.default_rng(1000 * rank + iteration)
+            self._data[rank, iteration] = rng.integers(0, 256, self.shapes[rank].nbytes, dtype=np.uint8)
+        return self._data[rank, iteration]
+
+    def protect(self, lineage: int = 1, base: Version | None = None) -> None:
+        names = tuple(self.nodes[rank // PER_NODE].name for rank in range(len(self.shapes)))
+        endpoints = tuple(node.endpoint for node in self.nodes)
+        self.protection = replace(self.protection, lineage=lineage, base=base, nodes=names, endpoints=endpoints)
+        for node in self.nodes:
+            node.tier.protect(replace(self.protection, position=node.position), lineage)
+
+    def train(self, first: int, last: int, lineage: int = 1) -> None:
+        """All nodes seal version after version, each when all nodes wait for it, and go on when it counts."""
+        for iteration in range(first, last + 1):
+            wait(lambda k=iteration: all(n.tier.status()["exchange"] == [lineage, k] for n in self.nodes))
+            for node in self.nodes:
+                node.write(iteration, lineage)
+            wait(lambda k=iteration: all(n.tier.status()["counts"] == [lineage, k] for n in self.nodes))
+
+    def substitute(self, *positions: int) -> list[Node]:
+        """Destroy the nodes at `positions`; fresh ones take their places."""
+        for position in positions:
+            self.nodes[position].destroy()
+        for node in self.nodes:
+            if node.position not in positions:
+                node.tier.suspend()
+        fresh = [Node(self, f"f{len(self.made)}-{position}", position) for position in positions]
+        for node in fresh:
+            self.nodes[node.position] = node
+        self.made += fresh
+        return fresh
+
+    def rebuild(self, node: Node, rank: int, version: Version, lost: tuple[int, ...]) -> None:
+        names = tuple(self.nodes[r // PER_NODE].name for r in range(len(self.shapes)))
+        told = replace(self.protection, nodes=names, endpoints=tuple(n.endpoint for n in self.nodes))
+        holders = [[n.position, *n.endpoint] for n in self.nodes if n.position not in lost]
+        request = {"version": [version.lineage, version.iteration], "holders": holders, "lost": list(lost)}
+        node.tier.rebuild(rank, 7, told, request)
+
+
+def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, job: str) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def make(count: int, losses: int = 1, mbps: float = 0.0) -> Cluster:
+        made.append(Cluster(tmp_path, job, count, losses, mbps))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for node in each.made:
+            node.destroy()
+
+
+@pytest.mark.parametrize(
+    ("count", "losses", "lost"),
+    [(2, 1, (0,)), (2, 1, (1,)), (3, 1, (1,)), (4, 1, (3,)), (4, 2, (0, 1)), (4, 2, (1, 3)), (5, 2, (4,))],
+)
+def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(
+    cluster: Callable[..., Cluster], count: int, losses: int, lost: tuple[int, ...]
+) -> None:
+    job = cluster(count, losses)
+    job.protect()
+    job.train(1, 3)
+    version = Version(1, 3)
+    for node in job.substitute(*lost):
+        for rank in job.ranks[node.position]:
+            job.rebuild(node, rank, version, lost)
+            assert node.holds(rank, version)
+    job.protect(2, version)
+    wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))
+    assert all(node.tier.inventory()["parity"] == [(1, 3)] for node in job.nodes), "the fresh ones keep parity too"
+    job.train(4, 5, lineage=2)
+    again = (lost[0] + 1) % count
+    (node,) = job.substitute(again)
+    for rank in job.ranks[again]:
+        job.rebuild(node, rank, Version(2, 5), (again,))
+        assert node.holds(rank, Version(2, 5))
+
+
+def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(
+    cluster: Callable[..., Cluster],
+) -> None:
+    job = cluster(3, mbps=0)
+    job.protect()
+    job.train(1, 2)
+    job.protection = replace(job.protection, exchange_mbps=8.0)  # a second for each MB: the next one takes seconds
+    job.protect(2, Version(1, 2))
+    wait(lambda: all(node.tier.status()["exchange"] == [2, 3] for node in job.nodes))
+    for node in job.nodes:
+        node.write(3, lineage=2)
+    wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
+    for iteration in range(4, 14):  # ten iterations go by while it is being sent: neither version is overwritten
+        for node in job.nodes:
+            node.write(iteration, lineage=2)
+    for node in job.nodes:
+        for rank in job.ranks[node.position]:
+            assert node.holds(rank, Version(1, 2)) and node.holds(rank, Version(2, 3))
+            assert node.holds(rank, Version(2, 13)) and node.holds(rank, Version(2, 12))
+    assert all(node.tier.status()["counts"] == [1, 2] for node in job.nodes)
+    (fresh,) = job.substitute(2)
+    with pytest.raises(FtError, match="is not here"):
+        job.rebuild(fresh, 4, Version(2, 3), (2,))
+    job.rebuild(fresh, 4, Version(1, 2), (2,))
+    assert fresh.holds(4, Version(1, 2))
+
+
+def test_more_nodes_than_parity_makes_up_for_are_refused(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(3)
+    job.protect()
+    job.train(1, 1)
+    fresh = job.substitute(0, 1)
+    with pytest.raises(ResumeError, match="lost"):
+        job.rebuild(fresh[0], 0, Version(1, 1), (0, 1))
+    assert not fresh[0].holds(0, Version(1, 1))
+
+
+def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(3)
+    job.protect()
+    job.train(1, 2)
+    version = Version(1, 2)
+    job.protection = replace(job.protection, exchange_mbps=16.0)
+    for position in (1, 0):  # position 0 takes the decisions
+        lineage = version.lineage + 1
+        job.protect(lineage, version)
+        version = Version(lineage, version.iteration + 1)
+        named = [lineage, version.iteration]
+        wait(lambda value=named: all(node.tier.status()["exchange"] == value for node in job.nodes))
+        for node in job.nodes:
+            node.write(version.iteration, lineage)
+        wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
+        job.nodes[position].replace_smp()
+        assert job.nodes[position].tier.inventory()["parity"] == [(version.lineage - 1, version.iteration - 1)]
+        wait(lambda value=named: all(node.tier.status()["counts"] == value for node in job.nodes))
+    (fresh,) = job.substitute(2)
+    for rank in job.ranks[2]:
+        job.rebuild(fresh, rank, version, (2,))
+        assert fresh.holds(rank, version)
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(
+    cluster: Callable[..., Cluster], silent: int
+) -> None:
+    job = cluster(3)
+    job.protect(4)
+    job.nodes[silent].tier._stop.set()  # nothing is heard of it any more; its connections stay open
+    others = [node for node in job.nodes if node.position != silent]
+    files = [node.run_dir / "lost.json" for node in others]
+    wait(lambda: all(file.exists() for file in files), 10 * DETECT)
+    for file in files:
+        assert file.read_text() == f'{{"token": 4, "nodes": ["n{silent}"]}}'
+    for node in others:
+        node.tier.suspend()
+        assert not (node.run_dir / "lost.json").exists(), "a new incarnation starts with a clean slate"
+
+
+def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(3)
+    job.protect()
+    job.train(1, 1)
+    victim = job.nodes[1].segments[2]
+    job.nodes[0].write(2)
+    job.nodes[2].write(2)
+    target = choose(victim.slots())
+    job.nodes[1].tier._lock.acquire()  # nothing of it is looked at until the byte is flipped
+    job.nodes[1].write(2)
+    victim.data(target)[12345] ^= 1
+    job.nodes[1].tier._lock.release()
+    wait(lambda: any(event.name == "slot.corrupt" for event in job.nodes[1].seen))
+    assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes), "the version never counts"
+    (fresh,) = job.substitute(0)
+    index = next(s.index for s in victim.slots() if s.version == Version(1, 1))
+    victim.data(index)[54321] ^= 1  # and one of the version that counts, on a node that is needed
+    with pytest.raises(FtError, match="does not match its digest"):
+        job.rebuild(fresh, 0, Version(1, 1), (0,))
+    assert not fresh.holds(0, Version(1, 1))
+    assert all(slot.state is not SlotState.CLEAN for slot in fresh.segments[0].slots())
+
+
+def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protect()
+    where = job.nodes[0].endpoint
+    with pytest.raises(ProtocolError, match="secret"):
+        Peer(where, job.job, b"another secret, of somebody else", 5).ask("read", what="copy")
+    with pytest.raises(ProtocolError):
+        Peer(where, "another-job", job.secret.read_bytes(), 5).ask("read", what="copy")
+    wait(lambda: sum(event.name == "peer.hangup" for event in job.nodes[0].seen) >= 2)
+    job.secret.chmod(0o640)
+    with pytest.raises(ConfigError, match="0600"):
+        job.nodes[0].tier.endpoint("127.0.0.2", str(job.secret))
+
+
+def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protect(5)
+    peer = Peer(job.nodes[0].endpoint, job.job, job.secret.read_bytes(), 5)
+    with pytest.raises(ProtocolError, match="lineage 4"):
+        peer.ask("begin", version=[4, 1], epoch=4, nodes=[], ranks=[])
+    frame = np.ones(10, dtype=np.uint8)
+    with pytest.raises(ProtocolError, match="do not belong"):
+        peer.ask("take", frame, version=[5, 1], epoch=5, key=[0, 9, 0], node=1, at=0, exponent=0)
+    with pytest.raises(ProtocolError, match="no request"):
+        peer.ask("format-the-disk")
+    job.nodes[0].tier.suspend()
+    with pytest.raises(ProtocolError, match="does not gather"):
+        peer.ask("begin", version=[5, 1], epoch=5, nodes=[], ranks=[])
+    peer.close()
+    assert vault_of(job.job, "n0").exists(), "and what was kept is still there"

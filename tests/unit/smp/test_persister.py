@@ -1,0 +1,596 @@
+"""The storage tier of a node: what it writes and when, alone and with other nodes, and what becomes of an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from ft_plugins import faults
+from ft_plugins.errors import ProtocolError
+from ft_plugins.events import Event, Events, file_sink, read
+from ft_plugins.smp import liveness, turns
+from ft_plugins.smp.notices import Notices
+from ft_plugins.smp.persister import Persister
+from ft_plugins.snapshot import checkpoint, persist
+from ft_plugins.snapshot import segment as segments
+from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.retention import Offer, Storage
+from ft_plugins.snapshot.segment import Segment, Shape, path_of
+from ft_plugins.snapshot.slots import Pin, Version, slots_for
+
+SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
+RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
+FINGERPRINT = {"layers": 4}
+SECONDS = 20.0
+TOKEN = 3
+
+SmpNode = Any  # the fixture's class lives in conftest
+
+
+class Rank:
+    """A rank's segment, written as a trainer does."""
+
+    def __init__(self, path: Path, lineage: int = 1) -> None:
+        self.path = path
+        self.segment = Segment(path)
+        self.segment.ranges = RANGES
+        self.segment.token = TOKEN
+        self.segment.attached = True
+        self.segment.open_lineage(lineage, None, ())
+
+    def capture(self, *iterations: int) -> None:
+        for iteration in iterations:
+            version = Version(self.segment.lineage, iteration)
+            index = min(
+                (slot for slot in self.segment.slots() if not slot.pins),
+                key=lambda slot: (slot.state == 2, slot.version or Version(0, 0)),
+            ).index
+            self.segment.dirty(index, version, TOKEN)
+            self.segment.write_small(index, b"small")
+            self.segment.data(index)[:] = iteration % 251
+            digests = np.array(
+                [xxhash.xxh3_64_intdigest(self.segment.data(index)[o : o + n].data) for o, n in RANGES], dtype=np.uint64
+            )
+            self.segment.digests(index)[:] = digests
+            self.segment.seal(index, version, TOKEN, b"small", digests)
+            self.segment.completed = iteration
+
+    def pinned(self) -> list[Version | None]:
+        return [slot.version for slot in self.segment.slots() if slot.pins]
+
+
+class Host:
+    """A node with a persister and ranks, in this process."""
+
+    def __init__(self, folder: Path, job: str, name: str, ranks: range, patience: float = 300.0) -> None:
+        self.run_dir = folder / name
+        self.run_dir.mkdir()
+        self.job, self.name = job, name
+        self.events_path = self.run_dir / "events.jsonl"
+        events = Events(name)
+        events.subscribe(file_sink(self.events_path))
+        self.persister = Persister(self.run_dir, job, name, events, patience)
+        self.ranks = {}
+        for rank in ranks:
+            path = path_of(job, name, rank)
+            segments.create(path, SHAPE, rank, FINGERPRINT)
+            self.ranks[rank] = Rank(path)
+
+    def told(self, storage: Storage | None) -> None:
+        for number, rank in self.ranks.items():
+            self.persister.told(number, rank.path, asdict(storage) if storage else None)
+
+    def capture(self, *iterations: int) -> None:
+        for rank in self.ranks.values():
+            rank.capture(*iterations)
+
+    def events(self, name: str) -> list[Event]:
+        return [event for event in read(self.events_path) if event.name == name]
+
+    def wait(self, name: str, count: int = 1) -> list[Event]:
+        """The events of a name once there are `count`."""
+        until(lambda: len(self.events(name)) >= count, lambda: f"{name}: {list(read(self.events_path))}")
+        return self.events(name)
+
+    def close(self) -> None:
+        self.persister.stop()
+        for rank in self.ranks.values():
+            rank.path.unlink(missing_ok=True)
+
+
+def until(holds: Callable[[], bool], found: Callable[[], str] = str, seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, found()
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "ck"), interval=10, every=1, keep=2, world_size=2)
+
+
+@pytest.fixture
+def base(storage: Storage, job: str) -> Path:
+    return Path(storage.folder) / job
+
+
+@pytest.fixture
+def host(tmp_path: Path, job: str) -> Iterator[Callable[..., Host]]:
+    made: list[Host] = []
+
+    def make(name: str = "n", ranks: range = range(2), patience: float = 300.0) -> Host:
+        made.append(Host(tmp_path, job, name, ranks, patience))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def complete(base: Path) -> list[str]:
+    return sorted(each.name for each in checkpoint.listing(base) if each.complete)
+
+
+def assert_filled(base: Path, iteration: int, host: Host) -> None:
+    """The checkpoint holds that iteration on every rank of `host`, read back through its digests."""
+    version = Version(next(iter(host.ranks.values())).segment.lineage, iteration)
+    for rank in host.ranks.values():
+        index = persist.read_rank(checkpoint.folder_of(base, version), rank.segment, version, TOKEN)
+        assert (rank.segment.data(index) == iteration % 251).all()
+
+
+# ---- alone ----
+
+
+def test_a_version_is_written_when_its_turn_comes_and_every_rank_has_it(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    node.told(storage)
+    node.capture(8, 9)
+    node.ranks[0].capture(10)
+    time.sleep(0.3)  # three looks and more: nothing may happen, which no event tells
+    assert complete(base) == [] and not node.events("persist.begin")
+    node.ranks[1].capture(10)
+    (done,) = node.wait("persist.done")
+    assert complete(base) == ["v1-10"]
+    assert (done.fields["iteration"], done.fields["path"]) == (10, str(base / "v1-10"))
+    assert done.fields["bytes"] == sum(path.stat().st_size for path in (base / "v1-10").glob("*.safetensors"))
+    assert 0 < done.fields["seconds"] < SECONDS
+    assert [event.fields["ranks"] for event in node.events("persist.begin")] == [[0, 1]]
+    assert_filled(base, 10, node)
+    until(lambda: not any(rank.pinned() for rank in node.ranks.values()))
+
+
+def test_it_is_pinned_in_every_rank_before_the_first_byte_and_training_goes_on_meanwhile(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    held = threading.Event()
+    before = persist.write_rank
+
+    def slow(*arguments: Any, **facts: Any) -> Any:
+        assert held.wait(SECONDS)
+        return before(*arguments, **facts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(persist, "write_rank", slow)
+        node.told(storage)
+        node.capture(9, 10)
+        until(lambda: all(rank.pinned() == [Version(1, 10)] for rank in node.ranks.values()))
+        node.capture(*range(11, 18))  # overwrites every other slot more than once
+        assert all(rank.pinned() == [Version(1, 10)] for rank in node.ranks.values())
+        held.set()
+        node.wait("persist.done")
+    assert_filled(base, 10, node)
+
+
+def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    node.capture(9, 10, 11, 12, 13, 14)
+    node.told(storage)
+    node.wait("persist.done")
+    assert complete(base) == ["v1-14"]
+
+
+def test_the_newest_are_kept_and_older_ones_and_leftovers_removed_after_the_new_one_is_complete(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    checkpoint.partial_of(base, Version(1, 5)).mkdir(parents=True)
+    node.told(storage)
+    for count, iteration in enumerate((10, 20, 30, 40), start=1):
+        node.capture(iteration)
+        node.wait("persist.done", count)
+    removed = [name for event in node.wait("persist.pruned", 3) for name in event.fields["removed"]]
+    assert removed == ["v1-5.partial", "v1-10", "v1-20"]
+    assert sorted(os.listdir(base)) == ["v1-30", "v1-40"]
+    assert_filled(base, 30, node)
+
+
+def test_on_request_the_newest_version_is_written_and_asked_again_is_there_already(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    assert node.persister.request("request", 0) == {"state": "off"}
+    node.told(replace(storage, interval=0))
+    assert node.persister.request("request", SECONDS) == {"state": "nothing"}
+    node.capture(20, 21, 22)
+    node.ranks[0].capture(23)
+    expected = {"state": "done", "lineage": 1, "iteration": 22, "path": str(base / "v1-22")}
+    assert node.persister.request("request", SECONDS) == expected
+    assert node.persister.request("request", SECONDS) == expected
+    assert complete(base) == ["v1-22"] and len(node.events("persist.begin")) == 1
+    assert node.persister.status() == {"path": str(base), "newest": [1, 22], "writing": None, "failed": ""}
+
+
+def test_only_what_was_due_is_written_when_a_job_ends(host: Callable[..., Host], storage: Storage, base: Path) -> None:
+    node = host()
+    node.told(storage)
+    node.capture(10)
+    assert node.persister.request("end", SECONDS, only_due=True)["state"] == "done"
+    node.capture(11, 12)
+    assert node.persister.request("end", SECONDS, only_due=True)["iteration"] == 10
+    assert complete(base) == ["v1-10"]
+
+
+def test_before_the_lineage_is_open_nothing_is_due(host: Callable[..., Host], storage: Storage, base: Path) -> None:
+    """What a new incarnation finds may be void in a moment."""
+    node = host()
+    node.capture(10)
+    for rank in node.ranks.values():
+        rank.segment.token = TOKEN + 1
+    node.told(storage)
+    time.sleep(0.3)
+    assert complete(base) == []
+    for rank in node.ranks.values():
+        rank.segment.open_lineage(2, Version(1, 10), ())
+    node.wait("persist.done")
+    assert complete(base) == ["v1-10"]
+
+
+def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Callable[..., Host], storage: Storage, base: Path) -> None:
+    node = host(ranks=range(3))
+    node.ranks[2].segment.attached = False
+    node.ranks[2].capture(3)
+    node.told(storage)
+    for number in (0, 1):
+        node.ranks[number].capture(10)
+    node.wait("persist.done")
+    assert complete(base) == ["v1-10"] and not (base / "v1-10" / "rank-00002.json").exists()
+
+
+# ---- errors of a storage ----
+
+
+def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_tried(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    node.told(storage)
+    node.capture(10)
+    node.wait("persist.done")
+    faults.arm("persist.write@rank=1,iteration=20:enospc")
+    node.capture(20)
+    (failed,) = node.wait("persist.failed")
+    assert "No space left on device" in failed.fields["reason"] and failed.fields["iteration"] == 20
+    assert failed.fields["newest_complete"] == str(base / "v1-10")
+    assert sorted(os.listdir(base)) == ["v1-10"], "what was begun is removed"
+    assert "No space left" in node.persister.status()["failed"]
+    assert not any(rank.pinned() for rank in node.ranks.values())
+    node.capture(21, 22, 23, 30)
+    node.wait("persist.done", 2)
+    assert complete(base) == ["v1-10", "v1-30"] and node.persister.status()["failed"] == ""
+    assert len(node.events("persist.failed")) == 1
+
+
+@pytest.mark.parametrize("what", ["folder is a file", "it vanishes"])
+def test_a_storage_that_cannot_be_used_is_an_event_and_is_used_again_when_it_is_back(
+    host: Callable[..., Host], storage: Storage, base: Path, what: str
+) -> None:
+    node = host()
+    folder = Path(storage.folder)
+    if what == "folder is a file":
+        folder.write_text("")
+        node.told(storage)
+        node.capture(10)
+    else:
+        node.told(storage)
+        before = persist.write_rank
+
+        def gone(target: Path, segment: Segment, *arguments: Any, **facts: Any) -> Any:
+            found = before(target, segment, *arguments, **facts)
+            if segment.rank == 1:
+                folder.rename(folder.with_name("away"))
+                folder.write_text("")
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(persist, "write_rank", gone)
+            node.capture(10)
+            node.wait("persist.failed")
+    (failed,) = node.wait("persist.failed")
+    reason = failed.fields["reason"]
+    assert ("Not a directory" in reason or "File exists" in reason) and str(folder) in reason
+    folder.unlink()
+    node.capture(20)
+    node.wait("persist.done")
+    assert complete(base) == ["v1-20"]
+    assert_filled(base, 20, node)
+
+
+def test_a_slot_that_is_corrupt_is_not_written_and_told(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    node.capture(9)
+    for slot in node.ranks[1].segment.slots():
+        if slot.version:
+            node.ranks[1].segment.data(slot.index)[70] ^= 1
+    node.told(storage)
+    found = node.persister.request("request", SECONDS)
+    assert found["state"] == "failed" and "rank 1: bucket 0" in found["reason"]
+    assert complete(base) == []
+
+
+def test_a_checkpoint_of_another_job_in_its_place_is_left_alone(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    folder = checkpoint.partial_of(base, Version(1, 10))
+    folder.mkdir(parents=True)
+    checkpoint.commit(base, Version(1, 10), Origin("other", 0, {"layers": 5}))
+    node.told(storage)
+    node.capture(10)
+    (failed,) = node.wait("persist.failed")
+    assert "another job" in failed.fields["reason"]
+    assert os.listdir(base / "v1-10") == ["manifest.json"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"folder": "relative"},
+        {"every": 0},
+        {"keep": 0},
+        {"world_size": 0},
+        {"interval": -1},
+        {"interval": "1"},
+        {"folder": None},
+    ],
+)
+def test_a_malformed_word_of_a_trainer_is_refused(
+    host: Callable[..., Host], storage: Storage, fields: dict[str, Any]
+) -> None:
+    node = host()
+    with pytest.raises(ProtocolError):
+        node.persister.told(0, node.ranks[0].path, {**asdict(storage), **fields})
+    assert node.persister.status() == {}
+
+
+def test_told_of_no_storage_any_more_it_stops(host: Callable[..., Host], storage: Storage, base: Path) -> None:
+    node = host()
+    node.told(storage)
+    node.told(None)
+    node.capture(10)
+    assert node.persister.request("request", 0) == {"state": "off"} and not base.exists()
+    assert not (node.run_dir / "storage.json").exists()
+
+
+# ---- several nodes ----
+
+
+def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    first, second = host("a", range(0, 1)), host("b", range(1, 2))
+    for node in (first, second):
+        node.told(storage)
+    second.capture(10)
+    second.wait("persist.begin")
+    assert complete(base) == []
+    first.capture(10)
+    for node in (first, second):
+        node.wait("persist.done")
+        assert_filled(base, 10, node)
+    assert complete(base) == ["v1-10"]
+
+
+def test_a_storage_that_only_one_node_sees_is_told_with_the_remedy(
+    host: Callable[..., Host], storage: Storage, base: Path, tmp_path: Path
+) -> None:
+    first, second = host("a", range(0, 1), 0.5), host("b", range(1, 2), 0.5)
+    first.told(storage)
+    second.told(replace(storage, folder=str(tmp_path / "local")))
+    for node in (first, second):
+        node.capture(10)
+    reason = first.wait("persist.failed")[0].fields["reason"]
+    assert "nothing of ranks 1 has appeared" in reason and "--reft-checkpoint-dir" in reason
+    reason = second.wait("persist.failed")[0].fields["reason"]
+    assert "rank 0 has not completed it" in reason and "--reft-checkpoint-dir" in reason
+    until(lambda: os.listdir(base) == [] == os.listdir(tmp_path / "local" / base.name))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_nodes_whose_training_has_ended_write_the_newest_version_that_both_hold(
+    host: Callable[..., Host], storage: Storage, base: Path, ahead: int
+) -> None:
+    first, second = host("a", range(0, 1)), host("b", range(1, 2))
+    for node in (first, second):
+        node.told(storage)
+        node.capture(6, 7)
+    (first, second)[ahead].capture(8)
+    outcomes: dict[str, Any] = {}
+    threads = [
+        threading.Thread(target=lambda n=node: outcomes.update({n.name: n.persister.request("signal", SECONDS)}))
+        for node in (first, second)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    assert [outcomes[name]["path"] for name in ("a", "b")] == [str(base / "v1-7")] * 2
+    assert os.listdir(base) == ["v1-7"], "no notice is left"
+    assert_filled(base, 7, first)
+
+
+def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_both_write_it(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    first, second = host("a", range(0, 1)), host("b", range(1, 2))
+    own = (os.getpid(), liveness.started(os.getpid()))
+    outcome: dict[str, Any] = {}
+    for node in (first, second):
+        for rank in node.ranks.values():
+            rank.segment.owner = own
+        node.told(replace(storage, interval=0))
+        node.capture(3, 4)
+    asking = threading.Thread(target=lambda: outcome.update(second.persister.request(turns.REQUEST, 3 * SECONDS)))
+    asking.start()
+    iteration, deadline = 4, time.monotonic() + 2 * SECONDS
+    while not outcome and time.monotonic() < deadline:
+        iteration += 1
+        first.capture(iteration)
+        second.capture(iteration)
+        time.sleep(0.05)  # the length of an iteration
+    asking.join(SECONDS)
+    assert outcome["state"] == "done", (outcome, iteration)
+    assert outcome["iteration"] > 5 and complete(base) == [f"v1-{outcome['iteration']}"]
+    until(lambda: os.listdir(base) == complete(base), lambda: str(os.listdir(base)))
+
+
+def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path) -> None:
+    ours, theirs = Notices(tmp_path, "a"), Notices(tmp_path, "b")
+    ours.offer([0], {Version(1, 7)})
+    theirs.offer([1], {Version(1, 8), Version(1, 7)})
+    assert sorted(offer.ranks for offer in ours.offers()) == [(0,), (1,)]
+    assert Offer((1,), (Version(1, 7), Version(1, 8))) in ours.offers()
+    os.utime(tmp_path / "offer-b.json", (1, 1))
+    assert ours.offers() == [Offer((0,), (Version(1, 7),))]
+    theirs.want(Version(1, 9))
+    assert ours.wanted() == Version(1, 9)
+    ours.have(Version(1, 8))
+    assert ours.wanted() == Version(1, 9)
+    (tmp_path / "wanted.json").write_text(json.dumps({"lineage": 1, "iteration": 10}))
+    assert ours.wanted() is None
+
+
+# ---- lost and replaced ----
+
+
+def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float = 600, watch: int = 0) -> list[Rank]:
+    """A real SMP with two ranks that have attached and opened their lineage."""
+    node.start(orphan_seconds, faults)
+    found = []
+    with node.client() as client:
+        if watch:
+            client.watch(watch)
+        for number in range(storage.world_size):
+            path = client._ask(
+                "attach", rank=number, token=node.status()["token"], shape=asdict(SHAPE), fingerprint=FINGERPRINT,
+                pid=0, fresh=False, storage=asdict(storage),
+            )["path"]  # fmt: skip
+            found.append(Rank(Path(path)))
+    return found
+
+
+def gone(pid: int) -> None:
+    until(lambda: liveness.started(pid) == 0)
+
+
+POINTS = ["persist.rank.before@rank=1", "persist.write@rank=1", "persist.file@rank=0", "persist.file@rank=1"]
+POINTS += ["persist.rename@rank=1", "persist.manifest.before", "persist.manifest.after"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes_the_new_one(
+    node: SmpNode, storage: Storage, base: Path, point: str
+) -> None:
+    doomed = f"{point}{',' if '@' in point else '@'}iteration=20,adopted=0:kill"
+    ranks = smp(node, storage, doomed)
+    for rank in ranks:
+        rank.capture(10)
+    until(lambda: complete(base) == ["v1-10"])
+    for rank in ranks:
+        rank.capture(20)
+    gone(node.pids[-1])
+    assert "v1-10" in complete(base)
+    assert complete(base) == (["v1-10", "v1-20.partial"] if point.endswith("after") else ["v1-10"])
+    for rank in ranks:
+        rank.capture(21, 22)  # training goes on without an SMP
+    node.start(armed=doomed)
+    if not point.endswith("after"):  # the version of that turn has been made up for
+        until(lambda: any(each.name == "persist.done" and each.fields["iteration"] > 10 for each in node.events()))
+    until(
+        lambda: len(complete(base)) == 2 and sorted(os.listdir(base)) == complete(base), lambda: str(os.listdir(base))
+    )
+    newest = max(each.version for each in checkpoint.listing(base) if each.complete)
+    for rank in ranks:
+        index = persist.read_rank(checkpoint.folder_of(base, newest), rank.segment, newest, TOKEN)
+        assert (rank.segment.data(index) == newest.iteration).all()
+    assert not any(rank.pinned() for rank in ranks)
+
+
+def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_replaced(
+    node: SmpNode, storage: Storage, base: Path
+) -> None:
+    watched = os.fork()
+    if watched == 0:
+        threading.Event().wait(60)
+        os._exit(0)
+    ranks = smp(node, replace(storage, interval=0), watch=watched)
+    for rank in ranks:
+        rank.capture(3, 4, 5)
+    node.kill()
+    node.start()
+    with node.client() as client:
+        client.watch(watched)
+    os.kill(watched, signal.SIGKILL)
+    os.waitpid(watched, 0)
+    until(lambda: complete(base) == ["v1-5"], lambda: str(node.events()))
+    assert [event.fields["reason"] for event in node.events("persist.begin")] == ["orphaned"]
+    assert all(rank.path.exists() for rank in ranks)
+
+
+def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage(
+    node: SmpNode, storage: Storage, base: Path
+) -> None:
+    watched = os.fork()
+    if watched == 0:
+        threading.Event().wait(60)
+        os._exit(0)
+    ranks = smp(node, replace(storage, interval=0), orphan_seconds=0, watch=watched)
+    for rank in ranks:
+        rank.capture(7)
+    os.kill(watched, signal.SIGKILL)
+    os.waitpid(watched, 0)
+    gone(node.pids[-1])
+    assert complete(base) == ["v1-7"] and not any(rank.path.exists() for rank in ranks)
+    assert [event.fields["reason"] for event in node.events("smp.end")] == ["orphaned for 0 s"]
+
+
+def test_an_orderly_end_stops_what_is_being_written_and_leaves_the_last_good_one(
+    node: SmpNode, storage: Storage, base: Path
+) -> None:
+    ranks = smp(node, storage)
+    for rank in ranks:
+        rank.capture(10)
+    until(lambda: complete(base) == ["v1-10"])
+    with node.client() as client:
+        assert client.status()["storage"]["newest"] == [1, 10]
+        client.end()
+    assert os.listdir(base) == ["v1-10"]

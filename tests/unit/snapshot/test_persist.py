@@ -1,0 +1,414 @@
+"""Checkpoints on disk: what was captured comes back bit for bit, and whatever is wrong with a file is found."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from safetensors import safe_open
+
+from ft_plugins import faults
+from ft_plugins.errors import CorruptSlotError, FencedError, ResumeError, StorageError
+from ft_plugins.snapshot import checkpoint, persist
+from ft_plugins.snapshot import segment as segments
+from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.segment import Segment, Shape, path_of
+from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
+
+V = Version(2, 300)
+ORIGIN = Origin("job", 2, {"layers": 4, "seed": 1})
+RANGES = [(0, 4000), (4032, 3000), (7040, 960)]  # gaps between them, as between items
+NBYTES = 8000
+SHAPE = Shape(NBYTES, 300, len(RANGES), 2**64 - 5, slots_for(Pin.STORAGE))
+TOKEN = 9
+
+
+@pytest.fixture
+def make(job: str) -> Iterator[Callable[[int], Segment]]:
+    """Segments by rank, on any node name."""
+    made: list[Path] = []
+
+    def segment(rank: int, node: str = "n", shape: Shape = SHAPE) -> Segment:
+        path = path_of(job, node, rank)
+        segments.create(path, shape, rank, dict(ORIGIN.fingerprint))
+        made.append(path)
+        found = Segment(path)
+        found.ranges = RANGES[: shape.buckets]
+        found.token = TOKEN
+        return found
+
+    yield segment
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def capture(segment: Segment, version: Version, seed: int, index: int = 0) -> None:
+    """Put a version into a slot as a trainer does: random bytes, rubbish in the gaps."""
+    segment.dirty(index, version, TOKEN)
+    small = f"small state of rank {segment.rank}, {version}".encode()
+    segment.write_small(index, small)
+    segment.data(index)[:] = np.random.default_rng(seed).integers(0, 256, segment.shape.nbytes, dtype=np.uint8)
+    digests = np.array(
+        [xxhash.xxh3_64_intdigest(segment.data(index)[o : o + n].tobytes()) for o, n in segment.ranges], dtype=np.uint64
+    )
+    segment.digests(index)[:] = digests
+    segment.seal(index, version, TOKEN, small, digests)
+
+
+def written(make: Callable[..., Segment], base: Path, version: Version = V) -> tuple[Path, list[Segment]]:
+    """A complete checkpoint of two ranks, and the segments that it was written from."""
+    sources = []
+    for rank in range(ORIGIN.world_size):
+        source = make(rank, f"from{version.iteration}")
+        capture(source, version, seed=100 * rank + version.iteration)
+        persist.write_rank(checkpoint.partial_of(base, version), source, version, ORIGIN)
+        sources.append(source)
+    return checkpoint.commit(base, version, ORIGIN), sources
+
+
+def bytes_of(segment: Segment, index: int) -> list[bytes]:
+    """What counts of a slot: the buckets, not the gaps."""
+    data = segment.data(index)
+    return [data[offset : offset + nbytes].tobytes() for offset, nbytes in segment.ranges]
+
+
+# ---- there and back ----
+
+
+def test_what_was_captured_comes_back_bit_for_bit_and_sealed(make: Callable[..., Segment], tmp_path: Path) -> None:
+    folder, sources = written(make, tmp_path)
+    assert folder == tmp_path / "v2-300" and sorted(os.listdir(tmp_path)) == ["v2-300"]
+    for source in sources:
+        target = make(source.rank, "to")
+        index = persist.read_rank(folder, target, V, TOKEN)
+        slot = target.slot(index)
+        assert (slot.state, slot.version, slot.token) == (SlotState.CLEAN, V, TOKEN)
+        assert bytes_of(target, index) == bytes_of(source, 0)
+        assert target.small(index) == source.small(0)
+        target.verify(index)
+
+
+def test_the_safetensors_library_reads_the_file_and_finds_everything_in_it(
+    make: Callable[..., Segment], tmp_path: Path
+) -> None:
+    folder, (source, _) = written(make, tmp_path)
+    with safe_open(folder / "rank-00000.safetensors", framework="np") as file:
+        assert sorted(file.keys()) == ["data", "digests", "small"]
+        told = file.metadata()
+        assert (told["rank"], told["lineage"], told["iteration"], told["world_size"]) == ("0", "2", "300", "2")
+        assert told["fingerprint"] == ORIGIN.digest and told["layout"] == str(SHAPE.layout)
+        assert [tuple(each) for each in json.loads(told["buckets"])] == RANGES
+        assert np.array_equal(file.get_tensor("digests"), source.digests(0))
+        assert file.get_tensor("small").tobytes() == source.small(0)
+        data = file.get_tensor("data")
+    assert data.dtype == np.uint8 and len(data) == NBYTES
+    for offset, nbytes in RANGES:
+        assert data[offset : offset + nbytes].tobytes() == source.data(0)[offset : offset + nbytes].tobytes()
+    assert not data[4000:4032].any(), "what belongs to no bucket is not carried out of memory"
+
+
+@pytest.mark.parametrize("piece", [1000, 4000, 4001])
+def test_buckets_larger_than_the_buffer_are_written_in_pieces(
+    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(persist, "COPY_BYTES", piece)
+    monkeypatch.setattr(persist, "SYNC_BYTES", 3000)
+    folder, (source, _) = written(make, tmp_path)
+    target = make(0, "to")
+    assert bytes_of(target, persist.read_rank(folder, target, V, TOKEN)) == bytes_of(source, 0)
+
+
+def test_a_rank_without_a_share_has_a_file_all_the_same(make: Callable[..., Segment], tmp_path: Path) -> None:
+    nothing = Shape(0, 300, 0, 1, SHAPE.slots)
+    source, target = make(0, "from", nothing), make(0, "to", nothing)
+    capture(source, V, 0)
+    origin = replace(ORIGIN, world_size=1)
+    persist.write_rank(checkpoint.partial_of(tmp_path, V), source, V, origin)
+    folder = checkpoint.commit(tmp_path, V, origin)
+    index = persist.read_rank(folder, target, V, TOKEN)
+    assert target.slot(index).version == V and target.small(index) == source.small(0)
+
+
+def test_reading_takes_the_slot_that_a_capture_would_take_or_the_one_that_holds_the_version(
+    make: Callable[..., Segment], tmp_path: Path
+) -> None:
+    folder, _ = written(make, tmp_path)
+    target = make(0, "to")
+    for index, iteration in enumerate((1, 2, 3)):
+        capture(target, Version(1, iteration), 5, index)
+    assert persist.read_rank(folder, target, V, TOKEN) == 3, "an empty slot before the oldest version"
+    target.data(3)[10] ^= 1
+    assert persist.read_rank(folder, target, V, TOKEN) == 3, "two slots never hold one version"
+    target.verify(3)
+    assert [slot.version for slot in target.slots()] == [Version(1, 1), Version(1, 2), Version(1, 3), V]
+
+
+# ---- what is wrong ----
+
+
+def test_a_slot_that_does_not_match_its_digests_is_not_written(make: Callable[..., Segment], tmp_path: Path) -> None:
+    source = make(0)
+    capture(source, V, 1)
+    source.data(0)[7999] ^= 1
+    with pytest.raises(CorruptSlotError, match="rank 0: bucket 2 of slot 0 does not match"):
+        persist.write_rank(tmp_path / "v2-300.partial", source, V, ORIGIN)
+    assert os.listdir(tmp_path / "v2-300.partial") == []
+
+
+def test_a_version_that_is_given_up_while_it_is_written_gets_no_file(
+    make: Callable[..., Segment], tmp_path: Path
+) -> None:
+    source = make(0)
+    capture(source, V, 1)
+    with pytest.raises(CorruptSlotError, match="no slot holds version 300"):
+        persist.write_rank(tmp_path / "p", source, V, ORIGIN, lambda nbytes: source.dirty(0, None, TOKEN))
+    capture(source, V, 1)
+    pieces = iter(range(9))
+
+    def elsewhere(nbytes: int) -> None:
+        if next(pieces) == 4:  # the last one: every bucket has been read
+            source.dirty(0, None, TOKEN)
+            capture(source, V, 1, index=1)
+
+    with pytest.raises(CorruptSlotError, match="was given up while"):
+        persist.write_rank(tmp_path / "p", source, V, ORIGIN, elsewhere)
+    assert next(pieces) == 5
+    assert os.listdir(tmp_path / "p") == []
+    with pytest.raises(CorruptSlotError, match="no slot holds version 301"):
+        persist.write_rank(tmp_path / "p", source, Version(2, 301), ORIGIN)
+
+
+PARTS = {"length": 3, "header": 40, "digest table": -(NBYTES + 8), "data": -5000, "small state": -2}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_flipped_bit_anywhere_in_a_file_is_found_and_the_slot_is_not_restorable(
+    make: Callable[..., Segment], tmp_path: Path, part: str
+) -> None:
+    folder, (source, _) = written(make, tmp_path)
+    path = folder / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    small = len(source.small(0))
+    at = PARTS[part] - (small if part in ("digest table", "data") else 0)
+    content[at] ^= 0x10
+    path.write_bytes(content)
+    target = make(0, "to")
+    with pytest.raises(StorageError, match="rank-00000.safetensors"):
+        persist.read_rank(folder, target, V, TOKEN)
+    assert not any(slot.state is SlotState.CLEAN for slot in target.slots())
+
+
+@pytest.mark.parametrize("left", [0, 5, 500, NBYTES // 2, -1])
+def test_a_truncated_file_is_found(make: Callable[..., Segment], tmp_path: Path, left: int) -> None:
+    folder, _ = written(make, tmp_path)
+    path = folder / "rank-00001.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, left if left >= 0 else size + left)
+    with pytest.raises(StorageError, match=f"bytes where {size} were written"):
+        persist.read_rank(folder, make(1, "to"), V, TOKEN)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.json"])
+def test_a_file_that_is_missing_is_named(make: Callable[..., Segment], tmp_path: Path, name: str) -> None:
+    folder, _ = written(make, tmp_path)
+    (folder / name).unlink()
+    with pytest.raises(StorageError, match=name):
+        persist.read_rank(folder, make(0, "to"), V, TOKEN)
+
+
+def test_the_files_of_two_ranks_exchanged_are_found(make: Callable[..., Segment], tmp_path: Path) -> None:
+    folder, _ = written(make, tmp_path)
+    for name in (checkpoint.data_file, checkpoint.record_file):
+        os.rename(folder / name(0), folder / "x")
+        os.rename(folder / name(1), folder / name(0))
+        os.rename(folder / "x", folder / name(1))
+    with pytest.raises(StorageError, match="it is of rank 1"):
+        persist.read_rank(folder, make(0, "to"), V, TOKEN)
+
+
+@pytest.mark.parametrize("changed", [{"layout": 7}, {"nbytes": NBYTES + 64}, {"buckets": 2}])
+def test_another_layout_is_refused_by_name_and_nothing_is_touched(
+    make: Callable[..., Segment], tmp_path: Path, changed: dict[str, int]
+) -> None:
+    folder, _ = written(make, tmp_path)
+    target = make(0, "to", replace(SHAPE, **changed))
+    before = target.bytes.copy()
+    with pytest.raises(ResumeError, match="rank 0: .*v2-300 was laid out otherwise .*--ftp-resume fresh"):
+        persist.read_rank(folder, target, V, TOKEN)
+    assert np.array_equal(target.bytes, before)
+
+
+def test_a_superseded_incarnation_reads_nothing_into_a_slot(make: Callable[..., Segment], tmp_path: Path) -> None:
+    folder, _ = written(make, tmp_path)
+    target = make(0, "to")
+    with pytest.raises(FencedError, match=f"token {TOKEN - 1} was superseded by {TOKEN}"):
+        persist.read_rank(folder, target, V, TOKEN - 1)
+    assert not any(slot.state is SlotState.CLEAN for slot in target.slots())
+
+
+def test_a_full_disk_leaves_no_file(make: Callable[..., Segment], tmp_path: Path) -> None:
+    source = make(0)
+    capture(source, V, 1)
+    faults.arm("persist.write@rank=0:enospc")
+    with pytest.raises(OSError) as caught:
+        persist.write_rank(tmp_path / "p", source, V, ORIGIN)
+    assert caught.value.errno == errno.ENOSPC and os.listdir(tmp_path / "p") == []
+
+
+# ---- complete or not ----
+
+
+@pytest.mark.parametrize("point", ["persist.file", "persist.rename"])
+def test_a_file_has_no_name_before_it_is_durable(make: Callable[..., Segment], tmp_path: Path, point: str) -> None:
+    source = make(0)
+    capture(source, V, 1)
+    faults.arm(f"{point}:raise")
+    with pytest.raises(RuntimeError, match=point):
+        persist.write_rank(tmp_path / "p", source, V, ORIGIN)
+    assert os.listdir(tmp_path / "p") == []
+
+
+def test_a_file_that_is_there_is_not_written_twice_and_one_of_another_content_is_replaced(
+    make: Callable[..., Segment], tmp_path: Path
+) -> None:
+    source = make(0)
+    capture(source, V, 1)
+    first = persist.write_rank(tmp_path / "p", source, V, ORIGIN)
+    path = tmp_path / "p" / "rank-00000.safetensors"
+    inode = path.stat().st_ino
+    assert persist.write_rank(tmp_path / "p", source, V, ORIGIN) == first and path.stat().st_ino == inode
+    capture(source, V, 2)
+    assert persist.write_rank(tmp_path / "p", source, V, ORIGIN) != first
+    os.truncate(path, 100)
+    persist.write_rank(tmp_path / "p", source, V, ORIGIN)
+    assert path.stat().st_size == first.nbytes
+
+
+def test_a_rank_counts_when_its_file_is_there_and_is_of_this_version_and_job(
+    make: Callable[..., Segment], tmp_path: Path
+) -> None:
+    folder = checkpoint.partial_of(tmp_path, V)
+    for rank in (1, 0):
+        source = make(rank)
+        capture(source, V, rank)
+        persist.write_rank(folder, source, V, ORIGIN)
+        assert checkpoint.missing(folder, ORIGIN, V) == ([0] if rank else [])
+    assert checkpoint.missing(folder, replace(ORIGIN, world_size=3), V) == [2]
+    assert checkpoint.missing(folder, replace(ORIGIN, fingerprint={}), V) == [0, 1]
+    assert checkpoint.missing(folder, ORIGIN, Version(2, 301)) == [0, 1]
+    os.truncate(folder / "rank-00001.safetensors", 100)
+    assert checkpoint.missing(folder, ORIGIN, V) == [1]
+
+
+@pytest.mark.parametrize("point", ["before", "after"])
+def test_the_manifest_makes_it_complete_whether_or_not_the_folder_was_renamed(
+    make: Callable[..., Segment], tmp_path: Path, point: str
+) -> None:
+    faults.arm(f"persist.manifest.{point}:raise")
+    with pytest.raises(RuntimeError):
+        written(make, tmp_path)
+    (found,) = checkpoint.listing(tmp_path)
+    assert (found.name, found.version, found.complete) == ("v2-300.partial", V, point == "after")
+    if point == "before":
+        return
+    assert found.fingerprint == ORIGIN.digest
+    persist.read_rank(tmp_path / found.name, make(0, "to"), V, TOKEN)
+    checkpoint.withdraw(tmp_path / found.name, [0, 1])
+    assert checkpoint.listing(tmp_path) == (found,), "what is complete is not withdrawn"
+    checkpoint.publish(tmp_path / found.name, checkpoint.folder_of(tmp_path, V))
+    assert checkpoint.is_complete(tmp_path / "v2-300", ORIGIN)
+
+
+def test_the_listing_tells_complete_unfinished_and_damaged_ones_and_nothing_else(
+    make: Callable[..., Segment], tmp_path: Path
+) -> None:
+    assert checkpoint.listing(tmp_path / "nothing") == ()
+    written(make, tmp_path)
+    shutil.copytree(tmp_path / "v2-300", tmp_path / "v2-400")
+    shutil.copytree(tmp_path / "v2-300", tmp_path / "v1-200")
+    manifest = tmp_path / "v2-300" / "manifest.json"
+    (tmp_path / "v1-200" / "manifest.json").write_text(manifest.read_text().replace('"seed": 1', '"seed": 2'))
+    (tmp_path / "v3-1.partial").mkdir()
+    for name in ("other", "v1", "v1-2-3", "wanted.json"):
+        (tmp_path / name).mkdir()
+    found = {each.name: each for each in checkpoint.listing(tmp_path)}
+    assert sorted(found) == ["v1-200", "v2-300", "v2-400", "v3-1.partial"]
+    assert [found[name].complete for name in sorted(found)] == [True, True, True, False]
+    assert "does not match its digest" in found["v1-200"].problem and found["v1-200"].fingerprint == ""
+    assert "of another version" in found["v2-400"].problem and found["v2-300"].problem == ""
+
+
+def test_what_is_there_of_another_job_is_not_taken_for_ours(make: Callable[..., Segment], tmp_path: Path) -> None:
+    folder, _ = written(make, tmp_path)
+    with pytest.raises(StorageError, match="the checkpoint of another job"):
+        checkpoint.is_complete(folder, replace(ORIGIN, fingerprint={"layers": 5}))
+    assert not checkpoint.is_complete(tmp_path / "v9-9", ORIGIN)
+
+
+def test_what_is_withdrawn_leaves_the_files_of_other_nodes(make: Callable[..., Segment], tmp_path: Path) -> None:
+    folder = checkpoint.partial_of(tmp_path, V)
+    for rank in range(2):
+        source = make(rank)
+        capture(source, V, rank)
+        persist.write_rank(folder, source, V, ORIGIN)
+    checkpoint.withdraw(folder, [0])
+    assert sorted(os.listdir(folder)) == ["rank-00001.json", "rank-00001.safetensors"]
+    checkpoint.withdraw(folder, [1])
+    assert not folder.exists()
+    checkpoint.withdraw(folder, [1])
+
+
+def test_removing_is_done_whole_or_leaves_something_incomplete(
+    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = written(make, tmp_path)
+
+    def dies(path: Path) -> None:
+        raise OSError(errno.EIO, "it died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", dies)
+        with pytest.raises(OSError):
+            checkpoint.remove(folder)
+    assert [each.complete for each in checkpoint.listing(tmp_path)] == [False]
+    checkpoint.remove(folder)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_memory_that_writing_takes_is_bounded(make: Callable[..., Segment], tmp_path: Path) -> None:
+    """256 MiB are written with less than 64 MiB more in memory, the mapped segment itself not counted."""
+    nbytes, bucket = 256 << 20, 4 << 20
+    shape = Shape(nbytes, 300, nbytes // bucket, 1, 3)
+    path = path_of(f"t{os.getpid()}", "big", 0)
+    segments.create(path, shape, 0, {})
+    try:
+        source = Segment(path)
+        source.ranges = [(at, bucket) for at in range(0, nbytes, bucket)]
+        source.token = TOKEN
+        capture(source, V, 1)
+        before = _anonymous_kib()
+        peak = 0
+
+        def look(piece: int) -> None:
+            nonlocal peak
+            peak = max(peak, _anonymous_kib() - before)
+
+        persist.write_rank(tmp_path / "p", source, V, Origin("job", 1, {}), look)
+    finally:
+        path.unlink()
+    assert (tmp_path / "p" / "rank-00000.safetensors").stat().st_size > nbytes
+    assert peak < 64 << 10, f"{peak} KiB"
+    shutil.rmtree(tmp_path / "p")
+
+
+def _anonymous_kib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))

@@ -1,0 +1,118 @@
+"""Which version is written and what is removed: nodes that decide alone decide alike, and nothing that counts goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.snapshot.retention import (
+    Offer,
+    Storage,
+    Stored,
+    candidates,
+    due,
+    held_by_job,
+    name_ahead,
+    next_turn,
+    surplus,
+)
+from ft_plugins.snapshot.slots import Version
+
+STORAGE = Storage("/ck", interval=100, every=1, keep=2, world_size=4)
+
+
+def v(iteration: int, lineage: int = 1) -> Version:
+    return Version(lineage, iteration)
+
+
+@pytest.mark.parametrize(
+    ("held", "last", "alone", "expected"),
+    [
+        ([98, 99], None, True, None),
+        ([99, 100, 101], None, True, 100),
+        ([99, 100, 101], 100, True, None),
+        ([101, 102], None, True, 102),  # the turn was overwritten before it was seen
+        ([101, 102], None, False, None),  # other nodes may have seen it
+        ([101, 102], 100, True, None),
+        ([199, 200, 201], 100, False, 200),
+        ([99, 100], 101, True, None),
+    ],
+)
+def test_a_multiple_of_the_interval_is_due_once(
+    held: list[int], last: int | None, alone: bool, expected: int | None
+) -> None:
+    found = due([v(i) for i in held], STORAGE, v(last) if last else None, None, alone)
+    assert found == (v(expected) if expected else None)
+
+
+def test_without_an_interval_nothing_is_due_but_what_was_named() -> None:
+    quiet = replace(STORAGE, interval=0)
+    assert due([v(100), v(200)], quiet, None, None, True) is None
+    assert due([v(100), v(200)], quiet, None, v(200), True) == v(200)
+    assert next_turn(100, quiet, None) is None and next_turn(100, quiet, v(200)) == 200
+
+
+def test_a_restored_version_that_lies_in_storage_is_not_due_again_and_the_next_turn_of_its_lineage_is() -> None:
+    assert due([v(100), v(101, 2)], STORAGE, v(100), None, True) is None
+    assert due([v(101, 2), v(200, 2)], STORAGE, v(100), None, True) == v(200, 2)
+    assert due([v(100, 2)], STORAGE, v(100), None, True) == v(100, 2), "captured anew after an older one was restored"
+
+
+@given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 300))
+def test_every_multiple_has_one_snapshot_and_next_turn_announces_it(interval: int, every: int, completed: int) -> None:
+    storage = replace(STORAGE, interval=interval, every=every)
+    turns = [i for i in range(every, 1000, every) if due([v(i)], storage, None, None, False)]
+    assert set(turns) == {i for m in range(interval, 1000, interval) if (i := -(-m // every) * every) < 1000}
+    assert next_turn(completed, storage, None) == min(i for i in turns if i > completed)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 50), st.floats(0, 1000))
+def test_a_name_is_of_a_snapshot_that_nobody_has_begun(completed: int, every: int, rate: float) -> None:
+    named = name_ahead(3, completed, every, rate)
+    assert named.lineage == 3 and named.iteration % every == 0
+    assert named.iteration > completed + every, "the next one may be begun already"
+    assert named.iteration >= completed + 3 * rate - 1e-6, "seconds ahead, for all to have heard of it"
+
+
+def test_nodes_at_rest_write_the_newest_that_all_of_them_offer() -> None:
+    first, second = Offer((0, 1), (v(7), v(8))), Offer((2, 3), (v(6), v(7)))
+    assert held_by_job([first, second], 4) == v(7)
+    assert held_by_job([first], 4) is None, "two ranks have not said"
+    assert held_by_job([first, Offer((2, 3), (v(8, 2),))], 4) is None, "another lineage is another version"
+
+
+def stored(version: Version, complete: bool = True, fingerprint: str = "f") -> Stored:
+    return Stored(version, f"v{version.lineage}-{version.iteration}", complete, fingerprint if complete else "")
+
+
+def test_the_newest_are_kept_and_what_was_never_finished_before_them_goes() -> None:
+    found = [
+        stored(v(100)),
+        stored(v(200)),
+        stored(v(300, 2)),
+        stored(v(150), complete=False),
+        stored(v(250, 2), complete=False),
+        stored(v(400, 2), complete=False),
+        stored(v(90), fingerprint="another"),
+    ]
+    assert [each.version for each in surplus(found, 2, "f")] == [v(100), v(150), v(250, 2)]
+    assert [each.version for each in surplus(found, 1, "f")] == [v(100), v(150), v(200), v(250, 2)]
+    assert surplus(found, 2, "nobody") == (), "nothing of ours is complete: nothing may go"
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9), st.booleans()), unique_by=lambda t: t[:2]))
+def test_pruning_leaves_the_newest_complete_ones(entries: list[tuple[int, int, bool]]) -> None:
+    found = [stored(Version(lineage, iteration), complete) for lineage, iteration, complete in entries]
+    left = [each for each in found if each not in surplus(found, 2, "f")]
+    complete = sorted((each.version for each in found if each.complete), reverse=True)
+    assert sorted((each.version for each in left if each.complete), reverse=True) == complete[:2]
+    assert [each.version for each in candidates(left, "f")] == complete[:2]
+
+
+def test_candidates_are_those_of_the_job_and_those_that_cannot_say_whose_they_are() -> None:
+    damaged = Stored(v(300), "v1-300", True, "", "its manifest is damaged")
+    found = [stored(v(100)), stored(v(200), fingerprint="another"), stored(v(400), complete=False), damaged]
+    assert candidates(found, "f") == (damaged, stored(v(100)))
