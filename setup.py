@@ -29,6 +29,7 @@ setup(
         "xxhash",
         "psutil",
         "msgpack",
+        "safetensors>=0.8",
         "typer",
         "rich",
     ],
@@ -37,6 +38,7 @@ setup(
         "console_scripts": [
             "ft-run = ft_plugins.launcher.command:main",
             "ft-plugins = ft_plugins.cli:main",
-        ]
+        ],
+        "torchrun.handlers": ["ft_plugins = ft_plugins.launcher.plugin:torchrun_handler"],
     },
 )

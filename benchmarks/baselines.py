@@ -10,10 +10,12 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 GIB = 1 << 30
 REPEATS = 7
+XOR_BYTES = 256 << 10
 
 
 def seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -36,3 +38,19 @@ def memcpy(nbytes: int = GIB) -> float:
         return seconds(lambda: destination.copy_(source))
     finally:
         torch.set_num_threads(threads)
+
+
+def xor_work(nbytes: int = GIB) -> Callable[[], None]:
+    """An in-place XOR of one array of `nbytes` into another by NumPy, in blocks of 256 KiB: to be timed by the caller.
+
+    Both arrays are aligned, as memory that is mapped is, and touched before.
+    """
+    source = torch.ones(nbytes, dtype=torch.uint8).numpy()
+    target = torch.ones(nbytes, dtype=torch.uint8).numpy()
+
+    def work() -> None:
+        for start in range(0, nbytes, XOR_BYTES):
+            block = target[start : start + XOR_BYTES]
+            np.bitwise_xor(block, source[start : start + XOR_BYTES], out=block)
+
+    return work

@@ -20,8 +20,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -30,8 +30,15 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from ..config import Config, worker_environment
 from ..errors import ProtectionError
 from ..events import Events
+from .rendezvous import Rendezvous
 from .restarts import NodeLoss, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
+
+_ROUNDS_LOST = 5  # in a row, each by a node that was lost while workers were about to start
+
+
+class _RoundEnded(Exception):
+    """The round has ended while this node, whose workers had succeeded, waited for the others."""
 
 
 class ProgressAgent(LocalElasticAgent):
@@ -61,16 +68,44 @@ class ProgressAgent(LocalElasticAgent):
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
 
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Torch's; where the round ends while others are waited for, workers are started again for the next one."""
+        while True:
+            try:
+                result: RunResult = super()._invoke_run(role)
+                return result
+            except _RoundEnded:
+                self._worker_group.spec.max_restarts += 1  # not counted, as any change of the nodes
+
+    def _exit_barrier(self) -> None:
+        """Torch's, which takes a lost node for one that has finished, unless the rendezvous knows better."""
+        handler = self._worker_group.spec.rdzv_handler
+        if not isinstance(handler, Rendezvous):
+            super()._exit_barrier()
+        elif not handler.wait_for_all(self._exit_barrier_timeout):
+            raise _RoundEnded
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Torch's; and again, a few times, when the round's store is lost before workers were started."""
+        for left in reversed(range(_ROUNDS_LOST)):
+            try:
+                super()._initialize_workers(worker_group)
+                return
+            except DistError as error:
+                if not left or not isinstance(worker_group.spec.rdzv_handler, Rendezvous):
+                    raise
+                self._events.emit("round.lost", reason=f"{type(error).__name__}: {error}")
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Torch's, and then a store for this incarnation alone, where torch would hand out one for the agent's life.
 
         In that one, the workers of a restart find what the dead ones wrote: addresses and NCCL ids of processes that
         are gone (seen; pytorch issue 135712). A rendezvous that leaves the store to rank 0 of the workers, as torch can
-        be told to, has a new one each time anyway.
+        be told to, has a new one each time anyway, and so has ours.
         """
         super()._rendezvous(worker_group)
         spec = worker_group.spec
-        if not spec.rdzv_handler.use_agent_store:
+        if not spec.rdzv_handler.use_agent_store or isinstance(spec.rdzv_handler, Rendezvous):
             return
         group: Any = worker_group
         exchange = self._exchange(worker_group)

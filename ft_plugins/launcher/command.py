@@ -27,10 +27,15 @@ from ..config import Config, add_flags, run_directory
 from ..errors import EXIT_REFUSED, ConfigError, FtError
 from . import identity
 from .launch import Outcome, launch
+from .plugin import BACKEND
 from .watcher import Job
 
 _WORKER = "ft_plugins.launcher.worker"
+_STATIC = "static"  # ranks and addresses given by the user: nobody can be replaced
+_STATIC_FLAGS = {"node_rank": "--node-rank", "master_addr": "--master-addr", "master_port": "--master-port"}
 _UNSET = None
+_USUAL = {"max_restarts": 0, "rdzv_backend": _STATIC, "node_rank": 0, "master_addr": "127.0.0.1"}  # torchrun's
+_NO_ID = "none"  # torchrun's
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,14 @@ class Plan:
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's parser with our flags; `max_restarts` is None unless it was given."""
+    """torchrun's parser with our flags; what stands in `_USUAL` is None unless it was given."""
     found: argparse.ArgumentParser = get_args_parser()
     found.prog = "ft-run"
     found.description = "torchrun for jobs that survive failures. Takes torchrun's arguments; see the group ft_plugins."
     add_flags(found)
-    if found.get_default("max_restarts") == 0:  # text if it comes from the environment
-        found.set_defaults(max_restarts=_UNSET)
+    for name, usual in _USUAL.items():
+        if found.get_default(name) == usual:  # another one, or text for a number, if it comes from the environment
+            found.set_defaults(**{name: _UNSET})
     return found
 
 
@@ -70,6 +76,8 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
         raise ConfigError("--no-python: hooks are installed by Python in each rank; name the Python script itself")
     if not (options.module or options.no_python) and not os.path.exists(os.path.join(folder, options.training_script)):
         raise ConfigError(f"script {options.training_script}: there is no such file in {folder}")
+    if config.systems:
+        _require_replaceable(options)
     id_given = "" if options.standalone else options.rdzv_id
     script, arguments = options.training_script, options.training_script_args
     return Plan(
@@ -84,9 +92,7 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
 def execute(plan: Plan) -> Outcome:
     """Run the planned job to its end. Raises what `launch` raises."""
     options = argparse.Namespace(**vars(plan.torch))
-    if options.max_restarts is _UNSET:
-        options.max_restarts = 0
-    _choose_rendezvous(options)
+    _choose_rendezvous(options, plan)
     options.run_path = False  # our worker runs the script in this way anyway
     config, command, arguments = config_from_args(options)
     if not options.no_python:
@@ -99,9 +105,35 @@ def execute(plan: Plan) -> Outcome:
     return launch(config, command, arguments, job=job, bounded=plan.bounded, name=options.training_script)
 
 
-def _choose_rendezvous(options: argparse.Namespace) -> None:
-    """What torchrun's `run` does: one node needs no endpoint, and gets an id of its own."""
-    alone = options.rdzv_backend == "static" and not options.rdzv_endpoint and options.master_port is None
+def _require_replaceable(options: argparse.Namespace) -> None:
+    """Refuse several nodes whose places are fixed by their command lines. Raises ConfigError."""
+    if options.standalone or parse_min_max_nnodes(options.nnodes)[1] == 1:
+        return
+    given = [flag for name, flag in _STATIC_FLAGS.items() if getattr(options, name) is not _UNSET]
+    if options.rdzv_backend == _STATIC:
+        given.insert(0, "--rdzv-backend static")
+    elif options.rdzv_backend is not _UNSET or not given and options.rdzv_endpoint:
+        return
+    raise ConfigError(
+        f"--nnodes {options.nnodes} with {', '.join(given) or 'no --rdzv-endpoint'}: a lost node could not be replaced "
+        f"where places are fixed; give --rdzv-endpoint host:port of any one node, the same on all nodes"
+        + (f", and drop {', '.join(given)}" if given else "")
+    )
+
+
+def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
+    """With a system on, an endpoint means ours unless another was named: it keeps ranks in place and outlives nodes.
+
+    Else what torchrun's `run` does: one node needs no endpoint, and gets an id of its own.
+    """
+    if plan.protected and options.rdzv_backend is _UNSET and options.rdzv_endpoint and not options.standalone:
+        options.rdzv_backend = BACKEND
+        if options.rdzv_id == _NO_ID:
+            options.rdzv_id = plan.job
+    for name, usual in _USUAL.items():
+        if getattr(options, name) is _UNSET:
+            setattr(options, name, usual)
+    alone = options.rdzv_backend == _STATIC and not options.rdzv_endpoint and options.master_port is None
     if options.standalone or (alone and parse_min_max_nnodes(options.nnodes)[1] == 1):
         options.rdzv_backend = "c10d"
         options.rdzv_endpoint = "localhost:0"

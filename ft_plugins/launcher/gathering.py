@@ -13,7 +13,6 @@ In: applications and looks of nodes, the time. Out: the phase, a `Roster` for ea
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -135,6 +134,7 @@ class Gathering:
             self.leave(token)
         self._waiting[application.token] = application
         self._heard[application.token] = now
+        self._reopen()
         return True
 
     def hear(self, token: str, now: float) -> bool:
@@ -150,9 +150,9 @@ class Gathering:
 
     def leave(self, token: str) -> None:
         """A node does not wait any more."""
-        if self._waiting.pop(token, None) and self.proposal and token in self.proposal.ranks:
-            if self.phase is Phase.PROPOSED:
-                self._turn(Phase.OPEN)
+        self._waiting.pop(token, None)
+        if self.phase is Phase.PROPOSED and self.proposal and token in self.proposal.ranks:
+            self._turn(Phase.OPEN)
 
     def serve(self, token: str, store: str) -> None:
         """The node of rank 0 tells where the store of the proposed round is."""
@@ -172,19 +172,20 @@ class Gathering:
             self._heard = {token: at + slept for token, at in self._heard.items()}
         for token in [token for token in self._waiting if now - self._heard[token] > self._silence]:
             self.leave(token)
-        if self.phase is Phase.COMPLETE and self._could_be_better():
-            self._turn(Phase.OPEN)
+        self._reopen()
         if self.phase is Phase.OPEN:
             self._choose(now)
         elif self.phase is Phase.PROPOSED and self.proposal and self.proposal.store:
-            if all(self._heard[token] > self.proposal.since for token in self.proposal.ranks):
+            chosen, since = self.proposal.ranks, self.proposal.since
+            if all(self._heard[token] > since for token in chosen):
                 self._complete(self.proposal)
 
-    def _could_be_better(self) -> bool:
-        """Whether a node of the complete round is back, or there are enough nodes for a larger one."""
+    def _reopen(self) -> None:
+        """End a complete round of which a node is back, or for which there are enough nodes to be larger."""
         size, waiting = len(self._members), self._waiting.values()
         back = any(found.node in self._members for found in waiting)
-        return back or self._rules.fit(size + len(waiting)) > size
+        if self.phase is Phase.COMPLETE and (back or self._rules.fit(size + len(waiting)) > size):
+            self._turn(Phase.OPEN)
 
     def _choose(self, now: float) -> None:
         candidates = self._candidates()
@@ -208,7 +209,7 @@ class Gathering:
         return found
 
     def _complete(self, proposal: Proposal) -> None:
-        by_rank = [self._waiting.pop(token) for token in sorted(proposal.ranks, key=lambda token: proposal.ranks[token])]
+        by_rank = [self._waiting.pop(token) for token in sorted(proposal.ranks, key=proposal.ranks.__getitem__)]
         members = tuple(Place(found.node, found.endpoint) for found in by_rank)
         self._members = {found.node: found.token for found in by_rank}
         self.roster = Roster(proposal.round, members, tuple(self.places))
@@ -219,7 +220,8 @@ class Gathering:
     def _turn(self, phase: Phase) -> None:
         if phase not in _NEXT[self.phase]:
             raise RuntimeError(f"a round cannot go from {self.phase.value} to {phase.value}")
-        self.phase = phase
         if phase is Phase.OPEN:
-            self._enough_since = None
             self.proposal = None
+        if self.phase is Phase.COMPLETE:
+            self._enough_since = None
+        self.phase = phase

@@ -29,12 +29,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ..config import Config
-from ..errors import FtError, ProtectionError
+from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Events, file_sink
 from ..smp import client as smp
-from . import worker
+from . import plugin, worker
 from .agent import ProgressAgent
 from .ownership import Ownership
+from .rendezvous import Rendezvous
 from .restarts import Status
 from .watcher import Job, Watcher
 
@@ -92,6 +93,9 @@ def launch(
         try:
             outcome = _run(config, entrypoint, args, job, watcher, events, bounded)
             status = outcome.status
+        except ConfigError:
+            status = "refused"
+            raise
         except SignalException:
             status = "signalled"
             if watcher:
@@ -175,7 +179,7 @@ def _run(
     bounded: bool,
 ) -> Outcome:
     """Construct the agent and run it."""
-    handler, spec = _specify(config, entrypoint, args, bounded)
+    handler, spec = _specify(config, entrypoint, args, job, bounded)
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch know more of them
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
@@ -199,7 +203,11 @@ def _run(
         raise
     finally:
         if close:
+            if isinstance(handler, Rendezvous):
+                handler.in_order = result is not None and result.state == WorkerState.SUCCEEDED
             handler.shutdown()
+    if result is None and isinstance(handler, Rendezvous) and handler.not_needed:
+        return Outcome("succeeded", "this node was a spare, and not needed")
     if result is None:
         return Outcome("failed", f"{why}; see the output of the other nodes", restarts=agent.restarts)
     if result.state == WorkerState.SUCCEEDED:
@@ -209,9 +217,13 @@ def _run(
 
 
 def _specify(
-    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any], bounded: bool
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any], job: Job | None, bounded: bool
 ) -> tuple[RendezvousHandler, WorkerSpec]:
     """The rendezvous and the workers, as `launch_agent` derives them from its configuration."""
+    told = {}
+    if config.rdzv_backend == plugin.BACKEND:
+        rendezvous_registry.handler_registry.register(plugin.BACKEND, plugin.create)  # also where none is installed
+        told = {"node_name": job.node, "run_dir": job.run_dir} if job else {}
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -219,7 +231,7 @@ def _specify(
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr,
-        **config.rdzv_configs,
+        **(told | config.rdzv_configs),
     )
     master_addr, master_port = _get_addr_and_port(parameters)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle  # read when workers are started

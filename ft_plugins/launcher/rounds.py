@@ -16,14 +16,20 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 
+LIMIT = 1 << 32  # what counts rounds, ranks and generations comes nowhere near
+
 
 @dataclass(frozen=True, order=True)
 class Seat:
-    """The rank that a node had in a round of so many nodes. Later rounds are greater."""
+    """The rank that a node had in a round of so many nodes. Later rounds are greater. Raises ValueError."""
 
     round: int
     rank: int
     size: int
+
+    def __post_init__(self) -> None:
+        if not (0 < self.round <= LIMIT and 0 <= self.rank < self.size <= LIMIT):
+            raise ValueError(f"expected a round from 1 and a rank below the size, found {self}")
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,8 @@ class JobNodes:
                 frozenset(Version(*version) for version in found["parity"]),
                 found["position"],
                 found["plan"],
+                dict(found["completed"]),
+                found["lineage"],
             )
             for found in self._ask(lambda client: client.inventory())
         ]

@@ -41,13 +41,16 @@ class NodeFacts:
     """What a node's SMP can hand out before recovery; nodes are numbered as they stand now.
 
     `parity` are the versions that are complete in what it keeps for the `position` at which it stood then, by the plan
-    with digest `plan`.
+    with digest `plan`. `completed` is what the ranks whose segments are there had reached, as in `RankFacts`; `lineage`
+    the newest that was opened there.
     """
 
     slots: Mapping[int, frozenset[Version]]  # by rank
     parity: frozenset[Version] = frozenset()
     position: int | None = None
     plan: int = 0
+    completed: Mapping[int, int] = field(default_factory=dict)
+    lineage: int = 0
 
 
 class Way(str, Enum):
@@ -122,9 +125,12 @@ def plan_recovery(
     `exchange` is the plan for the job as it is now, `plan_digest` its digest: parity of another plan is of no use.
     """
     own = {rank.rank: {v for v in rank.holds() if (rank.rank, v) not in corrupt} for rank in facts}
-    known = [rank for rank in facts if rank.lineage or rank.completed]  # a segment made just now knows nothing
-    lineage = max(rank.lineage for rank in facts) + 1
-    completed = min((rank.completed for rank in known), default=0)
+    # a segment made just now knows nothing of what its rank had reached; where a rank has moved, its old one does
+    reached = {rank.rank: rank.completed for rank in facts if rank.lineage or rank.completed}
+    for rank, iteration in ((rank, done) for node in nodes for rank, done in node.completed.items() if done):
+        reached[rank] = max(iteration, reached.get(rank, 0))
+    lineage = 1 + max([rank.lineage for rank in facts] + [node.lineage for node in nodes])
+    completed = min(reached.values(), default=0)
     candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
     for version in sorted(candidates, reverse=True):
         found = _sources(version, own, corrupt, nodes, exchange, plan_digest)
@@ -152,6 +158,7 @@ def plan_recovery(
         reason = f"{reason}; {why}"
     # a rank that holds two versions began the second when all ranks had the first (the fence): that one is gone
     state_lost = bool(held_by_all) or any(len(versions) > 1 for versions in held.values())
+    state_lost = state_lost or any(node.parity for node in nodes)  # what has counted once was held by all
     return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost)
 
 

@@ -92,7 +92,7 @@ class StorageTier:
                     f"--reft-checkpoint-dir: {self._base} cannot be used ({shelf.unreachable}); "
                     "make it a folder that all nodes share and may write to, or drop the key"
                 )
-            self._report("storage.unreachable", shelf.unreachable)
+            self._report_once("storage.unreachable", shelf.unreachable)
         memory_lineage = found.lineage - 1
         found = replace(found, lineage=max(found.lineage, shelf.lineage + 1))
         damaged = ""

@@ -2,7 +2,7 @@
 
 Invariant: the same bytes as blocked.py. All arrays are uint8, contiguous and of the target's size; any length, any
 alignment. The loops are written for bytes: LLVM makes of them what the processor has, four vector instructions for a
-doubling. There is one loop for each number of sources, compiled when it is first called: 0.2 to 0.7 s, once per
+doubling. There is one loop for each number of sources, compiled when it is first called: 0.2 to 1.2 s, once per
 process and number, with the lock held. Whoever cannot wait then calls once at start, with a few bytes. Nothing is kept
 on disk; threads may call, and compile, at the same time.
 

@@ -1,11 +1,186 @@
-"""PLACEHOLDER of the lead until the real kernels are written: overwrite this file."""
+"""Parity of bytes: sums over GF(256) of uint8 arrays, added in place, with or without verification on the way.
+
+Invariant: a source that is shorter than its target counts as followed by zeros, one that is longer is refused. Which
+loops do the work is decided here, once, when this module is imported: compiled by numba (the `fast` extra), or NumPy in
+blocks that stay in cache. Both give the same bytes. A call of many megabytes is one native call with numba and gives
+the interpreter's lock back for as long; NumPy comes back for it at every block. Nothing is kept between calls, and
+threads may call at the same time, for different targets.
+
+In: one-dimensional contiguous uint8 arrays at any address, of any length; sources may be read-only.
+Out: changed targets. Raises ValueError for arrays that do not go together, before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
-from .field import times
+from ..errors import CorruptSlotError
+from . import blocked
+from .field import power
 
-_TABLES = np.array([[times(a, b) for b in range(256)] for a in range(256)], dtype=np.uint8)
+Bytes = npt.NDArray[np.uint8]
+
+AT_ONCE = 8  # sources that one loop takes: with more, their streams get into each other's way
+WHOLE_BYTES = 1 << 20  # a bucket of so many bytes is still in cache when its digest is known
+DIGEST_BYTES = 256 << 10
 
 
-def scale_xor_into(target, source, factor):  # type: ignore[no-untyped-def]
-    target ^= source if factor == 1 else _TABLES[factor][source]
+class Loops(Protocol):
+    """What blocked.py and compiled.py have in common. At least one source, all of the target's size."""
+
+    def xor(self, target: Bytes, sources: Sequence[Bytes]) -> None:
+        """target += sum of sources."""
+        ...
+
+    def scale(self, target: Bytes, source: Bytes, factor: int) -> None:
+        """target += factor * source."""
+        ...
+
+    def pq(self, p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int) -> None:
+        """p += sum of sources, q += factor * sum_j 2**j sources[j]."""
+        ...
+
+
+def _choose() -> Loops:
+    try:
+        from . import compiled
+    except ImportError:
+        return blocked
+    return compiled
+
+
+LOOPS = _choose()
+
+
+def xor_into(target: Bytes, source: Bytes, loops: Loops = LOOPS) -> None:
+    """target += source."""
+    xor_many_into(target, (source,), loops)
+
+
+def xor_many_into(target: Bytes, sources: Sequence[Bytes], loops: Loops = LOOPS) -> None:
+    """target += sum of sources; the target passes through the cache once for all of them."""
+    _check((target,), sources)
+    for start, stop, present in _ranges(sources):
+        for first in range(0, len(present), AT_ONCE):
+            parts = [sources[at][start:stop] for at in present[first : first + AT_ONCE]]
+            loops.xor(target[start:stop], parts)
+
+
+def scale_xor_into(target: Bytes, source: Bytes, factor: int, loops: Loops = LOOPS) -> None:
+    """target += factor * source; factor 1 is plain XOR, 0 does nothing."""
+    _check((target,), (source,))
+    if not 0 <= factor <= 255:
+        raise ValueError(f"{factor} is no number of GF(256): expected 0 to 255")
+    if not factor or not source.size:
+        return
+    if factor == 1:
+        loops.xor(target[: source.size], (source,))
+    else:
+        loops.scale(target[: source.size], source, factor)
+
+
+def pq_into(p: Bytes, q: Bytes, sources: Sequence[Bytes], exponents: Sequence[int], loops: Loops = LOOPS) -> None:
+    """p += sum_j sources[j] and q += sum_j 2**exponents[j] sources[j], reading each source once.
+
+    Sources whose exponents follow each other share a pass over memory, which is fastest for a stripe's data as a whole.
+    """
+    _check((p, q), sources)
+    if len(exponents) != len(sources):
+        raise ValueError(f"{len(sources)} sources have {len(exponents)} exponents")
+    for start, stop, present in _ranges(sources):
+        for run in _runs(present, exponents):
+            parts = [sources[at][start:stop] for at in run]
+            loops.pq(p[start:stop], q[start:stop], parts, power(exponents[run[0]]))
+
+
+def digest_xor_into(
+    target: Bytes,
+    source: Bytes,
+    buckets: Sequence[tuple[int, int, int]],
+    factor: int = 1,
+    name: str = "source",
+    loops: Loops = LOOPS,
+) -> None:
+    """target += factor * source, where every bucket (offset, nbytes, xxh3-64) of the source has been verified.
+
+    The buckets cover the source from end to end, so that no byte goes in unseen. Of a source that is longer than the
+    target all is verified, and what fits is added.
+
+    Raises CorruptSlotError at the first bucket that does not match. The buckets before it have been added by then, and
+    of it nothing if it has at most WHOLE_BYTES. A larger one is digested and added block by block while it is in
+    cache, so its bytes have gone in: after an error of such a source the target is to be thrown away.
+    """
+    _check((target,), (source[: target.size],))
+    _check_cover(source, buckets, name)
+    for number, (offset, nbytes, digest) in enumerate(buckets):
+        step = max(nbytes, 1) if nbytes <= WHOLE_BYTES else DIGEST_BYTES
+        running = xxhash.xxh3_64()
+        for start in range(offset, offset + nbytes, step):
+            part = source[start : min(start + step, offset + nbytes)]
+            running.update(part.data)
+            if nbytes > WHOLE_BYTES:
+                _add(target, part, start, factor, loops)
+        if (found := running.intdigest()) != digest:
+            raise CorruptSlotError(
+                f"{name}: bucket {number} ({nbytes} bytes at {offset}) does not match its digest: expected "
+                f"{digest:016x}, found {found:016x}; what was made of it must not be used"
+            )
+        if nbytes <= WHOLE_BYTES:
+            _add(target, source[offset : offset + nbytes], offset, factor, loops)
+
+
+def _add(target: Bytes, part: Bytes, start: int, factor: int, loops: Loops) -> None:
+    """Add as much of `part` as the target has from `start` on."""
+    fitting = part[: max(0, target.size - start)]
+    scale_xor_into(target[start : start + fitting.size], fitting, factor, loops)
+
+
+def _ranges(sources: Sequence[Bytes]) -> Iterator[tuple[int, int, list[int]]]:
+    """Ranges over which the same sources still have bytes, and which ones."""
+    start = 0
+    for stop in sorted({source.size for source in sources} - {0}):
+        yield start, stop, [at for at, source in enumerate(sources) if source.size >= stop]
+        start = stop
+
+
+def _runs(present: Sequence[int], exponents: Sequence[int]) -> Iterator[list[int]]:
+    """The sources in runs of exponents that follow each other, ascending, at most AT_ONCE together."""
+    run: list[int] = []
+    for at in sorted(present, key=lambda at: exponents[at]):
+        if run and (exponents[at] != exponents[run[-1]] + 1 or len(run) == AT_ONCE):
+            yield run
+            run = []
+        run.append(at)
+    if run:
+        yield run
+
+
+def _check(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
+    for array in (*targets, *sources):
+        if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+            raise ValueError(
+                f"expected contiguous uint8 arrays of one dimension, found {array.dtype}, shape {array.shape}, "
+                f"strides {array.strides}"
+            )
+    if not all(target.flags.writeable for target in targets):
+        raise ValueError("a target is read-only: parity is added in place")
+    size = targets[0].size
+    if any(target.size != size for target in targets):
+        raise ValueError(f"targets of {[target.size for target in targets]} bytes are not of one size")
+    if any(source.size > size for source in sources):
+        raise ValueError(f"sources of {[source.size for source in sources]} bytes do not fit a target of {size}")
+
+
+def _check_cover(source: Bytes, buckets: Sequence[tuple[int, int, int]], name: str) -> None:
+    end = 0
+    for number, (offset, nbytes, _) in enumerate(buckets):
+        if offset != end or nbytes < 0:
+            raise ValueError(f"{name}: bucket {number} is {nbytes} bytes at {offset}, expected to start at {end}")
+        end += nbytes
+    if end != source.size:
+        raise ValueError(f"{name}: buckets cover {end} of {source.size} bytes: the rest would go in unverified")

@@ -94,8 +94,8 @@ class Placement:
 class Rebuild:
     """One lost thing of a stripe: `wanted`, which lay on `node`, is the sum of factor * source over GF(256).
 
-    A thing is ("data", node) or ("parity", 0 for P or 1 for Q); a source has its factor behind, 1 for plain XOR. What
-    lies beyond the end of the wanted piece is not needed of the sources. Pieces without bytes are no sources and have none.
+    A thing is ("data", node) or ("parity", 0 for P or 1 for Q); a source has its factor behind, 1 for plain XOR. Of
+    the sources as many bytes are needed as were wanted. Pieces without bytes are no sources, and have none.
     """
 
     stripe: int

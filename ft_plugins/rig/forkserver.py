@@ -8,6 +8,7 @@ In: a `JobSpec`. Out: a `RunningJob` with the agent's pid, its log and, when it 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -33,6 +34,7 @@ from ..smp import protocol
 
 _FORK_SECONDS = 60.0  # for the ranks of one incarnation to be forked
 _LOOK_SECONDS = 0.002
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class JobSpec:
     endpoint: str = "localhost:0"
     max_restarts: int | None = None  # None: as long as there is progress
     environment: dict[str, str] = field(default_factory=dict)
+    address: str = "localhost"  # of this node
+    rendezvous: str = "c10d"  # back-end
+    rendezvous_conf: dict[str, Any] = field(default_factory=dict)  # as of --rdzv-conf
+    namespace: str = ""  # network namespace that it runs in; '' for the one of the server
 
     @property
     def run_dir(self) -> Path:
@@ -177,6 +183,13 @@ def _together(entry: Callable[..., Any], nproc: int) -> Callable[..., Any]:
     return run
 
 
+def _host_of_store(spec: JobSpec) -> dict[str, str]:
+    """For c10d: whether this node serves the store. It finds that out by names, which do not resolve in a namespace."""
+    if spec.rendezvous != "c10d" or not spec.namespace:
+        return {}
+    return {"is_host": str(int(spec.endpoint.rpartition(":")[0] == spec.address))}
+
+
 def _run(spec: JobSpec) -> dict[str, Any]:
     """What ft-run does with a command line, for a spec."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -193,18 +206,26 @@ def _run(spec: JobSpec) -> dict[str, Any]:
         max_nodes=spec.nnodes,
         nproc_per_node=spec.nproc,
         run_id=spec.name,
-        rdzv_backend="c10d",
+        rdzv_backend=spec.rendezvous,
+        rdzv_configs=_host_of_store(spec) | spec.rendezvous_conf,
         rdzv_endpoint=spec.endpoint,
         max_restarts=spec.max_restarts or 0,
         monitor_interval=0.05,
         start_method="fork",
         logs_specs=DefaultLogsSpecs(),
-        local_addr="localhost",
+        local_addr=spec.address,
     )
     entry = _together(load(spec.entry), spec.nproc)
     job = Job(config, spec.name, spec.node, spec.run_dir) if config.systems else None
     outcome = launch(launch_config, entry, (list(spec.argv),), job=job, bounded=spec.max_restarts is not None)
     return {"status": outcome.status, "reason": outcome.reason, "restarts": outcome.restarts}
+
+
+def _enter(namespace: str) -> None:
+    """Join a network namespace, as `ip netns exec` would."""
+    with open(f"/run/netns/{namespace}") as found:
+        if ctypes.CDLL(None, use_errno=True).setns(found.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"the network namespace {namespace} cannot be entered")
 
 
 def _job(spec: JobSpec) -> None:
@@ -218,6 +239,8 @@ def _job(spec: JobSpec) -> None:
     for target in (1, 2):
         os.dup2(log, target)
     os.environ.update(spec.environment)
+    if spec.namespace:
+        _enter(spec.namespace)
     try:
         outcome = _run(spec)
     except BaseException as error:

@@ -104,8 +104,9 @@ class NodeTier:
             for segment in self._segments.values():
                 for slot in segment.slots():
                     segment.unpin(slot.index, Pin.SOURCE)
-            for rank in told_now.plan().ranks[told_now.position] if told_now.base is not None else ():
-                self._segments[rank].pin(told_now.base, Pin.NODE)  # kept until it, or a newer one, counts again
+            if told_now.base is not None:  # kept until it, or a newer one, counts again
+                for rank in told_now.plan().ranks[told_now.position]:
+                    self._segments[rank].pin(told_now.base, Pin.NODE)
             self._counted = self._pinned_on_all()
             self._run()
             return {"bytes": self._vault.nbytes, "resident_bytes": self._vault.resident_bytes}
@@ -131,6 +132,8 @@ class NodeTier:
             parity: list[Version] = list(self._vault.versions()) if self._vault else []
             return {
                 "slots": [[rank, sorted(map(astuple, versions))] for rank, versions in sorted(slots.items())],
+                "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
+                "lineage": max((segment.lineage for segment in self._segments.values()), default=0),
                 "parity": sorted(map(astuple, parity)),
                 "position": self._told.position if self._told else None,
                 "plan": self._told.digest if self._told else 0,
@@ -428,6 +431,8 @@ class NodeTier:
         with self._lock:
             self._end_exchange()
             self._coordinator = None
+            if self._vault is not None:
+                self._vault.pause()
         (self._run_dir / "lost.json").unlink(missing_ok=True)
 
     def close(self) -> None:

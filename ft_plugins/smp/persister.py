@@ -192,10 +192,11 @@ class Persister:
             self._answer_all("nothing")
             return FAR_SECONDS
         base = Path(storage.folder) / self._job
+        asked = list(self._calls)  # before the look: what comes later asks for what is not seen by this one
         for item in list(self._unfinished):
             self._complete(storage, base, item)
         near = self._turns.near(storage, segments)
-        if not (near or self._calls):
+        if not (near or asked):
             return self._turns.pause
         seen = view(segments, storage.world_size)
         origin = Origin(self._job, storage.world_size, next(iter(segments.values())).fingerprint)
@@ -203,7 +204,7 @@ class Persister:
         calls: list[Call] = []
         version = self._turns.due(storage, base, seen, self._last)
         if version is None:
-            version, calls = self._called(storage, base, seen)
+            version, calls = self._called(asked, storage, base, seen)
         if version is not None:
             self._write(base, origin, seen, version, calls)
             return 0.0
@@ -223,12 +224,14 @@ class Persister:
                     checkpoint.publish(path, final)
                 self._last, self._done = stored.version, (stored.version, final)
 
-    def _called(self, storage: Storage, base: Path, seen: View) -> tuple[Version | None, list[Call]]:
+    def _called(
+        self, asked: Sequence[Call], storage: Storage, base: Path, seen: View
+    ) -> tuple[Version | None, list[Call]]:
         """The version that was called for and is to be written now, and by whom; answers those who have it already."""
         version: Version | None = None
         takers: list[Call] = []
         pending = {item.version: item for item in self._unfinished}
-        for call in list(self._calls):
+        for call in asked:
             known = [*pending, *([self._done[0]] if self._done else [])]
             found = self._turns.called(call, storage, base, seen, known)
             if found is None:
@@ -288,7 +291,7 @@ class Persister:
             raise
         except Exception as error:  # of the file system, of a slot that was given up, of our own: this checkpoint's end
             checkpoint.withdraw(folder, ranks)
-            self._give_up(version, _words(error), calls)
+            self._give_up(base, version, _words(error), calls)
         finally:
             self._writing = None
             for segment, index in pinned:
@@ -322,7 +325,7 @@ class Persister:
         except Exception as error:
             self._unfinished.remove(item)
             checkpoint.withdraw(folder, item.ranks)
-            self._give_up(item.version, _words(error), item.calls)
+            self._give_up(base, item.version, _words(error), item.calls)
 
     def _finished(self, item: _Unfinished, path: Path) -> None:
         """A checkpoint is complete: what was begun before it need not be any more."""
@@ -340,12 +343,13 @@ class Persister:
             call.answer("done", **_facts(item.version), path=str(path))
         for older in [each for each in self._unfinished if each.version < item.version]:
             self._unfinished.remove(older)
-            self._give_up(older.version, "a newer checkpoint was complete first", older.calls)
+            self._give_up(path.parent, older.version, "a newer checkpoint was complete first", older.calls)
 
-    def _give_up(self, version: Version, reason: str, calls: Sequence[Call]) -> None:
+    def _give_up(self, base: Path, version: Version, reason: str, calls: Sequence[Call]) -> None:
         self._failed = reason
         kept = str(self._done[1]) if self._done else None
         self._events.emit("persist.failed", **_facts(version), reason=reason, newest_complete=kept)
+        Notices(base, self._node).withdraw()
         print(f"checkpoint of version {version}: {reason}; newest complete: {kept}", file=sys.stderr, flush=True)
         for call in calls:
             call.answer("failed", **_facts(version), reason=reason)

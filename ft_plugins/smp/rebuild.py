@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from .. import faults
 from ..errors import ResumeError, SegmentError
-from ..redundancy import kernels
 from ..redundancy.parity import Rebuild, plan_decode
 from ..redundancy.plan import ExchangePlan, Section
 from ..snapshot.segment import Segment
@@ -94,6 +93,8 @@ def _combine(
     target: Bytes, rebuild: Rebuild, section: Section, at: int, readers: Mapping[int, Reader], version: Version
 ) -> None:
     """Add up the sources of `len(target)` bytes, `at` from the start of their blocks."""
+    from ..redundancy import kernels  # here: numba takes a second to import
+
     stripe = section.placement.stripes[rebuild.stripe]
     for kind, which, factor in rebuild.sources:
         if kind == "parity":

@@ -19,7 +19,7 @@ from typing import Any
 from ..snapshot import retention
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
-from ..snapshot.slots import SlotState, Version
+from ..snapshot.slots import Version, may_pin
 from . import liveness
 from .notices import Notices
 
@@ -28,6 +28,7 @@ _NEAR_ITERATIONS = 8
 _NOTICE_SECONDS = 1.0  # between two looks at what other nodes want
 _OFFER_SECONDS = 10.0  # for other nodes to say what they hold; then this one goes by what it holds itself
 _PACE_SECONDS = 10.0  # over which the pace of training is taken
+_MEASURED_SECONDS = 1.0  # of a pace by which something is named ahead
 REQUEST = "request"  # the reason of a call that a person has made
 
 
@@ -86,10 +87,10 @@ def counting(segments: Mapping[int, Segment], world_size: int) -> dict[int, Segm
 
 
 def view(segments: Mapping[int, Segment], world_size: int) -> View:
-    """What there is now of `segments`, those that count."""
+    """What there is now of `segments`, those that count; a version that may be about to be overwritten is not held."""
     versions = (
-        {slot.version for slot in segment.slots() if slot.state is SlotState.CLEAN and slot.version}
-        for segment in segments.values()
+        {slot.version for slot in slots if slot.version is not None and may_pin(slots, slot.version) is not None}
+        for slots in (segment.slots() for segment in segments.values())
     )
     return View(segments, frozenset(set.intersection(*versions)), len(segments) == world_size)
 
@@ -103,6 +104,7 @@ class Turns:
         self._heard_at = 0.0
         self._pace = (0.0, 0)  # when which iteration was completed
         self._seen = -1
+        self._settled: tuple[frozenset[Version], Version] | None = None  # what was held then, what was agreed on
         self.pause = FAR_SECONDS
 
     def near(self, storage: Storage, segments: Mapping[int, Segment]) -> bool:
@@ -115,16 +117,16 @@ class Turns:
             self.pause = NEAR_SECONDS if completed != self._seen else min(2 * self.pause, FAR_SECONDS)
             self._seen = completed
             return True
-        rate = self._rate(now, completed)
+        rate = self._rate(now, completed, NEAR_SECONDS)
         self.pause = FAR_SECONDS
         if turn is not None and rate:  # half of the way
             self.pause = max(NEAR_SECONDS, min(FAR_SECONDS, (turn - completed) / rate / 2))
         return len(segments) < storage.world_size and now - self._heard_at > _NOTICE_SECONDS
 
-    def _rate(self, now: float, completed: int) -> float:
-        """Iterations per second of late; 0 where nothing is known."""
+    def _rate(self, now: float, completed: int, over: float) -> float | None:
+        """Iterations per second of late; None before they were watched for `over` seconds."""
         began, first = self._pace
-        return (completed - first) / (now - began) if now > began else 0.0
+        return (completed - first) / (now - began) if now - began > over else None
 
     def due(self, storage: Storage, folder: Path, seen: View, last: Version | None) -> Version | None:
         """The version whose turn it is, newer than `last`."""
@@ -161,20 +163,25 @@ class Turns:
             call.target = self._wanted = None  # overwritten before it was seen, here or there: another one
         if call.target is None:
             heard = self._heard(folder, seen)
-            rate = self._rate(time.monotonic(), seen.completed)
+            rate = self._rate(time.monotonic(), seen.completed, _MEASURED_SECONDS)
             if heard is None or heard.iteration <= seen.completed:
+                if rate is None:
+                    return None
                 heard = retention.name_ahead(seen.lineage, seen.completed, storage.every, rate)
                 Notices(folder, self._node).want(heard)
             call.target = self._wanted = heard
         return call.target if call.target in seen.held else None
 
     def _agreed(self, call: Call, storage: Storage, folder: Path, seen: View) -> Version | None:
-        """The version that all nodes write when nothing moves any more."""
+        """The version that all nodes write when nothing moves any more. It stays agreed on as long as nothing moves."""
+        if self._settled is not None and self._settled[0] == seen.held:
+            return self._settled[1]
         notices = Notices(folder, self._node)
         if not call.offered:
             notices.offer(seen.segments, seen.held)
             call.offered = True
         agreed = retention.held_by_job(notices.offers(), storage.world_size)
         if agreed is not None and agreed in seen.held:
+            self._settled = (seen.held, agreed)
             return agreed
         return max(seen.held, default=None) if time.monotonic() - call.began > _OFFER_SECONDS else None

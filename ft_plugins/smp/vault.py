@@ -28,7 +28,6 @@ import xxhash
 
 from .. import faults
 from ..errors import ProtocolError, SegmentError
-from ..redundancy import kernels
 from ..redundancy.field import power
 from ..redundancy.plan import Area, ExchangePlan
 from ..snapshot import segment as segments
@@ -55,13 +54,19 @@ class Vault:
 
     def __init__(self, path: Path, plan: ExchangePlan, position: int, shape: Shape) -> None:
         """Claim the memory, or find what is there already. Raises BudgetError, SegmentError."""
+        from ..redundancy import kernels  # here: numba takes a second to import, which only these SMPs pay
+
+        self._add = kernels.scale_xor_into
+        for factor in (1, 2):  # and another one to compile: before the first frame arrives
+            self._add(np.zeros(8, dtype=np.uint8), np.ones(8, dtype=np.uint8), factor)
         self._plan = plan
         self._position = position
         try:
             self._segment = Segment(path)
             found = self._segment.shape
-            if replace(found, small_nbytes=shape.small_nbytes) != shape or found.small_nbytes < shape.small_nbytes:
-                raise SegmentError(f"{path} was laid out for another plan")
+            same = replace(found, small_nbytes=shape.small_nbytes) == shape and self._segment.rank == position
+            if not same or found.small_nbytes < shape.small_nbytes:
+                raise SegmentError(f"{path} was laid out for another plan or position")
         except SegmentError:
             path.unlink(missing_ok=True)
             segments.create(path, shape, position, {})
@@ -146,7 +151,7 @@ class Vault:
             if at != done:  # it came twice, or too early
                 return done
             target = self._segment.data(index)[area.offset + at : area.offset + at + len(frame)]
-            kernels.scale_xor_into(target, frame, power(exponent))
+            self._add(target, frame, power(exponent))
             faults.reach("vault.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
             with self._lock:
                 if version != self._version:
@@ -206,7 +211,6 @@ class Vault:
     def void_after(self, base: Version | None) -> None:
         """A recovery went back to `base` (None: to the beginning): what is newer can no longer be used."""
         with self._lock:
-            self._version = None
             for slot in self._segment.slots():
                 if slot.state is SlotState.CLEAN and slot.version and (base is None or slot.version > base):
                     self._segment.unpin(slot.index, ~Pin(0))
@@ -242,6 +246,15 @@ class Vault:
             if xxhash.xxh3_64_intdigest(data[offset : offset + length].data) != int(table[number]):
                 raise SegmentError(f"parity bucket {number} of slot {index} does not match its digest")
 
+    def pause(self) -> None:
+        """Gather nothing any more: when this returns, no frame is being XORed in. What is complete can be read."""
+        with ExitStack() as frames:
+            for lock in self._area_locks.values():
+                frames.enter_context(lock)
+            frames.enter_context(self._lock)
+            self._version = None
+
     def close(self) -> None:
         """Unmap; what is in memory stays."""
+        self.pause()
         self._segment.close()

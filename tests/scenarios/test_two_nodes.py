@@ -53,7 +53,7 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
     fields = {key: value for key, value in vars(run.spec()).items() if key not in ("name", "nproc", "flags")}
     running: list[RunningJob] = []
     for node in ("node0", "node1"):
-        flags = (*run.spec().flags, "--ftp-node-name", node)
+        flags = (*run.spec().flags, "--ftp-node-name", node, "--reft-redundancy", "none")
         spec = jobs(**{**fields, "node": node, "nnodes": 2, "endpoint": endpoint, "nproc": RANKS // 2, "flags": flags})
         running.append(megatron_server.start(spec))
         if node == "node0":  # agents are sorted by address and pid: the first one started takes ranks 0 to 3

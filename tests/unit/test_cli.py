@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ft_plugins import cli
@@ -17,7 +18,9 @@ from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness
 from ft_plugins.snapshot import segment
+from ft_plugins.snapshot.retention import Storage
 from ft_plugins.snapshot.segment import Shape, path_of
+from ft_plugins.snapshot.slots import Version
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -123,6 +126,42 @@ def test_sweep_removes_what_a_dead_smp_left_and_nothing_else(
     assert stale.exists()
     assert ft_plugins("sweep", "--older-than", "0") == f"removed {stale}\n1 segments removed\n"
     assert living.exists() and not stale.exists()
+
+
+# ------------------------------------------------------------------------------------------------ checkpoint now
+
+
+def test_a_checkpoint_of_a_job_without_a_folder_for_it_is_refused_by_the_flag(ft_plugins: Command, job: str) -> None:
+    attach(job)
+    line = ft_plugins("checkpoint", "now", status=1)
+    assert line == (
+        f"ft-plugins: job {job} on node n: it has no folder for checkpoints; start it with --reft-checkpoint-dir\n"
+    )
+    assert "│ off" in ft_plugins("status")
+
+
+def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_why(
+    ft_plugins: Command, job: str, tmp_path: Path
+) -> None:
+    storage = Storage(str(tmp_path / "ck"), 0, 1, 2, 1)
+    with smp.Client(run_directory(job, "n")) as client:
+        shape = Shape(nbytes=8192, small_nbytes=4096, buckets=1, layout=1, slots=4)
+        path = client.attach(0, client.fence(), shape, {"model": "small"}, fresh=False, storage=storage)
+    assert "no version is in memory yet" in ft_plugins("checkpoint", "now", "--job", job, status=1)
+    mapped = segment.Segment(path)
+    mapped.ranges = [(0, 8192)]
+    mapped.dirty(0, Version(1, 3), mapped.token)
+    mapped.seal(0, Version(1, 3), mapped.token, b"", np.array([5], dtype=np.uint64))
+    assert "no version is in memory yet" in ft_plugins("checkpoint", "now", status=1), "a seal that does not fit"
+    mapped.digests(0)[:] = 5
+    line = ft_plugins("checkpoint", "now", "--seconds", "20", status=1)
+    assert "bucket 0 of slot 0 does not match its digest" in line
+    assert "failed: rank 0: bucket 0" in " ".join(ft_plugins("status").replace("│", " ").split())
+    mapped.close()
+
+
+def test_a_checkpoint_of_an_unknown_job_names_those_that_are_known(ft_plugins: Command, job: str) -> None:
+    assert f"known are: {job}" in ft_plugins("checkpoint", "now", "--job", "nobody", status=1)
 
 
 # ------------------------------------------------------------------------------------------------ config

@@ -125,6 +125,36 @@ def test_the_table_leaves_out_the_keys_of_a_system_that_is_off() -> None:
     assert "--reft-interval" not in table and "off" in table
 
 
+STORAGE_KEYS = {"checkpoint_interval": 5, "checkpoint_keep": 3, "checkpoint_seconds": 1.5}
+
+
+@pytest.mark.parametrize("name", STORAGE_KEYS)
+def test_a_key_of_storage_without_a_folder_has_no_effect_and_says_so(name: str) -> None:
+    flag = f"--reft-{name.replace('_', '-')}"
+    line = refusal(Config.from_flags, ["--reft", flag, str(STORAGE_KEYS[name])])
+    assert line == f"{flag}: has no effect while --reft-checkpoint-dir is unset; add it or drop this one"
+    line = refusal(Config.from_json, {"reft": {name: STORAGE_KEYS[name]}})
+    assert line.startswith(f"ft_plugins.reft.{name}: has no effect while ft_plugins.reft.checkpoint_dir is unset")
+    block = {"reft": {"checkpoint_dir": "/ck", name: STORAGE_KEYS[name]}}
+    assert Config.from_json(block).block() == block
+    assert Config.from_json({"reft": {name: STORAGE_KEYS[name]}}, whole=False).reft is not None, "the rest may follow"
+    with_folder = Config.from_json({"reft": {"checkpoint_dir": "/ck"}}, whole=False)
+    assert merge(with_folder, Config.from_json({"reft": {name: STORAGE_KEYS[name]}}, whole=False)).block() == block
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--reft-checkpoint-keep", "0"], "an integer >= 1"),
+        (["--reft-checkpoint-interval", "-1"], "an integer >= 0"),
+        (["--reft-checkpoint-dir="], "a folder that all nodes share"),
+        (["--reft-checkpoint-seconds", "soon"], "a number >= 0"),
+    ],
+)
+def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str) -> None:
+    assert f"expected {expected}, found" in refusal(Config.from_flags, ["--reft", *words])
+
+
 # ------------------------------------------------------------------------------------------------ JSON
 
 

@@ -39,7 +39,7 @@ def pins() -> dict[str, str]:
 
 def test_the_core_is_few_and_light() -> None:
     core = {canonical(requirement) for requirement in setup_lists()[""]}
-    assert core == {"torch", "numpy", "pydantic", "xxhash", "psutil", "msgpack", "typer", "rich"}
+    assert core == {"torch", "numpy", "pydantic", "xxhash", "psutil", "msgpack", "safetensors", "typer", "rich"}
 
 
 def test_the_extras_are_those_that_the_documentation_names() -> None:

@@ -337,14 +337,14 @@ def three_nodes_that_guard_iteration_4(nodes: Callable[[str], Node], ranks: Rank
     return three
 
 
-def substitute(three: list[Node], nodes: Callable[[str], Node], *lost: int) -> None:
-    """End those nodes with their memory, put fresh ones in their places; all stand under token 3."""
+def substitute(three: list[Node], nodes: Callable[[str], Node], *lost: int, token: int = 3) -> None:
+    """End those nodes with their memory, put fresh ones in their places; all stand under `token`."""
     for position in lost:
         three[position].end()
         three[position] = nodes("s" + "abc"[position])
         three[position].start()
     for node in three:
-        while node.fence() < 3:
+        while node.fence() < token:
             continue
 
 
@@ -367,6 +367,33 @@ def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
     assert rebuilt.fields["decoded"] and rebuilt.fields["about"] == lost
     for node in three:
         until_counts(node, 4)
+
+
+def test_ranks_that_moved_to_other_nodes_take_their_slots_along_even_when_one_is_lost(
+    nodes: Callable[[str], Node], ranks: Ranks, secret: str
+) -> None:
+    """A rendezvous that sorts nodes anew gives every rank another node; a fresh one stands where the lost one stood."""
+    options = {"secret_file": secret}
+    three = three_nodes_that_guard_iteration_4(nodes, ranks, options)
+    for lost, token in ((None, 3), (0, 4)):
+        three = [three[1], three[2], three[0]]
+        if lost is None:
+            assert [node.fence() for node in three] == [token] * 3
+        else:
+            substitute(three, nodes, lost, token=token)
+        found = ranks(_incarnation, 3, [node.run_dir for node in three], token, 4, options)
+        assert [each["error"] for each in found] == [None] * 3
+        assert [each["restored_w"] for each in found] == [{4.0}] * 3
+        for node in three:
+            until_counts(node, 4)
+    decoded = {
+        event.fields["about"]: event.fields["decoded"] for node in three for event in node.events("slot.rebuilt")[-1:]
+    }
+    # the fresh node stands first: rank 0 moved there from a node that lives, what the lost one held was rank 1's
+    assert decoded == {0: False, 1: True, 2: False}
+    for node in three:
+        held = node.status()["segments"]
+        assert len(held) == 1, "what moved away is given back"
 
 
 def test_two_lost_nodes_of_a_group_are_one_too_many_and_nothing_starts_from_the_beginning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from ft_plugins import faults
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, file_sink, read
 from ft_plugins.smp import liveness, turns
+from ft_plugins.smp.client import ensure
 from ft_plugins.smp.notices import Notices
 from ft_plugins.smp.persister import Persister
 from ft_plugins.snapshot import checkpoint, persist
@@ -492,13 +494,15 @@ def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path
 # ---- lost and replaced ----
 
 
+def start(node: SmpNode, faults: str = "", orphan_seconds: float = 600, watch: int = 0) -> None:
+    node.pids.append(ensure(node.run_dir, node.job, node.name, orphan_seconds, faults, watch=watch))
+
+
 def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float = 600, watch: int = 0) -> list[Rank]:
     """A real SMP with two ranks that have attached and opened their lineage."""
-    node.start(orphan_seconds, faults)
+    start(node, faults, orphan_seconds, watch)
     found = []
     with node.client() as client:
-        if watch:
-            client.watch(watch)
         for number in range(storage.world_size):
             path = client._ask(
                 "attach", rank=number, token=node.status()["token"], shape=asdict(SHAPE), fingerprint=FINGERPRINT,
@@ -509,7 +513,16 @@ def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float
 
 
 def gone(pid: int) -> None:
-    until(lambda: liveness.started(pid) == 0)
+    """Wait until all threads of a process have ended: then its locks are free."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    found = poller.poll(1000 * SECONDS)
+    os.close(descriptor)
+    assert found, f"{pid} is still there"
 
 
 POINTS = ["persist.rank.before@rank=1", "persist.write@rank=1", "persist.file@rank=0", "persist.file@rank=1"]
@@ -556,9 +569,7 @@ def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_rep
     for rank in ranks:
         rank.capture(3, 4, 5)
     node.kill()
-    node.start()
-    with node.client() as client:
-        client.watch(watched)
+    start(node, watch=watched)
     os.kill(watched, signal.SIGKILL)
     os.waitpid(watched, 0)
     until(lambda: complete(base) == ["v1-5"], lambda: str(node.events()))

@@ -1,0 +1,257 @@
+"""What parity costs: source bytes per second that are encoded and decoded, against an in-place XOR of one array.
+
+    python benchmarks/parity.py [--quick]
+
+A group of n nodes holds a quarter of a gigabyte in streams of nearly one size, in aligned memory as segments are. The
+package's own placement says what is a stripe, its own plan of decoding what is read. x = bytes of sources per second,
+in multiples of the floor, `np.bitwise_xor(p, a, out=p)` by blocks of 256 KiB, bytes of `a` per second; median of each,
+measured in turn within one run; the worst of all n.
+
+    encode          RAIM5, n = 3..8: all parities of all stripes, made in place
+    decode          all that one lost node had, data and parity; every frame that is read is verified by its digest
+    double_encode   RAIM6, n = 4..8: P and Q
+    double_decode   all that two lost nodes had, side by side and apart, the worse
+
+Clearing the memory that parity goes into is part of the time. `_numpy`: without numba. `extra_stripes`: the peak of
+what is allocated on the way, in parity blocks. `compile_seconds`: the slowest first call of a loop.
+
+Claims: encode >= 0.9, decode >= 0.7, double_encode >= 0.8 with numba and >= 0.25 without, extra_stripes <= 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from baselines import xor_work
+
+from ft_plugins.redundancy import blocked, kernels
+from ft_plugins.redundancy.kernels import Loops
+from ft_plugins.redundancy.parity import Placement, Stripe, place, plan_decode
+from ft_plugins.rig.figures import line
+
+GROUP_BYTES = 256 << 20  # eight times the last level cache of the machine that this was written on
+FRAME_BYTES = 256 << 10  # what is verified and added at once: a frame of each source, and the target's, stay in cache
+SIZES = {1: range(3, 9), 2: range(4, 9)}  # n, by losses
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def aligned(nbytes: int) -> Bytes:
+    """Memory on a cache line, touched before."""
+    found: Bytes = torch.zeros(nbytes, dtype=torch.uint8).numpy()
+    return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """A protection group with all its bytes. Digests are by (stripe, kind, which), one for each frame."""
+
+    placement: Placement
+    streams: list[Bytes]
+    parity: list[Bytes]  # by node
+    digests: dict[tuple[int, str, int], list[int]]
+
+    @classmethod
+    def of(cls, nodes: int, losses: int, pool: Bytes) -> Group:
+        """`nodes` streams cut from the pool, each a little shorter than the one before; parity is still zero."""
+        size = len(pool) // nodes // 64 * 64
+        streams = [pool[size * node : size * (node + 1) - 1000 * node] for node in range(nodes)]
+        placement = place([stream.size for stream in streams], losses)
+        parity = [aligned(placement.parity_bytes(node)) for node in range(nodes)]
+        return cls(placement, streams, parity, {})
+
+    def parity_of(self, stripe: int, which: int) -> Bytes:
+        """Where a parity lies."""
+        node, block = self.placement.stripes[stripe].parity[which], self.placement.block
+        at = self.placement.kept_on(node).index((stripe, which)) * block
+        return self.parity[node][at : at + block]
+
+    def bytes_of(self, stripe: Stripe, kind: str, which: int) -> Bytes:
+        """What lies where the placement says."""
+        if kind == "parity":
+            return self.parity_of(stripe.index, which)
+        (piece,) = [piece for piece in stripe.data if piece.node == which]
+        return self.streams[which][piece.start : piece.stop]
+
+    def encode(self, loops: Loops) -> None:
+        """All parities."""
+        for stripe in self.placement.stripes:
+            pieces = [self.streams[piece.node][piece.start : piece.stop] for piece in stripe.data]
+            parities = [self.parity_of(stripe.index, which) for which in range(len(stripe.parity))]
+            for parity in parities:
+                parity.fill(0)
+            if len(parities) == 1:
+                kernels.xor_many_into(*parities, pieces, loops)
+            else:
+                kernels.pq_into(*parities, pieces, [piece.coefficient for piece in stripe.data], loops)
+
+    def digest(self) -> None:
+        """Take the digests of all that can be read by a decoding."""
+        for stripe in self.placement.stripes:
+            things = [("data", piece.node) for piece in stripe.data]
+            for kind, which in things + [("parity", which) for which in range(len(stripe.parity))]:
+                whole = self.bytes_of(stripe, kind, which)
+                self.digests[stripe.index, kind, which] = [
+                    xxhash.xxh3_64_intdigest(whole[at : at + FRAME_BYTES].data)
+                    for at in range(0, whole.size, FRAME_BYTES)
+                ]
+
+
+class Decode:
+    """The loss of some nodes of a group, undone into memory of its own."""
+
+    def __init__(self, group: Group, lost: tuple[int, ...]) -> None:
+        self._group = group
+        plan = plan_decode(group.placement, lost)
+        self._stripes = [list(found) for _, found in itertools.groupby(plan, key=lambda rebuild: rebuild.stripe)]
+        self._targets = {}
+        for rebuild in plan:
+            original = group.bytes_of(group.placement.stripes[rebuild.stripe], *rebuild.wanted)
+            self._targets[rebuild] = aligned(original.size)
+        read = {(rebuild.stripe, kind, which) for rebuild in plan for kind, which, _ in rebuild.sources}
+        self.nbytes = sum(
+            group.bytes_of(group.placement.stripes[stripe], kind, which).size for stripe, kind, which in read
+        )
+
+    def run(self, loops: Loops) -> None:
+        """Everything, frame by frame: a frame is verified when it is first added."""
+        for rebuilds in self._stripes:
+            stripe = self._group.placement.stripes[rebuilds[0].stripe]
+            targets = [self._targets[rebuild] for rebuild in rebuilds]
+            factors: dict[tuple[str, int], list[tuple[Bytes, int]]] = {}
+            for rebuild, target in zip(rebuilds, targets, strict=True):
+                target.fill(0)
+                for kind, which, factor in rebuild.sources:
+                    factors.setdefault((kind, which), []).append((target, factor))
+            sources = [
+                (self._group.bytes_of(stripe, *thing), self._group.digests[(stripe.index, *thing)], uses)
+                for thing, uses in factors.items()
+            ]
+            for number, start in enumerate(range(0, self._group.placement.block, FRAME_BYTES)):
+                for source, digests, uses in sources:
+                    self._add(source[start : start + FRAME_BYTES], digests, number, start, uses, loops)
+
+    def _add(
+        self, frame: Bytes, digests: list[int], number: int, start: int, uses: list[tuple[Bytes, int]], loops: Loops
+    ) -> None:
+        if not frame.size:
+            return
+        for place, (target, factor) in enumerate(uses):
+            part = target[start : start + frame.size]
+            if place == 0:
+                bucket = (0, frame.size, digests[number])
+                kernels.digest_xor_into(part, frame, [bucket], factor, loops=loops)
+            else:
+                kernels.scale_xor_into(part, frame[: part.size], factor, loops)
+
+    def check(self) -> None:
+        """What was decoded is what was lost."""
+        for rebuild, target in self._targets.items():
+            stripe = self._group.placement.stripes[rebuild.stripe]
+            assert np.array_equal(target, self._group.bytes_of(stripe, *rebuild.wanted)), rebuild.wanted
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes that are allocated at most at a time."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        work()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+def compile_seconds(count: int) -> float:
+    """The slowest first call of a loop for `count` sources."""
+    sources = [np.zeros(64, dtype=np.uint8) for _ in range(count)]
+    p, q = np.zeros((2, 64), dtype=np.uint8)
+    return max(
+        seconds_of(lambda: kernels.scale_xor_into(q, p, 2)),
+        seconds_of(lambda: kernels.xor_many_into(p, sources)),
+        seconds_of(lambda: kernels.pq_into(p, q, sources, range(count))),
+    )
+
+
+def measure_group(nodes: int, losses: int, pool: Bytes, floor: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Figures of one n: by name, bytes per second in multiples of the floor."""
+    group = Group.of(nodes, losses, pool)
+    all_loops = {"": kernels.LOOPS, "_numpy": blocked}
+    prefix = "" if losses == 1 else "double_"
+    figures = {"extra_stripes": peak_of(lambda: group.encode(kernels.LOOPS)) / group.placement.block}
+    group.digest()
+    patterns = [(0,)] if losses == 1 else [(0, 1), (0, nodes // 2)]
+    decodes = [Decode(group, lost) for lost in patterns]
+    works: dict[str, list[tuple[Callable[[Loops], None], int]]] = {
+        f"{prefix}encode": [(group.encode, sum(group.placement.sizes))],
+        f"{prefix}decode": [(decode.run, decode.nbytes) for decode in decodes],
+    }
+    for decode in decodes:
+        peak = peak_of(lambda decode=decode: decode.run(kernels.LOOPS))  # type: ignore[misc]
+        figures["extra_stripes"] = max(figures["extra_stripes"], peak / group.placement.block)
+        decode.check()
+    floors: list[float] = []
+    found: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds):
+        floors.append(seconds_of(floor))
+        for name, variants in works.items():
+            for suffix, loops in all_loops.items():
+                for number, (work, _) in enumerate(variants):
+                    took = seconds_of(lambda work=work, loops=loops: work(loops))  # type: ignore[misc]
+                    found.setdefault((f"{name}{suffix}_x", number), []).append(took)
+    rate = GROUP_BYTES / statistics.median(floors)
+    for (name, number), took in found.items():
+        _, nbytes = works[name.removesuffix("_x").removesuffix("_numpy")][number]
+        x = nbytes / statistics.median(took) / rate
+        figures[name] = min(figures.get(name, x), x)
+    for decode in decodes:
+        decode.check()  # by NumPy, which came last
+    shown = "   ".join(f"{name.removesuffix('_x')} {x:.2f}x" for name, x in figures.items() if name.endswith("_x"))
+    print(f"n={nodes} floor {rate / 1e9:.1f} GB/s   {shown}", flush=True)
+    return figures
+
+
+def measure(quick: bool) -> dict[str, float | bool]:
+    """All figures, the worst over n; a table on the way."""
+    torch.set_num_threads(1)
+    pool = aligned(GROUP_BYTES)
+    pool[:] = np.frombuffer(np.random.default_rng(1).bytes(GROUP_BYTES), dtype=np.uint8)
+    floor = xor_work(GROUP_BYTES)
+    compiled = kernels.LOOPS is not blocked
+    figures: dict[str, float] = {}
+    if compiled:
+        figures["compile_seconds"] = max(compile_seconds(count) for count in range(1, kernels.AT_ONCE))
+    for losses, sizes in SIZES.items():
+        for nodes in sizes:
+            for name, x in measure_group(nodes, losses, pool, floor, 5 if quick else 15).items():
+                worst = min if name.endswith("_x") else max
+                figures[name] = worst(figures.get(name, x), x)
+    return {"numba": compiled, **figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within 50 s on 2 cores")
+    print(line("parity", measure(parser.parse_args().quick)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,396 @@
+"""A rendezvous that keeps every node's rank, has spares, and outlives the node that serves it.
+
+Invariant: a node of the last round that comes back has its old group rank, a substitute the vacant one (`rounds`). The
+node that leads the rounds may be lost like any other: the rest elect another one (`search`), and each brings along what
+it remembers. A round is complete only with nodes that were heard of just before, and with no fewer than allowed: nodes
+that cannot reach each other never make two jobs of one as long as the smallest size is more than half of the nodes.
+
+Every node listens on a port: the first of --rdzv-endpoint that is its own and free, else any. Every wait is bounded,
+but that of a spare for a vacant rank. Nothing is unpickled; whoever can reach the port can disturb the job, as with
+torch's own store.
+
+In: `Settings`. Out: torch's `RendezvousInfo` for each round: a rank, and a store that no earlier round has used, served
+by the node of rank 0; `nodes.json` in the run directory, from which a node that is started again knows the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import socket
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from ..errors import ConfigError, ProtocolError
+from . import post
+from .gathering import Application, Phase, Roster
+from .memory import Memory
+from .plugin import BACKEND, Settings
+from .post import Endpoint, Line, Message, Post
+from .search import Search
+from .station import Identity, Lead, Station, read
+
+_LOOK_SECONDS = 0.1  # between two looks at a round that is being put together
+_MEET_SECONDS = 1.0  # between two looks for nodes that are not there yet, by the lead
+_LONGEST_REACH = 3.0  # a second try of TCP included; a node that is further away is none
+_STORE_SECONDS = 60.0  # for one operation on a round's store, as torch's `read_timeout`
+_STRANGER_SECONDS = 0.25  # for endpoints where somebody may wait, while workers run
+
+
+class Rendezvous(RendezvousHandler):
+    """torch's handler of one node. To be used from one thread; its port is answered from another one."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Open this node's port."""
+        self.in_order = False  # to be told to the others at `shutdown`: whether the job has succeeded
+        self._settings = settings
+        self._reach = min(_LONGEST_REACH, settings.silence / 3)
+        listener, host = _open_port(settings)
+        self._host = host
+        endpoint = str(Endpoint(host, int(listener.getsockname()[1])))
+        self._me = Identity(settings.run, settings.node, secrets.token_hex(8), endpoint)
+        self._station = Station(self._me, settings.rules, settings.silence)
+        self._memory = Memory(settings.run, settings.run_dir)
+        initial = [str(found) for found in settings.endpoints if found.port]
+        self._search = Search(self._station, self._memory, initial, self._reach)
+        self._post = Post(listener, self._station.answer, self._station.gone, self._station.tick)
+        self._line: Line | None = None
+        self._lead: Lead | None = None
+        self._round, self._size = 0, 0  # in which this node takes part
+        self._spare = False
+        self._seen: Message | None = None  # what the lead said last about a round that is being put together
+        self._store: Store | None = None  # of this round; on the node of rank 0 it serves as long as it is held
+        self._limit = 0.0  # monotonic; for the round to be complete
+        self._next_look = self._next_meeting = self._heard = 0.0  # monotonic
+        self._waiting = 0
+        self._shut = False
+
+    def get_backend(self) -> str:
+        """The name by which torch knows this handler."""
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        """The job, as all its nodes call it."""
+        return self._settings.run
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers use the store of the round, as clients: it has been served by no earlier one."""
+        return True
+
+    @property
+    def not_needed(self) -> bool:
+        """Whether this node waited as a spare until the job had succeeded."""
+        return self._spare and self._station.in_order
+
+    # ---- taking part ----
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round and take part in it; as a spare, for as long as the job lasts.
+
+        Raises RendezvousTimeoutError, RendezvousClosedError; RendezvousGracefulExitError on a spare that was not
+        needed; ConfigError where another node has this one's name, or another job the endpoint.
+        """
+        self._round, self._spare = 0, False
+        self._allow()
+        while True:
+            lead = self._find()
+            try:
+                return self._take_part(lead)
+            except (ConnectionError, ProtocolError) as error:
+                self._search.unreached[lead.endpoint] = f"{lead.node} led, then {error}"
+                self._hang_up()
+                self._pause()
+
+    def _allow(self) -> None:
+        """A whole patience from now: for a substitute, and for all of them to be there."""
+        self._limit = time.monotonic() + self._settings.join + self._settings.rules.wait
+
+    def _find(self) -> Lead:
+        """The node that leads; in the end this one, if it may."""
+        began = time.monotonic()
+        while True:
+            self._check()
+            searched = time.monotonic() - began
+            found = self._search.look(patient=searched <= 2 * self._settings.silence)
+            if found:
+                return found
+            foreign = [found for found in self._search.unreached.items() if "belongs to job" in found[1]]
+            if foreign and searched > 2 * self._settings.silence:
+                raise ConfigError(
+                    f"--rdzv-endpoint {foreign[0][0]}: expected job '{self._me.run}', found that {foreign[0][1]}; "
+                    "choose another port, or give the same --rdzv-id (--ftp-job) on all nodes"
+                )
+            self._pause()
+
+    def _take_part(self, lead: Lead) -> RendezvousInfo:
+        """Apply to `lead`, wait until the round is complete. ConnectionError: it does not lead any more."""
+        self._lead = lead
+        self._station.follow(lead)
+        self._apply(lead)
+        served = None
+        try:
+            while True:
+                self._check()
+                if lead.token == self._me.token:
+                    self._meet_others(_MEET_SECONDS, self._reach)
+                reply = self._ask("look", round=self._memory.roster.round)
+                if "roster" in reply:
+                    self._memory.keep(read(Roster, reply["roster"]))
+                if reply["phase"] == Phase.PROPOSED.value and reply.get("rank") == 0 and not reply["store"]:
+                    served = served or _serve(self._host)
+                    self._ask("serve", store=str(Endpoint(self._host, served.port)))
+                elif reply["phase"] == Phase.COMPLETE.value and "rank" in reply:
+                    return self._enter(reply, served if reply["rank"] == 0 else None)
+                elif not reply["waits"]:
+                    raise ConnectionError("did not know this node any more")
+                self._spare = reply["phase"] == Phase.COMPLETE.value
+                if self._spare:
+                    self._allow()
+                self._seen = reply
+                self._pause()
+        except (ConnectionError, ProtocolError):
+            raise  # nobody is there to be told
+        except BaseException:
+            with contextlib.suppress(ConnectionError, ProtocolError):
+                self._ask("leave")
+            raise
+
+    def _apply(self, lead: Lead) -> None:
+        me, roster = self._me, self._memory.roster
+        application = Application(me.node, me.token, me.endpoint, roster.seat(me.node), self._settings.wanted)
+        began = time.monotonic()
+        while not (reply := self._ask("apply", application=asdict(application)))["accepted"]:
+            self._check()
+            if time.monotonic() - began > 2 * self._settings.silence:
+                raise ConfigError(
+                    f"node name '{me.node}': another node of job '{me.run}' has it and is alive; name this one "
+                    f"otherwise (--ftp-node-name, or node_name in --rdzv-conf)"
+                )
+            self._pause()
+        self._memory.keep(read(Roster, reply["roster"]))
+
+    def _enter(self, reply: Message, served: TCPStore | None) -> RendezvousInfo:
+        """Begin a complete round. ConnectionError: its store is gone already."""
+        place = Endpoint.read(reply["store"])
+        bound = timedelta(seconds=_STORE_SECONDS)
+        if served is None:
+            Line(reply["store"], self._reach).close()  # torch would try again for a minute
+        try:
+            store = served or TCPStore(place.host, place.port, None, False, bound, wait_for_workers=False)
+        except DistError as error:
+            raise ConnectionError(f"the store of round {reply['round']} was lost: {error}") from error
+        self._round, self._size, self._spare, self._store = reply["round"], reply["size"], False, store
+        self._waiting, self._heard, self._next_look = 0, time.monotonic(), 0.0
+        prefix = PrefixStore(f"{BACKEND}/round/{self._round}", store)
+        return RendezvousInfo(prefix, reply["rank"], self._size, RendezvousStoreInfo(place.host, place.port))
+
+    def _check(self) -> None:
+        """Say that this node is awake. Raises what ends the waiting."""
+        self._station.wake()
+        node, run = self._me.node, self._me.run
+        if why := self._station.closed:
+            if self._spare:
+                raise RendezvousGracefulExitError(f"node {node} was a spare of job '{run}', which is over: {why}")
+            raise RendezvousClosedError(
+                f"node {node} cannot take part in job '{run}', which is over: {why}; to go on, start it again on all "
+                "nodes"
+            )
+        if time.monotonic() > self._limit:
+            raise RendezvousTimeoutError(self._too_late())
+
+    def _too_late(self) -> str:
+        rules, seconds = self._settings.rules, self._settings.join + self._settings.rules.wait
+        begin = f"node {self._me.node}, job '{self._me.run}': no round was put together within {seconds:g} s"
+        if self._lead and self._seen:
+            sizes = " or ".join(map(str, rules.sizes)) or f"{rules.min_nodes} to {rules.max_nodes}"
+            names = ", ".join(self._seen["names"])
+            return (
+                f"{begin}: round {self._seen['round']} expected {sizes} nodes, found {self._seen['waiting']} "
+                f"({names}); start the missing ones with the same command, or allow fewer with --nnodes"
+            )
+        asked = "; ".join(f"{endpoint}: {why}" for endpoint, why in self._search.unreached.items())
+        return (
+            f"{begin}: expected a node of the job at one of {', '.join(self._search.order())}, found none ({asked}); "
+            "give the endpoint of a living node in --rdzv-endpoint, the same on all nodes"
+        )
+
+    def _pause(self) -> None:
+        time.sleep(_LOOK_SECONDS * random.uniform(0.5, 1.0))
+
+    # ---- speaking with the lead ----
+
+    def _ask(self, name: str, **fields: Any) -> Message:
+        """The lead's reply. ConnectionError: it cannot be reached, or leads no more."""
+        lead = self._lead
+        if lead is None:
+            raise ConnectionError("nobody leads")
+        message = {"do": name, "run": self._me.run, "token": self._me.token, **fields}
+        if lead.token == self._me.token:
+            reply = self._station.answer(message)
+        else:
+            if self._line is None:
+                self._line = Line(lead.endpoint, self._reach)
+            try:
+                reply = self._line.ask(message)
+            except ConnectionError:
+                self._hang_up()
+                raise
+        if not reply.get("ok"):
+            raise ConnectionError(str(reply.get("message")))
+        if reply.get("closed"):
+            self._station.close(reply["closed"], bool(reply.get("in_order")))
+        if reply.get("moved"):
+            self._hang_up()
+            raise ConnectionError("resigned")
+        return reply
+
+    def _hang_up(self) -> None:
+        if self._line:
+            self._line.close()
+            self._line = None
+
+    def _meet_others(self, pause: float, reach: float) -> None:
+        """As the lead, now and then: tell those who are not here who leads. Resigns before one of higher standing."""
+        lead, now = self._station.leading, time.monotonic()
+        if lead is None:
+            raise ConnectionError("this node leads no more")
+        if now < self._next_meeting:
+            return
+        here = {place.endpoint for place in self._station.present}
+        if lead.complete:
+            here |= set(self._memory.roster.endpoints)
+        found = self._search.meet([place for place in self._search.order() if place not in here], lead, reach)
+        spent = time.monotonic() - now
+        self._next_meeting = now + spent + max(pause, spent)
+        better = self._search.best(found)
+        if better and not lead.complete and better.standing > lead.standing:
+            self._station.resign()
+            raise ConnectionError(f"this node resigned before {better.node}")
+
+    # ---- while workers run ----
+
+    def num_nodes_waiting(self) -> int:
+        """How many nodes wait for a round in which this one should take part; 1 if the lead is lost. Never raises."""
+        now = time.monotonic()
+        if self._round == 0 or self._shut:
+            return 0
+        self._station.wake()
+        if now >= self._next_look:
+            self._next_look = now + min(1.0, self._settings.silence / 10)
+            self._waiting = self._nodes_waiting()
+        return self._waiting
+
+    def _nodes_waiting(self) -> int:
+        try:
+            reply = self._look_again()
+            if self._station.leading:
+                self._meet_others(self._settings.silence, _STRANGER_SECONDS)
+        except (ConnectionError, ProtocolError) as error:
+            return 0 if self._only_slow(error) else 1
+        self._heard = time.monotonic()
+        on = reply["phase"] == Phase.COMPLETE.value and reply["round"] == self._round
+        return 0 if on else max(1, int(reply["waiting"]))
+
+    def _look_again(self) -> Message:
+        """The lead's reply about the round; on a new connection if the old one has ended."""
+        had_line = self._line is not None
+        try:
+            return self._ask("look", round=self._round)
+        except ConnectionError:
+            if not had_line:
+                raise
+            return self._ask("look", round=self._round)
+
+    def _only_slow(self, error: Exception) -> bool:
+        """Whether the lead has not answered, but did so not long ago."""
+        return isinstance(error.__cause__, TimeoutError) and time.monotonic() - self._heard < self._settings.silence
+
+    def wait_for_all(self, seconds: float) -> bool:
+        """The workers of this node have succeeded: wait until those of all nodes of the round have, or the job is over.
+
+        False if the round came to an end before: another node was lost or began anew, and workers are needed again.
+        After `seconds` it is true as well: as torch, this node then waits for nobody.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._station.closed:
+            self._station.wake()
+            try:
+                self._ask("finish", round=self._round)
+                reply = self._look_again()
+            except (ConnectionError, ProtocolError) as error:
+                if self._station.closed:
+                    break
+                if self._only_slow(error):
+                    continue
+                return False
+            self._heard = time.monotonic()
+            if reply["phase"] != Phase.COMPLETE.value or reply["round"] != self._round:
+                return False
+            if reply["done"] >= self._size:
+                break
+            self._pause()
+        return True
+
+    # ---- the end ----
+
+    def is_closed(self) -> bool:
+        """Whether the job is over, as far as this node has heard."""
+        if not self._station.closed and not self._shut:
+            with contextlib.suppress(ConnectionError, ProtocolError):
+                self._ask("look", round=self._round)
+        return bool(self._station.closed)
+
+    def set_closed(self) -> None:
+        """No round is to follow, on any node."""
+        how = "it has succeeded" if self.in_order else "it has ended there, and was not to go on"
+        self._station.close(f"node {self._me.node} says that {how}", self.in_order)
+        message = {"reason": self._station.closed, "in_order": self._station.in_order}
+        if not self._station.leading:
+            with contextlib.suppress(ConnectionError, ProtocolError):
+                self._ask("close", **message)
+                return
+        others = {*self._memory.roster.endpoints, *(place.endpoint for place in self._station.present)}
+        post.ask_all(others - {self._me.endpoint}, {"do": "close", "run": self._me.run, **message}, self._reach)
+
+    def shutdown(self) -> bool:
+        """Close this node's port; and the rendezvous for all nodes, if this one has ended within a round. Idempotent.
+
+        One that was never needed, or has waited in vain, is to the others a node that left, like one that was lost.
+        """
+        if not self._shut:
+            if self._round:
+                self.set_closed()
+            self._shut = True
+            self._hang_up()
+            self._post.close()
+            self._store = None
+        return True
+
+
+def _open_port(settings: Settings) -> tuple[socket.socket, str]:
+    """A listening socket, and the host by which others reach it."""
+    for endpoint in settings.endpoints:
+        if listener := post.listen_as(endpoint):
+            return listener, endpoint.host
+    alone = settings.endpoints[0].host if settings.endpoints and not settings.endpoints[0].port else None
+    host = settings.address or alone
+    return post.listen_anywhere(host), host or socket.getfqdn()
+
+
+def _serve(host: str) -> TCPStore:
+    """A store for one round, served by this process as long as it is held."""
+    return TCPStore(host, 0, None, True, timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)

@@ -1,0 +1,128 @@
+"""How a node finds the one that leads the rendezvous, or comes to lead it itself.
+
+Invariant: a node takes the lead only after those before it in the order were found unreachable or asleep, and with the
+consent of all whom it reaches (`Station`), asked in one order by everyone, so that of two who try one is refused early.
+The order: the nodes of the last round by rank, then its spares, then the endpoints that the user gave. Every node that
+can be reached tells whom it follows, so one living endpoint is enough to find the lead wherever it is.
+
+In: this node's station, endpoints. Out: a `Lead` that was alive and leading when it was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from ..errors import ProtocolError
+from .memory import Memory
+from .post import ask, ask_all
+from .station import Lead, Station, read
+
+_AT_ONCE = 8  # of those before us so many are asked before the rest, who may not be needed
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a node said of itself."""
+
+    node: str
+    token: str
+    awake: bool
+    generation: int
+    leading: Lead | None
+    known: tuple[Lead, ...]
+    closed: str = ""
+    in_order: bool = False
+
+
+class Search:
+    """`reach`: seconds within which a node answers that can be reached."""
+
+    def __init__(self, station: Station, memory: Memory, initial: Sequence[str], reach: float) -> None:
+        self.unreached: dict[str, str] = {}  # why, by endpoint
+        self._station = station
+        self._memory = memory
+        self._me = station.me
+        self._initial = initial
+        self._reach = reach
+
+    def order(self) -> list[str]:
+        """Endpoints of those that may lead, the first one first."""
+        return list(dict.fromkeys([*self._memory.roster.endpoints, *self._initial]))
+
+    def look(self, patient: bool) -> Lead | None:
+        """The lead, as far as one round of questions tells; None: ask again. `patient`: leave it to those before us
+        who are awake to take the lead."""
+        if own := self._station.leading:
+            return own
+        order = self.order()
+        place = order.index(self._me.endpoint) if self._me.endpoint in order else len(order)
+        known = self.meet([self._me.endpoint])
+        for begin in range(0, place, _AT_ONCE):
+            known |= self.meet(order[begin : min(begin + _AT_ONCE, place)])
+            if found := self.best(known):
+                return found
+            if patient and any(meeting.awake for meeting in known.values() if meeting.token != self._me.token):
+                return None
+        if place == len(order):
+            return self.best(known)
+        known |= self.meet(order[place + 1 :])
+        return self.best(known) or self._claim(known)
+
+    def meet(self, endpoints: Iterable[str], lead: Lead | None = None, reach: float = 0.0) -> dict[str, Meeting]:
+        """Those that answer, by endpoint. They are told of `lead`, if given."""
+        message = {"do": "meet", "run": self._me.run, "lead": asdict(lead) if lead else None}
+        others = [endpoint for endpoint in endpoints if endpoint != self._me.endpoint]
+        replies = ask_all(others, message, reach or self._reach)
+        if self._me.endpoint in endpoints:
+            replies[self._me.endpoint] = self._station.answer(message)
+        found = {}
+        for endpoint, reply in replies.items():
+            try:
+                if isinstance(reply, str) or not reply.get("ok"):
+                    self.unreached[endpoint] = reply if isinstance(reply, str) else str(reply.get("message"))
+                    continue
+                meeting = read(Meeting, reply)
+            except ProtocolError as error:
+                self.unreached[endpoint] = str(error)
+                continue
+            self.unreached.pop(endpoint, None)
+            self._station.heard_of(meeting.generation)
+            if meeting.closed and endpoint != self._me.endpoint:
+                self._station.close(meeting.closed, meeting.in_order)
+            found[endpoint] = meeting
+        return found
+
+    def best(self, known: dict[str, Meeting]) -> Lead | None:
+        """Of all leads that those in `known` know of, the one that leads and has the highest standing."""
+        asked = dict(known)
+        while True:
+            named = {lead.endpoint for meeting in asked.values() for lead in meeting.known}
+            missing = named - asked.keys()
+            if not missing:
+                break
+            met = self.meet(missing)
+            asked |= met
+            for endpoint in missing - met.keys():  # not asked again now
+                asked[endpoint] = _NOBODY
+        leads = [meeting.leading for meeting in asked.values() if meeting.leading]
+        return max(leads, key=lambda lead: lead.standing, default=None)
+
+    def _claim(self, known: dict[str, Meeting]) -> Lead | None:
+        """This node as the lead, if all in `known` consent."""
+        me = self._me
+        lead = Lead(me.node, me.token, me.endpoint, self._station.generation + 1)
+        message = {"do": "elect", "run": me.run, "lead": asdict(lead)}
+        for endpoint in sorted({*known, me.endpoint}):
+            try:
+                own = endpoint == me.endpoint
+                reply = self._station.answer(message) if own else ask(endpoint, message, self._reach)
+            except ConnectionError:
+                continue  # it has gone since we met
+            if not reply.get("granted"):
+                self._station.heard_of(int(reply.get("generation", 0)))
+                return None
+        return self._station.leading if self._station.take_lead(lead, self._memory.roster) else None
+
+
+_NOBODY = Meeting("", "", False, 0, None, ())

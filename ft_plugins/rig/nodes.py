@@ -1,0 +1,122 @@
+"""Emulated nodes on one machine: each with its own agent, SMP, workers and, where the machine allows, network namespace.
+
+Invariant: a node is destroyed whole: agent, workers and SMP by SIGKILL, its shared memory and run directory wiped, its
+link gone first if it is to go silent. Nothing of a network outlives its context, also after a failure.
+
+In: names of nodes. Out: addresses, `JobSpec` fields, and the ways in which a node is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..smp import liveness
+from ..snapshot import segment as segments
+from .forkserver import RunningJob
+
+_SUBNET = "10.77.0"
+_GONE_SECONDS = 20.0
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node stands in the network: namespace ('' for this one), address and device."""
+
+    namespace: str
+    address: str
+    device: str
+
+    def fields(self) -> dict[str, object]:
+        """What a `JobSpec` says of it."""
+        return {
+            "address": self.address,
+            "namespace": self.namespace,
+            "environment": {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.device},
+        }
+
+    def cut(self) -> None:
+        """Take the link down: silence, without a reset of any connection."""
+        _ip("netns", "exec", self.namespace, "ip", "link", "set", self.device, "down")
+
+    def throttle(self, mbit: int) -> None:
+        """Let no more than `mbit` megabits per second leave the node."""
+        limit = f"tc qdisc replace dev {self.device} root tbf rate {mbit}mbit burst 1mb latency 100ms"
+        _ip("netns", "exec", self.namespace, *limit.split())
+
+
+@contextmanager
+def network(hosts: Sequence[int]) -> Iterator[list[Place]]:
+    """A bridge with one namespace a node; `hosts[i]` is the last number of the i-th address.
+
+    Without the right to make namespaces: loopback addresses of this one, which cannot be cut.
+    """
+    stem = f"ft{os.getpid() % 100000}"
+    bridge = f"{stem}b"
+    try:
+        _ip("link", "add", bridge, "type", "bridge")
+    except (OSError, subprocess.CalledProcessError):
+        yield [Place("", f"127.77.0.{host}", "lo") for host in hosts]
+        return
+    names = [f"{stem}n{host}" for host in hosts]
+    try:
+        _ip("link", "set", bridge, "up")
+        places = []
+        for host, name in zip(hosts, names, strict=True):
+            outer, inner = f"{stem}o{host}", f"{stem}i{host}"
+            _ip("netns", "add", name)
+            _ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name)
+            _ip("link", "set", outer, "master", bridge, "up")
+            _ip("-n", name, "addr", "add", f"{_SUBNET}.{host}/24", "dev", inner)
+            _ip("-n", name, "link", "set", inner, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            places.append(Place(name, f"{_SUBNET}.{host}", inner))
+        yield places
+    finally:
+        for name in names:
+            with suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+        with suppress(subprocess.CalledProcessError):
+            _ip("link", "del", bridge)
+
+
+def destroy(job: RunningJob) -> None:
+    """The node is lost with all that runs on it and all of its memory."""
+    job.kill()
+    job.wait(_GONE_SECONDS)
+    run_dir = job.spec.run_dir
+    lock = run_dir / "smp.lock"
+    if liveness.held(lock):
+        pid = int(lock.read_text())
+        left = liveness.kill_and_wait([(pid, liveness.started(pid))], _GONE_SECONDS)
+        if left:
+            raise TimeoutError(f"the SMP with pid {pid} was not gone {_GONE_SECONDS:.0f} s after SIGKILL")
+    segments.remove(job.spec.name, job.spec.node)
+    shutil.rmtree(run_dir)
+
+
+def freeze(job: RunningJob) -> None:
+    """Every process of the node stops: silence, with all connections open. `destroy` still works."""
+    lock = job.spec.run_dir / "smp.lock"
+    pids = [int(lock.read_text()), *_descendants(job.pid), job.pid]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    with suppress(FileNotFoundError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += [int(child), *_descendants(int(child))]
+    return found

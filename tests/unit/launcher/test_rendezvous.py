@@ -1,0 +1,581 @@
+"""Handlers of several nodes, each a process with an address of its own, on the ports that real ones would have."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import stat
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from ft_plugins.errors import ConfigError
+from ft_plugins.launcher import plugin, post
+from ft_plugins.launcher.plugin import Settings
+from ft_plugins.launcher.post import Endpoint, Line, Post
+
+WAIT = 60.0
+SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
+fork = get_context("fork")
+numbers = itertools.count()
+
+
+def free_port() -> int:
+    """A port that is free on all loopback addresses."""
+    with socket.create_server(("", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]) -> None:
+    """A node: does what it is told, tells how it went."""
+    try:
+        handler: Any = plugin.create(RendezvousParameters("ft_plugins", **fields, **config))
+        while True:
+            name, arguments = connection.recv()
+            try:
+                connection.send(("ok", joined(handler) if name == "join" else getattr(handler, name)(*arguments)))
+            except Exception as error:
+                connection.send(("error", type(error).__name__, str(error)))
+    except EOFError:
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def joined(handler: Any) -> dict[str, Any]:
+    """Take part in a round; the names of all its nodes, exchanged over its store."""
+    info = handler.next_rendezvous()
+    info.store.set(f"name/{info.rank}", handler._me.node)
+    names = info.store.multi_get([f"name/{rank}" for rank in range(info.world_size)])
+    master = info.bootstrap_store_info
+    return {
+        "rank": info.rank,
+        "names": [name.decode() for name in names],
+        "round": handler._round,
+        "master": f"{master.master_addr}:{master.master_port}",
+        "leads": handler._station.leading is not None,
+    }
+
+
+class Node:
+    """A process with a handler, at 127.0.0.`number`."""
+
+    def __init__(self, number: int, name: str, fields: dict[str, Any], config: dict[str, Any]) -> None:
+        self.name = name
+        self._ours, theirs = fork.Pipe()
+        told = {"local_addr": f"127.0.0.{number}", **fields}
+        self.process = fork.Process(target=serve, args=(theirs, told, {"node_name": name, **config}), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def tell(self, name: str, *arguments: Any) -> Node:
+        self._ours.send((name, arguments))
+        return self
+
+    def hear(self, seconds: float = WAIT) -> Any:
+        assert self._ours.poll(seconds), f"{self.name} said nothing within {seconds:.0f} s"
+        kind, *found = self._ours.recv()
+        assert kind == "ok", f"{self.name}: {found}"
+        return found[0]
+
+    def error(self) -> tuple[str, str]:
+        assert self._ours.poll(WAIT), f"{self.name} said nothing"
+        kind, *found = self._ours.recv()
+        assert kind == "error", f"{self.name}: {found}"
+        return found[0], found[1]
+
+    def quiet(self, seconds: float) -> bool:
+        """Whether it says nothing for so long."""
+        return not self._ours.poll(seconds)
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        return self.tell(name, *arguments).hear()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.process.pid or 0, number)
+        if number == signal.SIGKILL:
+            self.process.join(WAIT)
+
+
+Start = Callable[..., Node]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts nodes of one job. `number` is that of its address; `endpoints` those where others are found."""
+    port, run, made = free_port(), f"job-{os.getpid()}-{next(numbers)}", []
+
+    def node(
+        number: int, name: str, *, nodes: str = "3:3", endpoints: str = "1", run: str = run, **config: Any
+    ) -> Node:
+        least, most = nodes.split(":")
+        fields = {
+            "endpoint": ",".join(f"127.0.0.{each}:{port}" for each in endpoints.split(",")),
+            "run_id": run,
+            "min_nodes": int(least),
+            "max_nodes": int(most),
+        }
+        made.append(Node(number, name, fields, {"detect_seconds": SILENCE, "join_timeout": WAIT, **config}))
+        return made[-1]
+
+    yield node
+    for each in made:
+        each.kill()
+
+
+def join(*nodes: Node) -> dict[str, dict[str, Any]]:
+    """Have all of them take part in a round."""
+    for node in nodes:
+        node.tell("join")
+    return {node.name: node.hear() for node in nodes}
+
+
+def until(node: Node, waiting: int) -> None:
+    """Ask as an agent does, until so many nodes wait."""
+    deadline = threading.Event()
+    for _ in range(int(WAIT / 0.05)):
+        if node.ask("num_nodes_waiting") == waiting:
+            return
+        deadline.wait(0.05)
+    raise AssertionError(f"{node.name} never saw {waiting} nodes wait")
+
+
+# ---- rounds ----
+
+
+def test_nodes_are_ranked_by_name_and_each_round_has_a_store_of_its_own(start: Start) -> None:
+    nodes = [start(1, "n10"), start(2, "n2"), start(3, "n1")]
+    first = join(*nodes)
+    assert {name: found["rank"] for name, found in first.items()} == {"n1": 0, "n2": 1, "n10": 2}
+    assert all(found["names"] == ["n1", "n2", "n10"] for found in first.values())
+    assert [node.ask("num_nodes_waiting") for node in nodes] == [0, 0, 0]
+    second = join(*nodes)
+    assert {found["round"] for found in first.values()} == {1} and {found["round"] for found in second.values()} == {2}
+    [before], [after] = ({found["master"] for found in each.values()} for each in (first, second))
+    assert before.startswith("127.0.0.3:") and after.startswith("127.0.0.3:") and before != after
+
+
+def test_a_substitute_takes_the_vacant_rank_and_the_others_keep_theirs(start: Start) -> None:
+    a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
+    assert join(a, b, c)["b"]["rank"] == 1
+    b.kill()
+    new = start(4, "0-new")
+    found = join(a, c, new)
+    assert found["a"]["names"] == ["a", "0-new", "c"]
+
+
+def test_a_surplus_node_waits_until_a_rank_is_vacant(start: Start) -> None:
+    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    join(a, b)
+    spare = start(3, "c", nodes="2:2", join_timeout=0.5, wait_seconds=0.5).tell("join")
+    assert spare.quiet(3 * SILENCE)  # longer than a round may take to be put together
+    assert a.ask("num_nodes_waiting") == b.ask("num_nodes_waiting") == 0
+    b.kill()
+    assert a.tell("join").hear()["names"] == ["a", "c"]
+    assert spare.hear()["rank"] == 1
+
+
+def test_a_node_that_begins_anew_is_seen_by_those_whose_workers_run(start: Start) -> None:
+    nodes = [start(1, "a"), start(2, "b"), start(3, "c")]
+    join(*nodes)
+    nodes[1].tell("join")
+    until(nodes[0], 1)
+    until(nodes[2], 1)
+    nodes[0].tell("join")
+    until(nodes[2], 2)
+    assert nodes[2].tell("join").hear()["names"] == ["a", "b", "c"]
+
+
+def test_one_more_node_makes_the_round_larger_where_it_may_be(start: Start) -> None:
+    config: dict[str, Any] = {"nodes": "2:4", "sizes": "4/2", "last_call_timeout": 1}
+    a, b = start(1, "a", **config), start(2, "b", **config)
+    assert join(a, b)["a"]["names"] == ["a", "b"]
+    c = start(3, "c", **config).tell("join")
+    assert c.quiet(SILENCE) and a.ask("num_nodes_waiting") == 0  # three is no size
+    d = start(4, "d", **config).tell("join")
+    until(a, 2)
+    until(b, 2)
+    a.tell("join"), b.tell("join")
+    assert [node.hear()["rank"] for node in (a, b, c, d)] == [0, 1, 2, 3]
+
+
+def test_a_round_goes_on_smaller_after_it_waited_for_a_substitute(start: Start) -> None:
+    config: dict[str, Any] = {"nodes": "2:3", "last_call_timeout": 1, "wait_seconds": 3}
+    a, b, c = (start(number, name, **config) for number, name in ((1, "a"), (2, "b"), (3, "c")))
+    join(a, b, c)
+    b.kill()
+    a.tell("join"), c.tell("join")
+    assert a.quiet(2.5)
+    assert a.hear()["names"] == ["a", "c"]
+    assert c.hear()["rank"] == 1
+
+
+def test_a_stopped_node_is_in_no_round(start: Start) -> None:
+    a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
+    b.ask("num_nodes_waiting")  # it is up
+    a.tell("join"), b.tell("join")
+    assert a.quiet(1)
+    b.kill(signal.SIGSTOP)
+    c.tell("join")
+    assert c.quiet(2 * SILENCE)
+    d = start(4, "d").tell("join")
+    assert d.hear()["names"] == ["a", "c", "d"]
+    assert a.hear()["rank"] == 0
+    b.kill(signal.SIGCONT)
+    assert b.quiet(SILENCE)  # a spare now
+
+
+# ---- the node that leads is lost ----
+
+
+def leader(found: dict[str, dict[str, Any]]) -> str:
+    [name] = [name for name, each in found.items() if each["leads"]]
+    return name
+
+
+def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute(start: Start) -> None:
+    ends = "1,2"
+    a, b, c = (start(number, name, endpoints=ends) for number, name in ((1, "c"), (2, "b"), (3, "a")))
+    first = join(a, b, c)
+    assert first["c"]["names"] == ["a", "b", "c"]
+    lead = leader(first)
+    assert lead in ("c", "b")
+    lost, other = (a, b) if lead == "c" else (b, a)
+    lost.kill()
+    until(other, 1)
+    until(c, 1)
+    substitute = start(4, "z", endpoints=ends)  # knows the two endpoints only
+    found = join(other, c, substitute)
+    assert found["z"]["names"] == [name if name != lost.name else "z" for name in ("a", "b", "c")]
+    assert found["z"]["round"] == 2
+    leader(found)
+
+
+def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others(start: Start) -> None:
+    a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
+    assert leader(join(a, b, c)) == "a"
+    a.kill(signal.SIGSTOP)
+    until(b, 1)
+    until(c, 1)
+    b.tell("join"), c.tell("join")
+    assert b.quiet(2)
+    a.kill(signal.SIGCONT)
+    until(a, 1) if a.ask("num_nodes_waiting") == 0 and False else None
+    found = {"a": a.tell("join").hear(), "b": b.hear(), "c": c.hear()}
+    assert found["a"]["names"] == ["a", "b", "c"] and found["a"]["round"] == 2
+    leader(found)
+
+
+def test_a_node_with_the_address_of_the_lost_one_is_found_by_the_survivors(start: Start) -> None:
+    a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
+    assert leader(join(a, b, c)) == "a"
+    a.kill()
+    until(b, 1)
+    until(c, 1)
+    b.tell("join"), c.tell("join")
+    assert b.quiet(1)
+    new = start(1, "new")  # the one endpoint is its own: it knows nobody
+    found = {"new": new.tell("join").hear(), "b": b.hear(), "c": c.hear()}
+    assert found["new"]["names"] == ["new", "b", "c"] and found["new"]["round"] == 2
+    leader(found)
+
+
+def test_a_spare_at_the_address_of_the_lost_one_is_found_while_workers_run(start: Start) -> None:
+    config: dict[str, Any] = {"nodes": "2:3", "last_call_timeout": 1, "wait_seconds": 1}
+    a, b, c = (start(number, name, **config) for number, name in ((1, "a"), (2, "b"), (3, "c")))
+    join(a, b, c)
+    a.kill()
+    found = join(b, c)
+    assert found["b"]["names"] == ["c", "b"]
+    new = start(1, "new", **config).tell("join")
+    until(b, 1)
+    until(c, 1)
+    b.tell("join"), c.tell("join")
+    assert new.hear()["names"] == ["c", "b", "new"]
+
+
+def test_the_lead_is_lost_again_and_again(start: Start) -> None:
+    nodes = [start(number, f"n{number}", nodes="1:5", wait_seconds=1, last_call_timeout=WAIT) for number in range(1, 6)]
+    names = join(*nodes)["n1"]["names"]
+    assert names == ["n1", "n2", "n3", "n4", "n5"]
+    for number in (2, 3, 4, 5):
+        found = join(*nodes)
+        assert found[nodes[0].name]["round"] == 2 * number - 2 and len(found) == 6 - number + 1
+        [lost] = [node for node in nodes if found[node.name]["leads"]]
+        lost.kill()
+        nodes.remove(lost)
+        for node in nodes:
+            until(node, 1)
+        assert len(join(*nodes)) == len(nodes)
+
+
+def test_of_nodes_that_start_at_once_only_one_leads(start: Start) -> None:
+    for _ in range(3):
+        nodes = [start(number, f"n{number}", nodes="1:1", endpoints="1,2,3") for number in (1, 2, 3)]
+        for node in nodes:
+            node.tell("join")
+        inside = [node for node in nodes if not node.quiet(3)]
+        assert len(inside) == 1  # two that lead would each have a job of their own
+        for node in nodes:
+            node.kill()
+
+
+def test_too_few_nodes_never_make_a_round(start: Start) -> None:
+    a, b, c = (start(number, name, nodes="2:3", last_call_timeout=1) for number, name in ((1, "a"), (2, "b"), (3, "c")))
+    join(a, b, c)
+    a.kill()
+    b.kill()
+    c.tell("join")
+    assert c.quiet(3 * SILENCE)
+
+
+# ---- memory ----
+
+
+def test_a_node_that_is_started_again_knows_the_others_and_its_rank(start: Start, tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in "abc"}
+    for folder in folders.values():
+        folder.mkdir()
+    a, b, c = (start(number, name, run_dir=folders[name]) for number, name in ((1, "c"), (2, "b"), (3, "a")))
+    assert join(a, b, c)["a"]["names"] == ["a", "b", "c"]
+    written = folders["b"] / "nodes.json"
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600
+    assert [place["node"] for place in json.loads(written.read_text())["roster"]["members"]] == ["a", "b", "c"]
+    for node in (a, b, c):
+        node.kill()
+    (folders["a"] / "nodes.json").write_text("{")  # this one has forgotten
+    a, b, c = (
+        start(number, name, run_dir=folders[old]) for number, name, old in ((1, "c", "c"), (2, "b", "b"), (3, "0", "a"))
+    )
+    found = join(a, b, c)
+    assert found["0"]["names"] == ["0", "b", "c"] and found["0"]["round"] == 2
+
+
+def test_a_node_that_remembers_finds_the_others_without_the_endpoint(start: Start, tmp_path: Path) -> None:
+    a, b, c = (start(1, "a"), start(2, "b"), start(3, "c", run_dir=tmp_path))
+    join(a, b, c)
+    a.kill()
+    until(b, 1)
+    b.tell("join")
+    c.kill()
+    again = start(3, "c", run_dir=tmp_path).tell("join")  # the endpoint is that of a, which is no more
+    new = start(4, "d", endpoints="2").tell("join")
+    assert new.quiet(1)  # nor does anybody listen there
+    other = start(1, "e").tell("join")
+    assert other.hear()["names"] == ["e", "b", "c"]
+    assert again.hear()["rank"] == 2 and b.hear()["rank"] == 1
+
+
+# ---- the end ----
+
+
+def test_those_who_are_done_wait_for_the_others_and_a_spare_is_told_that_it_is_not_needed(start: Start) -> None:
+    a, b, c = (start(number, name, nodes="2:2") for number, name in ((1, "a"), (2, "b"), (3, "c")))
+    join(a, b)
+    c.tell("join")
+    a.tell("wait_for_all", WAIT)
+    assert a.quiet(1)
+    assert b.ask("wait_for_all", WAIT) is True
+    assert a.hear() is True
+    a.ask("__setattr__", "in_order", True)
+    assert a.ask("shutdown") is True and a.ask("shutdown") is True
+    kind, text = c.error()
+    assert kind == "RendezvousGracefulExitError" and "node c was a spare" in text and "has succeeded" in text
+    assert c.ask("__getattribute__", "not_needed") is True
+    assert b.ask("is_closed") is True
+    assert b.ask("shutdown") is True
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_those_who_are_done_are_told_when_another_node_is_lost_and_its_substitute_waits(
+    start: Start, lost: str
+) -> None:
+    nodes = {name: start(number, name, nodes="2:2") for number, name in ((1, "a"), (2, "b"))}
+    join(*nodes.values())
+    gone = nodes.pop(lost)
+    [stays] = nodes.values()
+    stays.tell("wait_for_all", WAIT)
+    assert stays.quiet(0.5)
+    gone.kill()
+    start(1 if lost == "a" else 2, "new", nodes="2:2").tell("join")
+    assert stays.hear() is False
+
+
+def test_after_the_end_nobody_takes_part_any_more(start: Start) -> None:
+    a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
+    join(a, b, c)
+    b.ask("set_closed")
+    assert a.ask("is_closed") is True
+    for node in (a, b, c):
+        kind, text = node.tell("join").error()
+        assert kind == "RendezvousClosedError" and "node b says" in text and "start it again" in text
+
+
+def test_a_node_that_was_never_in_ends_alone(start: Start) -> None:
+    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    join(a, b)
+    late = start(3, "c", nodes="2:2")
+    late.tell("join")
+    assert late.quiet(1)
+    late.kill(signal.SIGKILL)
+    other = start(4, "d", nodes="2:2")
+    assert other.ask("shutdown") is True
+    assert a.ask("is_closed") is False and a.ask("num_nodes_waiting") == 0
+
+
+# ---- what goes wrong is said ----
+
+
+def test_too_late_is_told_with_who_is_there_and_who_is_not(start: Start) -> None:
+    a = start(1, "a", join_timeout=1, wait_seconds=0)
+    kind, text = a.tell("join").error()
+    assert kind == "RendezvousTimeoutError"
+    assert "node a" in text and "round 1 expected 3 to 3 nodes, found 1 (a)" in text and "--nnodes" in text
+    b = start(2, "b", endpoints="7", join_timeout=1, wait_seconds=0)
+    kind, text = b.tell("join").error()
+    assert kind == "RendezvousTimeoutError" and "127.0.0.7:" in text and "refused" in text and "--rdzv-endpoint" in text
+
+
+def test_a_second_node_of_a_name_is_refused_and_disturbs_nobody(start: Start) -> None:
+    a, b = start(1, "a", nodes="2:2", detect_seconds=1), start(2, "b", nodes="2:2", detect_seconds=1)
+    join(a, b)
+    stop = threading.Event()
+
+    def live() -> None:
+        while not stop.wait(0.05):
+            assert (a.ask("num_nodes_waiting"), b.ask("num_nodes_waiting")) == (0, 0)
+
+    agents = threading.Thread(target=live)
+    agents.start()
+    kind, text = start(3, "b", nodes="2:2", detect_seconds=1).tell("join").error()
+    stop.set()
+    agents.join()
+    assert kind == "ConfigError" and "node name 'b'" in text and "--ftp-node-name" in text
+
+
+def test_an_endpoint_of_another_job_is_refused(start: Start) -> None:
+    a = start(1, "a", nodes="1:2", last_call_timeout=0, detect_seconds=1)
+    join(a)
+    kind, text = start(2, "b", run="another", detect_seconds=1).tell("join").error()
+    assert kind == "ConfigError" and "expected job 'another'" in text and "--rdzv-id" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seats": "8"}, "unknown key 'seats'"),
+        ({"is_host": "1"}, "unknown key 'is_host'; ft_plugins knows detect_seconds"),
+        ({"sizes": "4;2"}, "sizes: expected numbers of nodes as 8/6/4, found '4;2'"),
+        ({"sizes": "4,1"}, "sizes: expected .* found 1"),
+        ({"node_rank": "4"}, "node_rank: expected 0 to 3, found '4'"),
+        ({"wait_seconds": "soon"}, "wait_seconds: expected seconds >= 0, found 'soon'"),
+        ({"endpoint": ""}, "--rdzv-endpoint: expected host:port of one of the 4 nodes"),
+        ({"endpoint": "localhost:0"}, "--rdzv-endpoint: expected host:port of one of the 4 nodes"),
+        ({"endpoint": "a:b"}, "--rdzv-endpoint: expected host:port"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_setting_is_refused_in_words(given: dict[str, Any], said: str) -> None:
+    fields = {"endpoint": "h:29400", "run_id": "r", "min_nodes": 2, "max_nodes": 4, **given}
+    with pytest.raises(ConfigError, match=said):
+        Settings.read(RendezvousParameters("ft_plugins", **fields))
+
+
+def test_settings_are_read_as_given_and_have_defaults() -> None:
+    plain = Settings.read(RendezvousParameters("ft_plugins", "", "r", 1, 1, timeout=900))
+    assert (plain.endpoints, plain.node, plain.wanted, plain.run_dir) == ((), socket.gethostname(), None, None)
+    assert (plain.rules.last_call, plain.rules.wait, plain.join, plain.silence) == (30, 30, 600, 10)
+    full = RendezvousParameters(
+        "ft_plugins",
+        "a, b:7 ,[::1]:8",
+        "r",
+        2,
+        8,
+        sizes="8/6/4",
+        wait_seconds="60",
+        node_rank="3",
+        node_name="n",
+        run_dir="/x",
+    )
+    found = Settings.read(full)
+    assert found.endpoints == (Endpoint("a", 29400), Endpoint("b", 7), Endpoint("::1", 8))
+    assert [str(endpoint) for endpoint in found.endpoints] == ["a:29400", "b:7", "[::1]:8"]
+    assert (found.rules.sizes, found.rules.wait, found.rules.last_call, found.wanted) == ((8, 6, 4), 60, 30, 3)
+    assert (found.node, found.run_dir) == ("n", Path("/x"))
+
+
+# ---- the port ----
+
+
+@pytest.fixture
+def echo() -> Iterator[Post]:
+    listener = post.listen_anywhere("127.0.0.1")
+    found = Post(listener, lambda request, connection: {"ok": True, **request}, lambda connection: None, lambda: 0.1)
+    yield found
+    found.close()
+    found.close()
+
+
+def test_requests_are_answered_also_in_pieces_and_several_at_once(echo: Post) -> None:
+    text = "x" * 300_000  # more than a socket holds
+    line = Line(f"127.0.0.1:{echo.port}", WAIT)
+    for number in range(3):
+        assert line.ask({"number": number, "text": text}) == {"ok": True, "number": number, "text": text}
+    line.close()
+    places = [f"127.0.0.1:{echo.port}", "127.0.0.1:1"]
+    found = post.ask_all(places, {"do": "it"}, WAIT)
+    assert found[places[0]] == {"ok": True, "do": "it"} and "refused" in str(found[places[1]])
+
+
+@pytest.mark.parametrize(
+    "frame", [b"\xff\xff\xff\xff", b"\0\0\0\x01\xc1", b"\0\0\0\x01\x01", b"GET / HTTP/1.1\r\n\r\n"]
+)
+def test_a_malformed_frame_is_answered_by_a_close_and_others_go_on(echo: Post, frame: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", echo.port), WAIT) as stranger:
+        stranger.sendall(frame)
+        assert stranger.recv(1) == b""
+    assert post.ask(f"127.0.0.1:{echo.port}", {}, WAIT) == {"ok": True}
+
+
+def test_one_who_does_not_answer_costs_the_bound_and_no_more() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ConnectionError, match="no answer within 0.2 s"):
+        post.ask(f"127.0.0.1:{mute.getsockname()[1]}", {}, 0.2)
+
+
+def test_an_endpoint_is_this_machines_if_it_can_be_listened_on() -> None:
+    port = free_port()
+    found = post.listen_as(Endpoint("127.0.0.9", port))
+    assert found is not None and found.getsockname() == ("127.0.0.9", port)
+    assert post.listen_as(Endpoint("127.0.0.9", port)) is None  # taken
+    assert post.listen_as(Endpoint("192.0.2.1", port)) is None  # of nobody
+    assert post.listen_as(Endpoint("no-such-host.invalid", port)) is None
+    found.close()
+
+
+def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(start: Start) -> None:
+    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    join(a, b)
+    own = a.ask("__getattribute__", "_me")
+    wrong: list[dict[str, Any]] = [
+        {"do": "pickle"},
+        {"do": "look", "token": 7},
+        {"do": "apply", "application": {"node": "x"}},
+        {"do": "apply", "application": {"node": "x", "token": "t", "endpoint": "e", "seat": [1 << 63, 0, 1]}},
+        {"do": "elect", "lead": {"node": "x", "token": "t", "endpoint": "e", "generation": 1 << 40}},
+        {},
+    ]
+    for request in wrong:
+        with pytest.raises(ConnectionError):
+            post.ask(own.endpoint, {"run": own.run, **request}, WAIT)
+    assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]

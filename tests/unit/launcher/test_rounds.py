@@ -1,0 +1,343 @@
+"""Who sits where, against a model that tries every seating; rounds as their lead sees them, in made-up time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.errors import ConfigError
+from ft_plugins.launcher.gathering import Application, Gathering, Phase, Place, Roster
+from ft_plugins.launcher.rounds import Candidate, Rules, Seat, natural, ranks, size_now
+
+SILENCE = 10.0
+
+
+def seated(*names: str, number: int = 1) -> list[Candidate]:
+    """Nodes that sat in this order in round `number`."""
+    return [Candidate(name, Seat(number, rank, len(names))) for rank, name in enumerate(names)]
+
+
+# ---- who sits where ----
+
+
+def test_the_first_round_is_in_the_order_of_the_names_read_as_people_do() -> None:
+    names = ["node10", "node2", "node1", "Node1"]
+    assert ranks([Candidate(name) for name in names], 4) == {"Node1": 0, "node1": 1, "node2": 2, "node10": 3}
+    assert sorted(["r2n1", "r10n1", "r2n10", "r2", "r2n"], key=natural) == ["r2", "r2n", "r2n1", "r2n10", "r10n1"]
+
+
+def test_a_substitute_takes_the_vacant_rank_whatever_it_is_called() -> None:
+    survivors = [found for found in seated("b", "c", "d", "e") if found.node != "d"]
+    for name in ("a", "cc", "z"):
+        assert ranks([*survivors, Candidate(name)], 4) == {"b": 0, "c": 1, name: 2, "e": 3}
+
+
+def test_in_a_smaller_round_those_keep_their_rank_who_can() -> None:
+    survivors = [found for found in seated("a", "b", "c", "d") if found.node != "b"]
+    assert ranks(survivors, 3) == {"a": 0, "d": 1, "c": 2}
+    assert ranks(survivors, 2) == {"a": 0, "c": 1}  # d waits as a spare
+
+
+def test_a_node_of_an_older_round_has_its_rank_back_before_new_ones_choose() -> None:
+    now = seated("a", "b", number=7)
+    assert ranks([*now, Candidate("0"), Candidate("old", Seat(5, 3, 4))], 4) == {"a": 0, "b": 1, "0": 2, "old": 3}
+    late = Candidate("late", Seat(5, 1, 4))  # b sits there since
+    assert ranks([*now, Candidate("0"), late], 3) == {"a": 0, "b": 1, "0": 2}
+
+
+def test_a_wanted_rank_is_given_if_nobody_has_it() -> None:
+    first = [Candidate("a", wanted=2), Candidate("b"), Candidate("c", wanted=2)]
+    assert ranks(first, 3) == {"a": 2, "b": 0, "c": 1}
+    assert ranks([*seated("x", "y"), Candidate("w", wanted=1)], 3) == {"x": 0, "y": 1, "w": 2}
+
+
+def test_two_of_one_name_or_too_few_are_a_mistake_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="different names"):
+        ranks([Candidate("a"), Candidate("a")], 2)
+    with pytest.raises(ValueError, match="3 nodes"):
+        ranks([Candidate("a"), Candidate("b")], 3)
+
+
+def model(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
+    """Every way to seat `size` of the candidates is looked at; the one that pleases most is taken."""
+    last = max((found.seat.round for found in candidates if found.seat), default=0)
+    newest = [found for found in candidates if found.seat and found.seat.round == last]
+    by_age = sorted(
+        (found for found in candidates if found.seat), key=lambda found: (-found.seat.round, found.seat.rank)
+    )
+    by_name = sorted(candidates, key=lambda found: natural(found.node))
+
+    def pleases(seating: dict[str, int]) -> list[object]:
+        def at_own(found: Candidate) -> bool:
+            return found.seat is not None and seating.get(found.node) == found.seat.rank
+
+        def low(found: Candidate) -> int:
+            return -seating.get(found.node, size)
+
+        return [
+            sum(map(at_own, newest)),  # who was in the last round sits where it sat
+            [low(found) for found in by_age if found in newest],  # or at all, as low as can be
+            [at_own(found) for found in by_age],  # then who was in an older one
+            [found.wanted is not None and seating.get(found.node) == found.wanted for found in by_name],
+            [low(found) for found in by_name],
+        ]
+
+    seatings = (
+        dict(zip((found.node for found in chosen), range(size), strict=True))
+        for chosen in itertools.permutations(candidates, size)
+    )
+    return max(seatings, key=pleases)
+
+
+@st.composite
+def rooms(draw: st.DrawFn) -> tuple[list[Candidate], int]:
+    names = draw(st.lists(st.sampled_from(["n1", "n2", "n10", "m", "a9", "z"]), min_size=1, max_size=5, unique=True))
+    places = draw(st.permutations([(number, rank) for number in (3, 8) for rank in range(4)]))
+    found = []
+    for name, (number, rank) in zip(names, places, strict=False):
+        seat = Seat(number, rank, 4) if draw(st.booleans()) else None
+        found.append(Candidate(name, seat, draw(st.none() | st.integers(0, 3))))
+    return found, draw(st.integers(1, len(names)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(rooms(), st.randoms())
+def test_the_seating_is_the_best_of_all(room: tuple[list[Candidate], int], random: object) -> None:
+    candidates, size = room
+    found = ranks(candidates, size)
+    assert sorted(found.values()) == list(range(size))
+    assert found == model(candidates, size)
+    random.shuffle(candidates)  # type: ignore[attr-defined]
+    assert ranks(candidates, size) == found  # whoever came first
+
+
+# ---- how large, and when ----
+
+
+def test_a_first_round_waits_a_last_call_for_those_who_may_still_come() -> None:
+    rules = Rules(2, 4, last_call=30, wait=300)
+    nodes = [Candidate(name) for name in "abcd"]
+    assert size_now(rules, nodes[:1], 1e9) == 0
+    assert size_now(rules, nodes[:3], 29.9) == 0
+    assert size_now(rules, nodes[:3], 30) == 3
+    assert size_now(rules, nodes, 0) == 4
+    assert size_now(rules, [*nodes, Candidate("e")], 0) == 4
+
+
+def test_a_round_goes_on_at_once_when_all_are_back_and_else_waits_for_a_substitute() -> None:
+    rules = Rules(2, 4, last_call=30, wait=300)
+    last = seated("a", "b", "c")
+    assert size_now(rules, last, 0) == 3  # as large as before: nobody is missing
+    assert size_now(rules, last[:2], 299) == 0
+    assert size_now(rules, last[:2], 300) == 2
+    assert size_now(rules, [*last[:2], Candidate("new")], 299) == 0  # c may come back
+    assert size_now(rules, [*last, Candidate("new")], 0) == 4
+
+
+def test_only_allowed_sizes_are_taken() -> None:
+    rules = Rules(4, 8, (8, 6, 4), wait=60)
+    last = seated(*"abcdefgh")
+    assert [rules.fit(count) for count in range(10)] == [0, 0, 0, 0, 4, 4, 6, 6, 8, 8]
+    assert size_now(rules, last[:7], 59) == 0
+    assert size_now(rules, last[:7], 60) == 6
+    assert size_now(rules, last[:3], 1e9) == 0
+    with pytest.raises(ConfigError, match="sizes: expected .* 4 to 8.*found 2, 9"):
+        Rules(4, 8, (2, 4, 9))
+
+
+# ---- a round as its lead sees it ----
+
+
+@dataclass
+class Rounds:
+    """A gathering and its nodes; each of them is heard of whenever time passes, unless it is `silent`."""
+
+    rules: Rules
+    gathering: Gathering = field(init=False)
+    now: float = 1000.0
+    silent: set[str] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.gathering = Gathering(self.rules, SILENCE, None, self.now)
+
+    def come(self, *names: str, life: int = 1, **seats: Seat) -> list[bool]:
+        self.known |= {f"{name}/{life}" for name in names}
+        return [
+            self.gathering.apply(Application(name, f"{name}/{life}", f"{name}:1", seats.get(name)), self.now)
+            for name in names
+        ]
+
+    def pass_by(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.5
+            for token in self.known - self.silent:
+                self.gathering.hear(token, self.now)
+            proposal = self.gathering.proposal
+            if proposal and self.gathering.phase is Phase.PROPOSED:
+                [rank0] = [token for token, rank in proposal.ranks.items() if rank == 0]
+                if rank0 not in self.silent:
+                    self.gathering.serve(rank0, "store:1")
+            self.gathering.step(self.now)
+
+    @property
+    def members(self) -> list[str]:
+        return [place.node for place in self.gathering.roster.members]
+
+
+def test_a_round_is_complete_only_after_each_node_was_heard_of_since_it_was_chosen() -> None:
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("a", "b")
+    rounds.silent = {"b/1"}
+    rounds.pass_by(5)
+    assert rounds.gathering.phase is Phase.PROPOSED
+    rounds.pass_by(7)  # b is given up; its place is open again
+    assert rounds.gathering.phase is Phase.OPEN and rounds.gathering.waiting == ["a"]
+    rounds.come("c")
+    rounds.pass_by(1)
+    assert rounds.gathering.phase is Phase.COMPLETE and rounds.members == ["a", "c"]
+
+
+def test_a_round_without_a_store_is_not_complete() -> None:
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("a", "b")
+    for _ in range(4):
+        rounds.now += 1
+        for token in ("a/1", "b/1"):
+            rounds.gathering.hear(token, rounds.now)
+        rounds.gathering.serve("b/1", "not:0")  # not from rank 0
+        rounds.gathering.step(rounds.now)
+    assert rounds.gathering.phase is Phase.PROPOSED
+    rounds.pass_by(1)
+    assert rounds.gathering.phase is Phase.COMPLETE and rounds.gathering.proposal is not None
+    assert rounds.gathering.proposal.store == "store:1"
+
+
+def test_a_surplus_node_waits_as_a_spare_and_takes_the_rank_of_a_lost_one() -> None:
+    rounds = Rounds(Rules(2, 2, wait=60))
+    rounds.come("b", "c")
+    rounds.pass_by(1)
+    rounds.come("a")
+    rounds.pass_by(100)
+    assert rounds.gathering.phase is Phase.COMPLETE and rounds.gathering.waiting == ["a"]
+    rounds.silent = {"b/1"}
+    rounds.come("c")  # its workers failed with b's
+    rounds.pass_by(1)
+    assert rounds.gathering.phase is Phase.COMPLETE
+    assert (rounds.gathering.round, rounds.members) == (2, ["a", "c"])
+
+
+def test_a_spare_that_is_silent_is_gone_and_one_that_leaves_too() -> None:
+    rounds = Rounds(Rules(1, 1))
+    rounds.come("a")
+    rounds.pass_by(1)
+    rounds.come("b", "c")
+    rounds.silent = {"b/1"}
+    rounds.pass_by(SILENCE + 1)
+    assert rounds.gathering.waiting == ["c"]
+    rounds.gathering.leave("c/1")
+    assert rounds.gathering.waiting == []
+
+
+def test_a_node_with_which_the_round_can_be_larger_opens_it_and_one_with_which_it_cannot_does_not() -> None:
+    rounds = Rounds(Rules(2, 4, (2, 4), last_call=5))
+    rounds.come("a", "b")
+    rounds.pass_by(7)
+    assert rounds.members == ["a", "b"]
+    rounds.come("c")
+    rounds.pass_by(20)
+    assert rounds.gathering.phase is Phase.COMPLETE
+    rounds.come("d")
+    rounds.pass_by(1)
+    assert rounds.gathering.phase is Phase.OPEN and rounds.gathering.waiting == ["c", "d"]
+    rounds.come("a", "b")
+    rounds.pass_by(1)
+    assert (rounds.gathering.round, rounds.members) == (2, ["a", "b", "c", "d"])
+
+
+def test_rounds_go_on_counting_from_the_newest_that_anybody_remembers() -> None:
+    rounds = Rounds(Rules(2, 2))  # a lead that was started just now
+    rounds.come("new", "old", old=Seat(6, 1, 2))
+    rounds.pass_by(40)
+    assert (rounds.gathering.round, rounds.members) == (7, ["new", "old"])
+
+
+def test_a_lead_that_remembers_the_last_round_knows_a_node_by_its_name() -> None:
+    last = Roster(4, (Place("z", "z:1"), Place("y", "y:1")))
+    rounds = Rounds(Rules(2, 2))
+    rounds.gathering = Gathering(rounds.rules, SILENCE, last, rounds.now)
+    rounds.come("y", "z", life=2)  # started again, with nothing in mind
+    rounds.pass_by(1)
+    assert (rounds.gathering.round, rounds.members) == (5, ["z", "y"])
+
+
+def test_a_name_is_free_again_when_its_holder_is_silent_but_not_before() -> None:
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("a", "b")
+    rounds.pass_by(1)
+    assert rounds.come("a", life=2) == [False]
+    assert rounds.gathering.phase is Phase.COMPLETE  # the living a is not disturbed
+    rounds.gathering.hang_up("a/1")
+    rounds.silent = {"a/1"}
+    assert rounds.come("a", life=2) == [True]
+    rounds.pass_by(1)
+    assert rounds.gathering.phase is Phase.OPEN
+
+
+def test_a_lead_that_was_stopped_does_not_take_others_for_silent() -> None:
+    rounds = Rounds(Rules(3, 3))
+    rounds.come("a", "b")
+    rounds.pass_by(1)
+    rounds.now += 1000  # nothing was answered meanwhile
+    rounds.gathering.step(rounds.now)
+    assert rounds.gathering.waiting == ["a", "b"]
+    rounds.silent = {"a/1", "b/1"}
+    rounds.pass_by(SILENCE + 2)
+    assert rounds.gathering.waiting == []
+
+
+def test_nodes_tell_when_they_are_done_with_the_round_they_are_in() -> None:
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("a", "b")
+    rounds.pass_by(1)
+    for token, number in (("a/1", 1), ("a/1", 1), ("b/1", 7), ("x/1", 1)):
+        rounds.gathering.finish(token, number)
+    assert rounds.gathering.done == {"a/1"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["come", "die", "leave"])), max_size=25))
+def test_whatever_happens_who_stays_keeps_its_rank_and_nobody_silent_is_in(story: list[tuple[str, str]]) -> None:
+    """Against a model that only knows who lives: nodes come, die and leave; all that live come back for each round."""
+    rounds = Rounds(Rules(2, 3, wait=4, last_call=4))
+    lives: dict[str, int] = {}
+    before: list[str] = []
+    for name, what in story:
+        if what == "come":
+            lives.setdefault(name, max([int(t[2:]) for t in rounds.known if t[0] == name], default=0) + 1)
+        elif name in lives:
+            token = f"{name}/{lives.pop(name)}"
+            rounds.silent.add(token)
+            if what == "leave":
+                rounds.gathering.leave(token)
+        for each, life in lives.items():
+            rounds.come(each, life=life)
+        rounds.pass_by(2 * SILENCE)
+        for each, life in lives.items():  # a second life waits until the first one is silent
+            rounds.come(each, life=life)
+        rounds.pass_by(2 * SILENCE)
+        if len(lives) < 2:
+            continue
+        assert rounds.gathering.phase is Phase.COMPLETE
+        now = rounds.members
+        assert set(now) <= set(lives) and len(now) == min(3, len(lives))
+        assert set(rounds.gathering.waiting) == set(lives) - set(now)
+        kept = [node for rank, node in enumerate(before) if node in lives and rank < len(now)]
+        assert [node for node in kept if now.index(node) != before.index(node)] == []
+        before = now

@@ -1,0 +1,68 @@
+"""Which of memory, our checkpoints and the framework's own is restored; what hangs, and what differs, is told."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ft_plugins.errors import ResumeError
+from ft_plugins.recovery.plan import RecoveryPlan
+from ft_plugins.recovery.storage import _differing, _within, with_storage
+from ft_plugins.snapshot.slots import Version
+
+S = Version(1, 40)
+MEMORY = RecoveryPlan(Version(2, 70), "process", 3, 71, 1, "newest that all ranks hold")
+NOTHING = RecoveryPlan(None, "none", 1, 0, 0, "no version was captured before")
+BROKEN = RecoveryPlan(None, "none", 3, 50, 50, "rank 1 holds no version", state_lost=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "mode", "loaded", "later", "expected"),
+    [
+        (MEMORY, "auto", 0, False, ("process", 70)),
+        (MEMORY, "auto", 80, False, ("storage", None)),  # the framework's own: the larger iteration wins
+        (MEMORY, "auto", 0, True, ("storage", 40)),  # the job has lived on elsewhere since
+        (MEMORY, "storage", 0, False, ("storage", 40)),
+        (MEMORY, "memory", 0, True, ("process", 70)),
+        (MEMORY, "fresh", 0, False, ("none", None)),
+        (NOTHING, "auto", 0, False, ("storage", 40)),
+        (NOTHING, "auto", 40, False, ("storage", 40)),
+        (NOTHING, "auto", 41, False, ("storage", None)),
+        (NOTHING, "storage", 41, False, ("storage", None)),
+        (NOTHING, "fresh", 0, False, ("none", None)),
+        (BROKEN, "auto", 0, False, ("storage", 40)),
+    ],
+)
+def test_the_source_is_memory_then_the_larger_iteration_on_disk_or_what_was_asked_for(
+    found: RecoveryPlan, mode: str, loaded: int, later: bool, expected: tuple[str, int | None]
+) -> None:
+    plan = with_storage(found, mode, loaded, S, later)
+    assert (plan.tier, plan.version.iteration if plan.version else None) == expected
+    if plan.version == S:
+        assert plan.lineage == found.lineage and plan.lost == plan.completed - 40 and not plan.state_lost
+        assert plan.completed == max(found.completed, 40)
+
+
+def test_without_a_checkpoint_everything_is_as_without_storage() -> None:
+    assert with_storage(MEMORY, "auto", 0, None, False) == MEMORY
+    with pytest.raises(ResumeError, match="rank 1 holds no version"):
+        with_storage(BROKEN, "auto", 0, None, False)
+    with pytest.raises(ResumeError, match="no checkpoint in --reft-checkpoint-dir"):
+        with_storage(MEMORY, "storage", 0, None, False)
+
+
+def test_a_storage_that_hangs_is_out_of_reach_after_its_time_and_an_error_is_passed_on() -> None:
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="did not answer within"):
+        _within(0.05, never.wait)
+    never.set()
+    with pytest.raises(OSError, match="gone"):
+        _within(5, lambda: (_ for _ in ()).throw(OSError("gone")))
+    assert _within(5, lambda: 7) == 7
+
+
+def test_two_fingerprints_differ_by_name() -> None:
+    assert _differing({"layers": 4, "order": [1, 2]}, {"layers": 5, "order": (1, 2), "new": True}) == (
+        "layers: 4 -> 5, new: None -> True"
+    )
