@@ -1,4 +1,4 @@
-"""Emulated nodes on one machine: each with its own agent, SMP, workers and, where the machine allows, network namespace.
+"""Emulated nodes on one machine: each with its own agent, SMP, workers and, where it can be made, network namespace.
 
 Invariant: a node is destroyed whole: agent, workers and SMP by SIGKILL, its shared memory and run directory wiped, its
 link gone first if it is to go silent. Nothing of a network outlives its context, also after a failure.
@@ -48,6 +48,10 @@ class Place:
     def cut(self) -> None:
         """Take the link down: silence, without a reset of any connection."""
         _ip("netns", "exec", self.namespace, "ip", "link", "set", self.device, "down")
+
+    def mend(self) -> None:
+        """Bring the link back."""
+        _ip("netns", "exec", self.namespace, "ip", "link", "set", self.device, "up")
 
     def throttle(self, mbit: int) -> None:
         """Let no more than `mbit` megabits per second leave the node."""

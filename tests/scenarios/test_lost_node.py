@@ -7,6 +7,7 @@ puts data-parallel replicas on different nodes, so that every sharding group spa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.golden import explain, loss_differences, state_differences
 from ft_plugins.rig.gpt_runs import Configuration, GptRun
 from ft_plugins.rig.journal import wait_for
-from ft_plugins.rig.nodes import Place, destroy, network
+from ft_plugins.rig.nodes import Place, destroy, freeze, network
 
 Spec = Callable[..., JobSpec]
 BOUND = 280
@@ -75,28 +76,97 @@ class Job:
 
 
 def golden_of(server: ForkServer, folder: Path, configuration: Configuration, ranks: int) -> GptRun:
-    folder.mkdir()
     run = GptRun("golden", folder, configuration, argv=ARGV, iterations=ITERATIONS)
     job = server.start(run.spec(nproc=ranks))
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
     return run
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distopt"])
+@pytest.fixture(scope="module")
+def golden(megatron_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., GptRun]:
+    """The unfailed run of a configuration on so many ranks, made once."""
+    made: dict[tuple[Configuration, int], GptRun] = {}
+
+    def run(configuration: Configuration, ranks: int) -> GptRun:
+        if (configuration, ranks) not in made:
+            folder = tmp_path_factory.mktemp("golden")
+            made[configuration, ranks] = golden_of(megatron_server, folder, configuration, ranks)
+        return made[configuration, ranks]
+
+    return run
+
+
+def assert_identical(run: GptRun, golden: GptRun, ranks: int) -> None:
+    found = state_differences(run.digests, golden.digests, ranks) + loss_differences(run.loss_log, golden.loss_log)
+    assert not found, explain(found)
+
+
+def restored(job: RunningJob) -> set[tuple[str, int]]:
+    """Tier and iteration of what the ranks of a node restored."""
+    return {(event.fields["tier"], event.fields["iteration"]) for event in job.events("restore.done")}
+
+
+@dataclass(frozen=True)
+class Story:
+    """Which node is lost, how, and where its substitute stands: its address sorts before or behind all others."""
+
+    lost: str
+    how: str
+    substitute: str
+    distributed: bool = True
+
+    def __str__(self) -> str:
+        kind = "distopt" if self.distributed else "replicated"
+        return f"{self.lost}-{self.how}-substitute-sorts-{self.substitute}-{kind}"
+
+
+STORIES = [
+    Story("n2", "killed", "first"),
+    Story("n2", "killed", "last", distributed=False),
+    Story("n0", "killed", "last"),  # which also serves the rendezvous
+    Story("n1", "cut", "last"),
+    Story("n3", "frozen", "first", distributed=False),
+]
+
+
+@pytest.mark.parametrize("story", STORIES, ids=str)
 def test_a_lost_node_is_rebuilt_on_a_fresh_one(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place], distributed: bool
+    megatron_server: ForkServer,
+    golden: Callable[..., GptRun],
+    jobs: Spec,
+    tmp_path: Path,
+    places: list[Place],
+    story: Story,
 ) -> None:
-    configuration = Configuration(bf16=True, distributed_optimizer=distributed, interleaved=False)
-    golden = golden_of(megatron_server, tmp_path / "golden", configuration, 8)
+    configuration = Configuration(bf16=True, distributed_optimizer=story.distributed, interleaved=False)
     run = GptRun("lost", tmp_path, configuration, protected=True, argv=ARGV, iterations=ITERATIONS)
-    job = Job(megatron_server, jobs, run, 8, 4, f"{places[0].address}:29400")
+    # the port differs from story to story: a node that was cut off may still hold the one before
+    port = 29400 + STORIES.index(story)
+    job = Job(megatron_server, jobs, run, 8, 4, ",".join(f"{place.address}:{port}" for place in places[:2]))
     for index, place in enumerate(places[:4]):
         job.start(f"n{index}", place)
     job.until_counts(2)
-    job.destroy("n2")
-    fresh = job.start("s2", places[4])
-    job.wait()
-    (tiers,) = {tuple(sorted({e.fields["tier"] for e in fresh.events("restore.done")}))}
-    assert tiers == ("node",)
-    found = state_differences(run.digests, golden.digests, 8) + loss_differences(run.loss_log, golden.loss_log)
-    assert not found, explain(found)
+    silent: list[RunningJob] = []
+    match story.how:
+        case "killed":
+            job.destroy(story.lost)
+        case "cut":
+            places[int(story.lost[1:])].cut()
+            silent.append(job.nodes.pop(story.lost))
+        case "frozen":
+            freeze(job.nodes[story.lost])
+            silent.append(job.nodes.pop(story.lost))
+    fresh = job.start("s", places[4] if story.substitute == "first" else places[5])
+    try:
+        job.wait()
+    finally:
+        for lost in silent:
+            destroy(lost)
+        if story.how == "cut":
+            places[int(story.lost[1:])].mend()
+    ((tier, iteration),) = restored(fresh)
+    assert tier == "node" and iteration >= 2
+    if silent:
+        declared = [event for each in job.nodes.values() for event in each.events("node.lost")]
+        assert declared and all(event.fields["nodes"] == [story.lost] for event in declared)
+    assert_identical(run, golden(configuration, 8), 8)
