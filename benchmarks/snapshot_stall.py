@@ -132,7 +132,7 @@ class Ours:
         ensure(folder, f"stall{os.getpid()}", "node0", 60)
         self._client = stack.enter_context(Client(folder))
         stack.callback(self._client.end)
-        self._client.watch(os.getpid())
+        self._client.watch(os.getpid(), 600)
         context = LaunchContext(Config.from_flags(["--reft"])[0], folder, self._client.fence(), None, 0, 0, 1, 1, 0, 1)
         assert context.config is not None
         self.session = Session(PlainHost(state), context.config, context)

@@ -31,7 +31,7 @@ from ..config import Config, worker_environment
 from ..errors import ProtectionError
 from ..events import Events
 from .rendezvous import Rendezvous
-from .restarts import NodeLoss, Verdict, WorkerFailure, judge, root_cause
+from .restarts import Silence, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
 
 _ROUNDS_LOST = 5  # in a row, each by a node that was lost while workers were about to start
@@ -176,13 +176,13 @@ class ProgressAgent(LocalElasticAgent):
             return self._go_on_without(lost)
         return result
 
-    def _go_on_without(self, nodes: list[str]) -> RunResult:
-        """Nodes are lost: the workers here sit in a collective that can never end, or soon will."""
+    def _go_on_without(self, lost: list[str]) -> RunResult:
+        """Nodes or ranks are lost: the workers here sit in a collective that can never end, or soon will."""
         self._failed_at = time.monotonic()
-        self._events.emit("workers.left", nodes=nodes)
+        self._events.emit("workers.left", lost=lost)
         for pid in self._context().pids().values():
             _kill_group(pid)
-        self._give_verdict(NodeLoss(tuple(nodes)))
+        self._give_verdict(Silence(tuple(lost)))
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _failed_workers(self) -> dict[int, int]:
@@ -236,7 +236,7 @@ class ProgressAgent(LocalElasticAgent):
         result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch names the earliest
         self._give_verdict(cause)
 
-    def _give_verdict(self, cause: WorkerFailure | NodeLoss) -> None:
+    def _give_verdict(self, cause: WorkerFailure | Silence) -> None:
         """Let torch's counter say what was decided."""
         try:
             if not self._bounded and not (isinstance(cause, WorkerFailure) and cause.refused):

@@ -50,14 +50,14 @@ class WorkerFailure:
 
 
 @dataclass(frozen=True)
-class NodeLoss:
-    """The snapshot processes of the other nodes hear nothing any more of `nodes`."""
+class Silence:
+    """The snapshot processes hear nothing any more of `lost`: nodes, or ranks that were stopped."""
 
-    nodes: tuple[str, ...]
+    lost: tuple[str, ...]
 
     def line(self) -> str:
         """One line for people."""
-        return f"nothing is heard any more of node {', '.join(self.nodes)}"
+        return f"nothing is heard any more of {', '.join(self.lost)}"
 
 
 def root_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
@@ -94,7 +94,7 @@ class Verdict:
     reason: str
 
 
-def judge(cause: WorkerFailure | NodeLoss, versions: Sequence[int | None], remaining: int | None) -> Verdict:
+def judge(cause: WorkerFailure | Silence, versions: Sequence[int | None], remaining: int | None) -> Verdict:
     """Decide after a failure caused by `cause`.
 
     `versions` as for `restores_so_far`, this failure's included. `remaining` restarts are left where `--max-restarts`

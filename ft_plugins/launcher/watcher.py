@@ -97,12 +97,12 @@ class Watcher:
         )
 
     def lost(self, token: int) -> list[str]:
-        """The nodes that the SMPs have declared lost under `token`; a look at a file, so that it can be asked often."""
+        """The nodes and ranks that the SMPs have declared lost under `token`; a look at a file, to be asked often."""
         try:
             found = json.loads((self._job.run_dir / "lost.json").read_text())
         except (OSError, ValueError):
             return []
-        return list(found["nodes"]) if found["token"] == token else []
+        return list(found["lost"]) if found["token"] == token else []
 
     def checkpoint(self, reason: str, only_due: bool = False) -> dict[str, Any]:
         """Have the newest version (or what was due anyway) written to storage, and wait for it as long as configured.
@@ -162,7 +162,7 @@ class Watcher:
                     job.run_dir, job.name, job.node, config.orphan_seconds, config.faults, _CALL_SECONDS, os.getpid()
                 )
                 with self._connect(job.run_dir, _CALL_SECONDS) as client:
-                    client.watch(os.getpid())
+                    client.watch(os.getpid(), config.detect_seconds)
             except BusyError:
                 raise
             except (FtError, OSError, subprocess.SubprocessError) as error:

@@ -100,9 +100,9 @@ class Client:
         """pid, job, node, token, watched_pid and the segments with their slots."""
         return self._ask("status")
 
-    def watch(self, pid: int) -> None:
-        """While `pid` lives, the SMP is not orphaned."""
-        self._ask("watch", pid=pid)
+    def watch(self, pid: int, detect_seconds: float) -> None:
+        """While `pid` lives, the SMP is not orphaned; a trainer that is stopped for `detect_seconds` is lost."""
+        self._ask("watch", pid=pid, detect_seconds=detect_seconds)
 
     def fence(self) -> int:
         """Supersede the running incarnation, its trainers gone; returns the new token."""

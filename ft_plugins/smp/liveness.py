@@ -31,6 +31,15 @@ def started(pid: int) -> int:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
+def is_stopped(pid: int, began: int) -> bool:
+    """Whether that process is there and stopped by a signal: it neither works nor ends."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return False
+    return int(fields[19]) == began and fields[0] in "Tt"
+
+
 def kill_and_wait(owners: Iterable[tuple[int, int]], timeout: float) -> list[int]:
     """SIGKILL each (pid, start time) that still is that process, and wait until all are gone (a stopped process too).
 

@@ -214,7 +214,7 @@ class NodeTier:
                     self._events.emit("peer.silent", reason=str(error)) if not declared else None
             if lost and not declared and not stop.is_set():
                 declared = True
-                self._declare([plan.nodes[position] for position in lost])
+                self.declare(self.token, [f"node {plan.nodes[position]}" for position in lost])
             while not stop.is_set() and self._poll() and time.monotonic() - began < period:
                 stop.wait(_POLL_SECONDS)
             stop.wait(max(0.0, period - (time.monotonic() - began)))
@@ -326,10 +326,10 @@ class NodeTier:
         common = set.intersection(*kept) & set(self._vault.versions())
         return max((version for version in common if version), default=None)
 
-    def _declare(self, nodes: list[str]) -> None:
-        """Tell the agent, through a file: those nodes are lost, the workers have to start again without them."""
-        self._events.emit("node.lost", nodes=nodes)
-        written(self._run_dir / "lost.json", {"token": self.token, "nodes": nodes})
+    def declare(self, token: int, lost: list[str]) -> None:
+        """Tell the agent, through a file: those are lost, the workers of incarnation `token` have to start again."""
+        self._events.emit("node.lost", lost=lost)
+        written(self._run_dir / "lost.json", {"token": token, "lost": lost})
 
     # ---- requests of other nodes' SMPs ----
 

@@ -276,7 +276,7 @@ class Persister:
                 self._finished(_Unfinished(version, origin, ranks, begun, begun, 0, calls), final)
                 return
             for segment in segments:
-                pass
+                pinned.append((segment, _pinned(segment, version)))
             self._events.emit("persist.begin", **_facts(version), reason=reason, ranks=ranks)
             nbytes = 0
             for segment in segments:

@@ -56,6 +56,9 @@ class SnapshotProcess:
         self.token = int(self._token_path.read_text()) if self._token_path.exists() else 0
         self.watched: tuple[int, int] = (0, 0)
         self.ended = threading.Event()
+        self._silence = float("inf")  # seconds after which a stopped trainer is lost
+        self._stopped: dict[int, float] = {}  # by rank, since when
+        self._declared = -1  # the token under which trainers were declared lost
         self._touched = time.monotonic()
         self._segments: dict[int, Segment] = {}
         self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
@@ -128,6 +131,7 @@ class SnapshotProcess:
     def _watch(self, request: dict[str, Any]) -> dict[str, Any]:
         pid = protocol.field(request, "pid", int)
         self.watched = (pid, liveness.started(pid))
+        self._silence = float(protocol.field(request, "detect_seconds", (int, float)))
         return {}
 
     def _fence(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +271,20 @@ class SnapshotProcess:
         self.finish("in order")
         return {}
 
+    def look_at_trainers(self) -> None:
+        """A trainer that has been stopped for too long is lost: its peers wait for it in a collective."""
+        now = time.monotonic()
+        stopped = {}
+        for rank, segment in list(self._segments.items()):
+            pid, began = segment.owner
+            if began and liveness.is_stopped(pid, began):
+                stopped[rank] = self._stopped.get(rank, now)
+        self._stopped = stopped
+        lost = [rank for rank, since in stopped.items() if now - since > self._silence]
+        if lost and self._declared != self.token:
+            self._declared = self.token
+            self._tier.declare(self.token, [f"rank {rank}" for rank in sorted(lost)])
+
     def touch(self) -> None:
         """Now and then, leave the time at the lock file: a sweep asks how long nobody has been here."""
         if time.monotonic() - self._touched < _TOUCH_SECONDS:
@@ -400,6 +418,7 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
     last_called = False
     while not process.ended.is_set():
         process.touch()
+        process.look_at_trainers()
         pid, began = process.watched
         if pid and liveness.started(pid) == began and began:
             was_alive, last_called = True, False
@@ -431,6 +450,7 @@ def _wait_exit(pid: int, process: SnapshotProcess) -> None:
         poller.register(descriptor, select.POLLIN)
         while not process.ended.is_set() and process.watched[0] == pid:
             process.touch()
+            process.look_at_trainers()
             if poller.poll(1000 * WATCH_SECONDS):
                 return
     finally:

@@ -88,12 +88,13 @@ def check_peer(connection: socket.socket) -> None:
         raise ProtocolError(f"a process of uid {uid} knocked; only uid {os.getuid()} is let in")
 
 
-def field(message: dict[str, Any], name: str, kind: type) -> Any:
+def field(message: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
     """A field of a request. Raises ProtocolError when it is missing or of another type."""
     value = message.get(name)
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
+        expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
         raise ProtocolError(
-            f"{message.get('do')}: field '{name}' should be a {kind.__name__}, found {type(value).__name__}"
+            f"{message.get('do')}: field '{name}' should be a {expected}, found {type(value).__name__}"
         )
     return value
 

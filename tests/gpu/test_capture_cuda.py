@@ -23,7 +23,7 @@ def context(tmp_path: Path) -> Iterator[LaunchContext]:
     run_dir = run_directory(name, "node0", {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)})
     ensure(run_dir, name, "node0", 60)
     with Client(run_dir) as client:
-        client.watch(os.getpid())
+        client.watch(os.getpid(), 600)
         config = Config.from_flags(["--reft"])[0]
         yield LaunchContext(config, run_dir, client.fence(), None, 0, 0, 1, 1, 0, 0)
         client.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,10 @@ def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
     def spec(**fields: object) -> JobSpec:
         name = f"t{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}"
         made.append(JobSpec(**{"name": name, "folder": str(tmp_path), **fields}))  # type: ignore[arg-type]
+        flags = made[-1].flags
+        if any(":stop" in word for word in flags) and "--ftp-detect-seconds" not in flags:
+            # a stop is where a test looks around, for as long as it takes
+            made[-1] = replace(made[-1], flags=(*flags, "--ftp-detect-seconds", "600"))
         return made[-1]
 
     yield spec

@@ -168,5 +168,5 @@ def test_a_lost_node_is_rebuilt_on_a_fresh_one(
     assert tier == "node" and iteration >= 2
     if silent:
         declared = [event for each in job.nodes.values() for event in each.events("node.lost")]
-        assert declared and all(event.fields["nodes"] == [story.lost] for event in declared)
+        assert declared and all(event.fields["lost"] == [f"node {story.lost}"] for event in declared)
     assert_identical(run, golden(configuration, 8), 8)

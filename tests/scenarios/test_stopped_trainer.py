@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from ft_plugins.config import Config, LaunchContext, run_directory
+from ft_plugins.rig.forkserver import ForkServer, JobSpec
 from ft_plugins.rig.journal import entries, wait_for, wait_until_stopped
 from ft_plugins.smp.client import Client, ensure
 from ft_plugins.snapshot.segment import Segment, path_of
@@ -64,7 +65,7 @@ def make_node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
         ensure(run_dir, name, "node0", 60, faults)
         made.append(Node(name, run_dir, tmp_path / "journal", []))
         with Client(run_dir) as client:
-            client.watch(os.getpid())
+            client.watch(os.getpid(), 600)
         return made[-1]
 
     yield make
@@ -120,3 +121,21 @@ def test_a_stopped_trainer_that_wakes_writes_one_bucket_at_most_and_is_refused_a
     found = wait_for(node.journal, lambda lines: len(lines) >= 4, BOUND)
     assert all(entry["torn"] == [] for entry in found), "the slot that the late write touched was not restored"
     assert [entry["restored"] for entry in found if "restored" in entry][-1] == 6
+
+
+def test_a_trainer_that_stays_stopped_is_lost_and_the_job_goes_on(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
+) -> None:
+    """Its peer waits for it in a collective, and would for half an hour: nothing has died, nothing is reported."""
+    journal = tmp_path / "journal"
+    flags = ("--reft", "--ftp-faults", "update.begin@iteration=5,rank=1,restart=0:stop", "--ftp-detect-seconds", "1")
+    argv = ("--iterations", "9", "--mib", "1", "--journal", str(journal), "--replicated")
+    job = torch_server.start(jobs(entry="ft_plugins.rig.fills:main", argv=argv, flags=flags, nproc=2))
+    outcome = job.wait(BOUND)
+    assert outcome == {"status": "succeeded", "reason": "", "restarts": 1}, job.tail()
+    (declared,) = job.events("node.lost")
+    assert declared.fields["lost"] == ["rank 1"]
+    found = entries(journal)
+    assert all(entry["torn"] == [] for entry in found)
+    assert sorted(entry["restored"] for entry in found if entry.get("restart") == 1) == [4, 4]
+    assert [entry["ended"] for entry in found if "ended" in entry] == [9, 9]

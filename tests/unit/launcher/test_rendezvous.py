@@ -103,7 +103,8 @@ class Node:
         return self.tell(name, *arguments).hear()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        os.kill(self.process.pid or 0, number)
+        if self.process.is_alive():
+            os.kill(self.process.pid or 0, number)
         if number == signal.SIGKILL:
             self.process.join(WAIT)
 

@@ -51,7 +51,7 @@ class Snapshots:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def watch(self, pid: int) -> None:
+    def watch(self, pid: int, detect_seconds: float) -> None:
         self.watched.append((self.started[-1].pid, pid))
 
     def fence(self) -> int:

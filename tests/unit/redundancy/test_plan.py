@@ -57,9 +57,7 @@ def jobs(draw: st.DrawFn) -> Job:
     for rank, (_, group) in enumerate(seats):
         groups[group].append(rank)
     nbytes = draw(st.lists(SIZES, min_size=len(seats), max_size=len(seats)))
-    return Job(
-        tuple(f"n{node}" for node, _ in seats), tuple(map(tuple, groups.values())), tuple(nbytes), losses
-    )
+    return Job(tuple(f"n{node}" for node, _ in seats), tuple(map(tuple, groups.values())), tuple(nbytes), losses)
 
 
 def real(per_node: Sequence[int], losses: int, order: str = "tp-cp-ep-dp-pp", **sizes: int) -> Job:
@@ -119,9 +117,7 @@ def test_nothing_of_a_stripe_lies_with_anything_else_of_it(job: Job) -> None:
     plan = job.plan()
     givers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     keepers = {
-        (area.section, area.stripe, area.which): position
-        for position, areas in enumerate(plan.areas)
-        for area in areas
+        (area.section, area.stripe, area.which): position for position, areas in enumerate(plan.areas) for area in areas
     }
     for position, sends in enumerate(plan.sends):
         for send in sends:
@@ -211,9 +207,7 @@ def test_a_section_is_a_sharding_group_spread_over_the_nodes_of_its_ranks(job: J
     for section, group in zip(plan.sections, job.groups, strict=True):
         assert job.groups[section.index] == group and list(section.positions) == sorted(set(section.positions))
         assert len(section.positions) == len(section.streams) == len(section.placement.sizes)
-        for position, stream, size in zip(
-            section.positions, section.streams, section.placement.sizes, strict=True
-        ):
+        for position, stream, size in zip(section.positions, section.streams, section.placement.sizes, strict=True):
             here = sorted(rank for rank in group if job.nodes[rank] == plan.nodes[position])
             assert stream == tuple(Extent(rank, 0, job.nbytes[rank]) for rank in here) and here
             assert size == sum(job.nbytes[rank] for rank in here)

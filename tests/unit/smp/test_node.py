@@ -281,7 +281,7 @@ def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(
     files = [node.run_dir / "lost.json" for node in others]
     wait(lambda: all(file.exists() for file in files), 10 * DETECT)
     for file in files:
-        assert file.read_text() == f'{{"token": 4, "nodes": ["n{silent}"]}}'
+        assert file.read_text() == f'{{"token": 4, "lost": ["node n{silent}"]}}'
     for node in others:
         node.tier.suspend()
         assert not (node.run_dir / "lost.json").exists(), "a new incarnation starts with a clean slate"

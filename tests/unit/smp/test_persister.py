@@ -577,21 +577,25 @@ def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_rep
     assert all(rank.path.exists() for rank in ranks)
 
 
+@pytest.mark.parametrize("seconds", [0, 1])
 def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage(
-    node: SmpNode, storage: Storage, base: Path
+    node: SmpNode, storage: Storage, base: Path, seconds: int
 ) -> None:
+    """Where it was orphaned the disk is full, when its time is over there is room again; or both at once."""
     watched = os.fork()
     if watched == 0:
         threading.Event().wait(60)
         os._exit(0)
-    ranks = smp(node, replace(storage, interval=0), orphan_seconds=0, watch=watched)
+    full = "persist.write@hit=1:enospc" if seconds else ""
+    ranks = smp(node, replace(storage, interval=0), full, orphan_seconds=seconds, watch=watched)
     for rank in ranks:
         rank.capture(7)
     os.kill(watched, signal.SIGKILL)
     os.waitpid(watched, 0)
     gone(node.pids[-1])
     assert complete(base) == ["v1-7"] and not any(rank.path.exists() for rank in ranks)
-    assert [event.fields["reason"] for event in node.events("smp.end")] == ["orphaned for 0 s"]
+    assert [event.fields["reason"] for event in node.events("smp.end")] == [f"orphaned for {seconds} s"]
+    assert len(node.events("persist.failed")) == (1 if seconds else 0)
 
 
 def test_an_orderly_end_stops_what_is_being_written_and_leaves_the_last_good_one(

@@ -528,8 +528,9 @@ STRANGE = [
     {**ATTACH, "pid": -3},
     {**ATTACH, "fresh": 1},
     {"do": "watch"},
-    {"do": "watch", "pid": -1},
-    {"do": "watch", "pid": 2**62},
+    {"do": "watch", "pid": -1, "detect_seconds": 1},
+    {"do": "watch", "pid": 2**62, "detect_seconds": 1},
+    {"do": "watch", "pid": 1, "detect_seconds": "long"},
     {**RESTORE, "base": 5},
     {**RESTORE, "base": [1]},
     {**RESTORE, "base": ["a", "b"]},
@@ -548,7 +549,8 @@ def test_a_request_with_strange_fields_is_refused_as_malformed_and_it_serves_on(
         reply = hung_up(node, struct.pack(">I", len(raw)) + raw)
         assert reply, f"{request} was not answered; see {(node.run_dir / 'smp.log').read_text()[-500:]}"
         answer = msgpack.unpackb(reply[4:])
-        accepted = request.get("do") == "watch" and "pid" in request  # a pid that is not there is not alive
+        # a pid that is not there is not alive: that is no error
+        accepted = request.get("do") == "watch" and request.get("detect_seconds") == 1
         assert answer["ok"] is accepted, (number, request, answer)
         assert accepted or answer["error"] in ("ProtocolError", "ResumeError"), (request, answer)
     assert node.status()["pid"] == pid and versions(path) == [Version(1, 2)]
@@ -585,7 +587,7 @@ def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_i
     daemon = SnapshotProcess(tmp_path, job, "n", events)
 
     def watch(pid: int) -> None:
-        daemon.answer({"do": "watch", "pid": pid})
+        daemon.answer({"do": "watch", "pid": pid, "detect_seconds": 600})
 
     with in_place_of_ft_run() as first, in_place_of_ft_run() as second:
         watch(first.pid)
