@@ -6,7 +6,8 @@ there; one that is silent or leaves in between is dropped, and the round is put 
     OPEN -> PROPOSED      enough nodes wait: ranks are given, the node of rank 0 makes the round's store
     PROPOSED -> OPEN      one of the chosen has gone
     PROPOSED -> COMPLETE  all have been heard of since
-    COMPLETE -> OPEN      a node of the round is back, or one has come with which the round can be larger
+    COMPLETE -> OPEN      a node of the round is back, one has come with which the round can be larger, or one waits
+                          that can replace a node whose connection has ended
 
 In: applications and looks of nodes, the time. Out: the phase, a `Roster` for each complete round.
 """
@@ -100,6 +101,7 @@ class Gathering:
         self._waiting: dict[str, Application] = {}  # by token, as they came
         self._members: dict[str, str] = {}  # node: token, of the complete round
         self._heard: dict[str, float] = {}  # by token
+        self._ended: dict[str, float] = {}  # by token of a member: since when it has had no connection
         self._enough_since: float | None = None
         self._looked = now
 
@@ -134,19 +136,30 @@ class Gathering:
             self.leave(token)
         self._waiting[application.token] = application
         self._heard[application.token] = now
-        self._reopen()
+        self._reopen(now)
         return True
 
     def hear(self, token: str, now: float) -> bool:
         """Note that a process is alive; False if it does not wait here."""
         if token in self._waiting or token in self._members.values():
             self._heard[token] = now
+            self._ended.pop(token, None)
         return token in self._waiting
 
-    def hang_up(self, token: str) -> None:
+    def hang_up(self, token: str, now: float) -> None:
         """Note that a process has closed its connection: unless it is heard of again, it is gone."""
         if token in self._heard:
             self._heard[token] = float("-inf")
+        if token in self._members.values():
+            self._ended[token] = now
+
+    def lost(self, now: float) -> list[str]:
+        """Nodes of the complete round that have gone before they were done, as far as connections tell."""
+        return [
+            node
+            for node, token in self._members.items()
+            if token not in self.done and now - self._ended.get(token, now) > self._silence
+        ]
 
     def leave(self, token: str) -> None:
         """A node does not wait any more."""
@@ -172,7 +185,7 @@ class Gathering:
             self._heard = {token: at + slept for token, at in self._heard.items()}
         for token in [token for token in self._waiting if now - self._heard[token] > self._silence]:
             self.leave(token)
-        self._reopen()
+        self._reopen(now)
         if self.phase is Phase.OPEN:
             self._choose(now)
         elif self.phase is Phase.PROPOSED and self.proposal and self.proposal.store:
@@ -180,11 +193,13 @@ class Gathering:
             if all(self._heard[token] > since for token in chosen):
                 self._complete(self.proposal)
 
-    def _reopen(self) -> None:
-        """End a complete round of which a node is back, or for which there are enough nodes to be larger."""
+    def _reopen(self, now: float) -> None:
+        """End a complete round of which a node is back, or that can be larger, or whole again."""
         size, waiting = len(self._members), self._waiting.values()
+        if self.phase is not Phase.COMPLETE or not waiting:
+            return
         back = any(found.node in self._members for found in waiting)
-        if self.phase is Phase.COMPLETE and (back or self._rules.fit(size + len(waiting)) > size):
+        if back or self._rules.fit(size + len(waiting)) > size or self.lost(now):
             self._turn(Phase.OPEN)
 
     def _choose(self, now: float) -> None:
@@ -214,6 +229,7 @@ class Gathering:
         self._members = {found.node: found.token for found in by_rank}
         self.roster = Roster(proposal.round, members, tuple(self.places))
         self._heard = {token: self._heard[token] for token in (*proposal.ranks, *self._waiting)}
+        self._ended = {}
         self.done = set()
         self._turn(Phase.COMPLETE)
 

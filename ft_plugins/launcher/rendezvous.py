@@ -273,7 +273,8 @@ class Rendezvous(RendezvousHandler):
         here = {place.endpoint for place in self._station.present}
         if lead.complete:
             here |= set(self._memory.roster.endpoints)
-        found = self._search.meet([place for place in self._search.order() if place not in here], lead, reach)
+        absent = [place for place in self._search.order() if place not in here]
+        found = self._search.meet([self._me.endpoint, *absent], lead, reach)
         spent = time.monotonic() - now
         self._next_meeting = now + spent + max(pause, spent)
         better = self._search.best(found)
@@ -338,7 +339,7 @@ class Rendezvous(RendezvousHandler):
                     continue
                 return False
             self._heard = time.monotonic()
-            if reply["phase"] != Phase.COMPLETE.value or reply["round"] != self._round:
+            if reply["phase"] != Phase.COMPLETE.value or reply["round"] != self._round or reply["lost"]:
                 return False
             if reply["done"] >= self._size:
                 break

@@ -180,7 +180,7 @@ class Station:
             for token in [token for token, last in self._connections.items() if last == connection]:
                 del self._connections[token]
                 if self._rounds:
-                    self._rounds.hang_up(token)
+                    self._rounds.hang_up(token, time.monotonic())
 
     def tick(self) -> float:
         """Let the round go on; seconds until the next time."""
@@ -231,7 +231,8 @@ class Station:
 
     def _look(self, gathering: Gathering, request: Message) -> Message:
         token = _field(request, "token", str)
-        waits = gathering.hear(token, time.monotonic())
+        now = time.monotonic()
+        waits = gathering.hear(token, now)
         proposal, waiting = gathering.proposal, gathering.waiting
         reply: Message = {
             "phase": gathering.phase.value,
@@ -240,8 +241,9 @@ class Station:
             "waiting": len(waiting),
             "names": waiting[:_NAMED],
             "done": len(gathering.done),
+            "lost": len(gathering.lost(now)),
         }
-        if proposal and token in proposal.ranks:
+        if proposal and token in proposal.ranks and waits is (gathering.phase is Phase.PROPOSED):
             reply |= {"rank": proposal.ranks[token], "size": len(proposal.ranks), "store": proposal.store}
         if gathering.phase is Phase.COMPLETE and request.get("round") != gathering.round:
             reply["roster"] = asdict(gathering.roster)

@@ -33,23 +33,26 @@ def places() -> Iterator[list[Place]]:
 class Job:
     """A job on several nodes."""
 
-    def __init__(self, server: ForkServer, jobs: Spec, run: GptRun, ranks: int, count: int, endpoint: str) -> None:
+    def __init__(
+        self, server: ForkServer, jobs: Spec, run: GptRun, ranks: int, count: int, endpoint: str, *flags: str
+    ) -> None:
         self.server = server
         self.jobs = jobs
         self.run = run
         self.nproc = ranks // count
         self.count = count
         self.endpoint = endpoint
+        self.flags = flags
         self.nodes: dict[str, RunningJob] = {}
         self.secret = run.folder / "secret"
         self.secret.write_text("what the nodes of this job know")
         self.secret.chmod(0o600)
 
-    def start(self, name: str, place: Place) -> RunningJob:
+    def start(self, name: str, place: Place, *more: str) -> RunningJob:
         known = {k: v for k, v in vars(self.run.spec(**place.fields())).items() if k not in ("name", "flags")}
         flags = (
             *self.run.spec().flags, "--ftp-node-name", name, "--ftp-secret-file", str(self.secret),
-            "--ftp-detect-seconds", "5",
+            "--ftp-detect-seconds", "5", *self.flags, *more,
         )  # fmt: skip
         spec = self.jobs(
             **{**known, "node": name, "nnodes": self.count, "endpoint": self.endpoint, "nproc": self.nproc,
@@ -75,22 +78,18 @@ class Job:
             assert outcome["status"] == "succeeded", job.tail()
 
 
-def golden_of(server: ForkServer, folder: Path, configuration: Configuration, ranks: int) -> GptRun:
-    run = GptRun("golden", folder, configuration, argv=ARGV, iterations=ITERATIONS)
-    job = server.start(run.spec(nproc=ranks))
-    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
-    return run
-
-
 @pytest.fixture(scope="module")
 def golden(megatron_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., GptRun]:
     """The unfailed run of a configuration on so many ranks, made once."""
     made: dict[tuple[Configuration, int], GptRun] = {}
 
-    def run(configuration: Configuration, ranks: int) -> GptRun:
+    def run(configuration: Configuration, ranks: int, argv: tuple[str, ...] = ()) -> GptRun:
         if (configuration, ranks) not in made:
             folder = tmp_path_factory.mktemp("golden")
-            made[configuration, ranks] = golden_of(megatron_server, folder, configuration, ranks)
+            found = GptRun("golden", folder, configuration, argv=(*ARGV, *argv), iterations=ITERATIONS)
+            job = megatron_server.start(found.spec(nproc=ranks))
+            assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+            made[configuration, ranks] = found
         return made[configuration, ranks]
 
     return run
@@ -170,3 +169,74 @@ def test_a_lost_node_is_rebuilt_on_a_fresh_one(
         declared = [event for each in job.nodes.values() for event in each.events("node.lost")]
         assert declared and all(event.fields["lost"] == [f"node {story.lost}"] for event in declared)
     assert_identical(run, golden(configuration, 8), 8)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Several nodes lost at once, of a job of `ranks` on `count` nodes."""
+
+    lost: tuple[int, ...]
+    count: int
+    ranks: int
+    flags: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{'-'.join(map(str, self.lost))}-of-{self.count}-nodes-{self.ranks}-ranks{''.join(self.flags[1:])}"
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        Losses((0, 1), 4, 8),  # in different groups: 0 and 2 share groups, and so do 1 and 3
+        Losses((1,), 3, 12, argv=("--global-batch", "12")),  # DP3
+        Losses((3,), 4, 16),  # DP4
+        Losses((0, 2), 4, 16, flags=("--reft-redundancy", "raim6")),
+    ],
+    ids=str,
+)
+def test_as_many_nodes_as_parity_makes_up_for_are_rebuilt(
+    megatron_server: ForkServer,
+    golden: Callable[..., GptRun],
+    jobs: Spec,
+    tmp_path: Path,
+    places: list[Place],
+    losses: Losses,
+) -> None:
+    configuration = Configuration(bf16=True, distributed_optimizer=True, interleaved=False)
+    run = GptRun("lost", tmp_path, configuration, protected=True, argv=(*ARGV, *losses.argv), iterations=ITERATIONS)
+    endpoint = ",".join(f"{place.address}:29410" for place in places)
+    job = Job(megatron_server, jobs, run, losses.ranks, losses.count, endpoint, *losses.flags)
+    for index in range(losses.count):
+        job.start(f"n{index}", places[index])
+    job.until_counts(2)
+    for index in losses.lost:
+        job.destroy(f"n{index}")
+    fresh = [job.start(f"s{index}", places[4 + at]) for at, index in enumerate(losses.lost)]
+    job.wait()
+    for each in fresh:
+        ((tier, iteration),) = restored(each)
+        assert tier == "node" and iteration >= 2
+    assert_identical(run, golden(configuration, losses.ranks, losses.argv), losses.ranks)
+
+
+def test_more_lost_nodes_than_parity_makes_up_for_end_the_job_with_the_reason(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place]
+) -> None:
+    """Nothing is in storage: what is refused is a silent start from the beginning."""
+    configuration = Configuration(bf16=True, distributed_optimizer=True, interleaved=False)
+    run = GptRun("lost", tmp_path, configuration, protected=True, argv=ARGV, iterations=100)
+    job = Job(megatron_server, jobs, run, 8, 4, ",".join(f"{place.address}:29420" for place in places))
+    for index, place in enumerate(places[:4]):
+        job.start(f"n{index}", place)
+    job.until_counts(2)
+    for index in (1, 3):  # one group
+        job.destroy(f"n{index}")
+        job.start(f"s{index}", places[4 + index // 2])
+    for each in job.nodes.values():
+        outcome = each.wait(BOUND)
+        assert outcome["status"] in ("refused", "failed"), each.tail()
+    said = "".join(each.log.read_text() for each in job.nodes.values())
+    assert "RAIM5 makes up for 1" in said and "--ftp-resume fresh" in said
+    for each in job.nodes.values():
+        assert not [event for event in each.events("restore.scratch") if event.fields["completed"]]

@@ -33,7 +33,8 @@ def fills(
     jobs: Spec, tmp_path: Path, iterations: int, *flags: str, faults: str = "", ranks: int = 2, **fields: Any
 ) -> JobSpec:
     argv = ("--iterations", str(iterations), "--mib", str(MIB), "--journal", str(tmp_path / "journal"), "--replicated")
-    given = ("--reft", "--reft-bucket-mib", "1", "--reft-checkpoint-dir", str(tmp_path / "ck"), *flags)
+    given = ("--ftp-detect-seconds", "120")  # ranks that stand still are meant to
+    given += ("--reft", "--reft-bucket-mib", "1", "--reft-checkpoint-dir", str(tmp_path / "ck"), *flags)
     given += ("--ftp-faults", faults) if faults else ()
     return jobs(**{"entry": "ft_plugins.rig.fills:main", "argv": argv, "flags": given, "nproc": ranks, **fields})
 

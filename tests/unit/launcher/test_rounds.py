@@ -283,11 +283,30 @@ def test_a_name_is_free_again_when_its_holder_is_silent_but_not_before() -> None
     rounds.pass_by(1)
     assert rounds.come("a", life=2) == [False]
     assert rounds.gathering.phase is Phase.COMPLETE  # the living a is not disturbed
-    rounds.gathering.hang_up("a/1")
+    rounds.gathering.hang_up("a/1", rounds.now)
     rounds.silent = {"a/1"}
     assert rounds.come("a", life=2) == [True]
     rounds.pass_by(1)
     assert rounds.gathering.phase is Phase.OPEN
+
+
+def test_a_node_whose_connection_has_ended_is_replaced_by_one_that_waits_unless_it_is_heard_of_again() -> None:
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("a", "b")
+    rounds.pass_by(1)
+    rounds.come("c")
+    rounds.gathering.hang_up("a/1", rounds.now)
+    rounds.pass_by(SILENCE + 2)
+    assert rounds.gathering.lost(rounds.now) == [] and rounds.gathering.phase is Phase.COMPLETE
+    rounds.silent = {"a/1"}
+    rounds.gathering.hang_up("a/1", rounds.now)
+    rounds.pass_by(SILENCE - 1)
+    assert rounds.gathering.phase is Phase.COMPLETE
+    rounds.pass_by(2)
+    assert rounds.gathering.lost(rounds.now) == ["a"] and rounds.gathering.phase is Phase.OPEN
+    rounds.come("b")
+    rounds.pass_by(1)
+    assert rounds.members == ["c", "b"] and rounds.gathering.lost(rounds.now) == []
 
 
 def test_a_lead_that_was_stopped_does_not_take_others_for_silent() -> None:

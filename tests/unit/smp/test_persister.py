@@ -28,7 +28,7 @@ from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.retention import Offer, Storage
-from ft_plugins.snapshot.segment import Segment, Shape, path_of
+from ft_plugins.snapshot.segment import Segment, Shape
 from ft_plugins.snapshot.slots import Pin, Version, slots_for
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
@@ -85,7 +85,7 @@ class Host:
         self.persister = Persister(self.run_dir, job, name, events, patience)
         self.ranks = {}
         for rank in ranks:
-            path = path_of(job, name, rank)
+            path = self.run_dir / f"segment-r{rank}"  # a file for which nobody sweeps
             segments.create(path, SHAPE, rank, FINGERPRINT)
             self.ranks[rank] = Rank(path)
 
@@ -104,11 +104,6 @@ class Host:
         """The events of a name once there are `count`."""
         until(lambda: len(self.events(name)) >= count, lambda: f"{name}: {list(read(self.events_path))}")
         return self.events(name)
-
-    def close(self) -> None:
-        self.persister.stop()
-        for rank in self.ranks.values():
-            rank.path.unlink(missing_ok=True)
 
 
 def until(holds: Callable[[], bool], found: Callable[[], str] = str, seconds: float = SECONDS) -> None:
@@ -138,7 +133,7 @@ def host(tmp_path: Path, job: str) -> Iterator[Callable[..., Host]]:
 
     yield make
     for each in made:
-        each.close()
+        each.persister.stop()
 
 
 def complete(base: Path) -> list[str]:
@@ -598,14 +593,34 @@ def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage
     assert len(node.events("persist.failed")) == (1 if seconds else 0)
 
 
-def test_an_orderly_end_stops_what_is_being_written_and_leaves_the_last_good_one(
-    node: SmpNode, storage: Storage, base: Path
+def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
+    host: Callable[..., Host], storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun = threading.Event()
+
+    def endless(folder: Path, segment: Segment, version: Version, origin: Origin, proceed: Any, **facts: Any) -> None:
+        begun.set()
+        while True:
+            proceed(1)
+            time.sleep(0.001)
+
+    monkeypatch.setattr(persist, "write_rank", endless)
+    node = host()
+    node.told(storage)
+    node.capture(10)
+    assert begun.wait(SECONDS)
+    started = time.monotonic()
+    node.persister.stop()
+    assert time.monotonic() - started < 2, "seconds; the limit for a disk that hangs is five"
+    assert not any(rank.pinned() for rank in node.ranks.values()) and not node.events("persist.failed")
+
+
+def test_an_orderly_end_leaves_the_last_good_one(node: SmpNode, storage: Storage, base: Path) -> None:
     ranks = smp(node, storage)
     for rank in ranks:
         rank.capture(10)
     until(lambda: complete(base) == ["v1-10"])
     with node.client() as client:
-        assert client.status()["storage"]["newest"] == [1, 10]
+        until(lambda: client.status()["storage"]["newest"] == [1, 10])
         client.end()
     assert os.listdir(base) == ["v1-10"]

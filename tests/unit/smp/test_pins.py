@@ -1,0 +1,509 @@
+"""The agreement on what counts, carried out by nodes that lag, repeat themselves, forget and are replaced.
+
+`decide` is the code under test. Around it stands a job in miniature: ranks that capture as the fence lets them, slots
+and vaults that keep what is pinned, SMPs that report, hear and follow, and whose memory of what they were told ends
+with them. Schedules are random; what must hold is checked after every single step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.smp.pins import Directive, Epoch, Report, decide
+from ft_plugins.snapshot.slots import SLOTS, Pin, Slot, SlotState, Version, choose, may_pin, slots_for
+
+RANKS_PER_NODE = 2
+STEPS = 400  # of a schedule
+
+# ---- what decide says, case by case ----
+
+
+def v(iteration: int, lineage: int = 1) -> Version:
+    return Version(lineage, iteration)
+
+
+FRESH = Epoch(1, None, 3, 4)
+RESTORED = Epoch(2, v(10), 3, 4)
+
+
+def all_of(*reports: Report) -> dict[int, Report]:
+    return dict(enumerate(reports))
+
+
+@pytest.mark.parametrize(
+    ("begun", "interval", "named"), [((0, 0, 0), 1, 1), ((0, 0, 0), 4, 4), ((3, 4, 2), 4, 8), ((7, 6, 7), 4, 8), ((9, 8, 8), 1, 10)]
+)  # fmt: skip
+def test_the_next_turn_that_no_rank_has_begun_is_named(begun: tuple[int, ...], interval: int, named: int) -> None:
+    epoch = replace(FRESH, interval=interval)
+    assert decide(epoch, Directive(), all_of(*map(Report, begun))) == Directive(v(named), None)
+
+
+def test_nothing_is_named_before_every_node_was_heard() -> None:
+    assert decide(FRESH, Directive(), {0: Report(3), 2: Report(3)}) == Directive()
+
+
+def test_a_version_counts_when_the_last_node_has_encoded_it_and_the_next_one_is_named() -> None:
+    now = Directive(v(4), None)
+    ready, busy = Report(6, v(4), encoded=v(4)), Report(6, v(4))
+    assert decide(FRESH, now, all_of(ready, ready, busy)) == now
+    assert decide(FRESH, now, all_of(ready, ready, ready)) == Directive(v(8), v(4))
+
+
+def test_what_another_version_has_encoded_does_not_help() -> None:
+    now = Directive(v(8), v(4))
+    before = Report(9, v(8), encoded=v(4), counted=v(4))
+    assert decide(FRESH, now, all_of(before, before, before)) == now
+
+
+def test_a_version_that_one_node_missed_is_given_up_for_a_later_one_and_what_counted_still_does() -> None:
+    now = Directive(v(8), v(4))
+    ready, missed = Report(9, v(8), encoded=v(8), counted=v(4)), Report(11, None, missed=v(8), counted=v(4))
+    after = decide(FRESH, now, all_of(ready, missed, ready))
+    assert after == Directive(v(12), v(4))
+    assert decide(FRESH, after, all_of(ready, missed, ready)) == after, "an old report does not end the next one"
+
+
+def test_a_missed_version_is_not_named_again_however_little_has_begun() -> None:
+    missed = Report(3, None, missed=v(8))
+    assert decide(FRESH, Directive(v(8)), all_of(missed, missed, missed)).exchange == v(12)
+
+
+def test_one_who_decides_anew_goes_on_from_reports_alone() -> None:
+    running = Report(9, v(8), counted=v(4))
+    assert decide(FRESH, Directive(), {1: running}) == Directive(v(8), v(4))
+    replaced = Report(9, counted=v(4))
+    assert decide(FRESH, Directive(), all_of(replaced, running, running)) == Directive(v(8), v(4))
+    ahead = Report(9, v(12), counted=v(8))
+    assert decide(FRESH, Directive(), all_of(replaced, running, ahead)) == Directive(v(12), v(8))
+
+
+def test_the_restored_version_comes_first_and_until_it_counts_on_every_node() -> None:
+    kept, fresh = Report(0, counted=v(10)), Report(0)
+    named = decide(RESTORED, Directive(), all_of(kept, fresh, kept))
+    assert named == Directive(v(10), v(10)), "kept where it still is, sent to who lost it"
+    busy = all_of(Report(14, v(10), counted=v(10)), Report(14, v(10)), Report(15, v(10), encoded=v(10), counted=v(10)))
+    assert decide(RESTORED, named, busy) == named, "however long it takes"
+    settled = Report(15, v(10), encoded=v(10), counted=v(10))
+    assert decide(RESTORED, named, all_of(settled, settled, settled)) == Directive(v(16, 2), v(10))
+
+
+def test_a_restored_version_that_counted_nowhere_does_when_all_have_encoded_it() -> None:
+    older = Report(0, counted=v(4))
+    named = decide(RESTORED, Directive(), all_of(older, older, older))
+    assert named == Directive(v(10), v(4))
+    ready = Report(11, v(10), encoded=v(10), counted=v(4))
+    assert decide(RESTORED, named, all_of(ready, ready, older)) == named
+    counts = decide(RESTORED, named, all_of(ready, ready, ready))
+    assert counts == Directive(v(10), v(10)), "and is not left before all have it pinned"
+    settled = replace(ready, counted=v(10))
+    assert decide(RESTORED, counts, all_of(settled, ready, settled)) == counts
+    assert decide(RESTORED, counts, all_of(settled, settled, settled)) == Directive(v(12, 2), v(10))
+
+
+def test_what_is_named_after_a_recovery_is_of_the_new_lineage() -> None:
+    epoch = Epoch(5, None, 1, 3)
+    assert decide(epoch, Directive(), {0: Report(0)}) == Directive(v(3, 5), None)
+
+
+iterations = st.integers(0, 12)
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> dict[int, Report]:
+    """Anything that nodes may say, as long as nobody has encoded or missed what no rank has begun."""
+    found = {}
+    for position in range(3):
+        if draw(st.integers(0, 5)):
+            begun = draw(iterations)
+            past = st.none() | st.builds(v, st.integers(1, max(1, begun)))
+            found[position] = Report(begun, draw(st.none() | st.builds(v, iterations)), draw(past), draw(past), draw(past))
+    return found
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.builds(Directive, st.none() | st.builds(v, iterations), st.none() | st.builds(v, iterations)),
+    reports(),
+    st.integers(1, 4),
+)
+def test_whatever_is_reported_nothing_is_taken_back_and_nothing_counts_by_hearsay(
+    before: Directive, heard: dict[int, Report], interval: int
+) -> None:
+    after = decide(Epoch(1, None, 3, interval), before, heard)
+    known = [before.counts, *(report.counted for report in heard.values())]
+    newest = max((version for version in known if version), default=None)
+    assert newest is None or after.counts is not None and after.counts >= newest
+    if after.counts != newest:
+        assert len(heard) == 3 and {report.encoded for report in heard.values()} == {after.counts}
+    assert after.exchange is None or after.counts is None or after.exchange > after.counts
+    if len(heard) == 3:
+        assert after.exchange is not None, "there is always a version to wait for"
+    known = [before.exchange, *(report.exchange for report in heard.values())]
+    if after.exchange is not None and after.exchange not in known:
+        assert after.exchange.iteration % interval == 0
+        assert all(after.exchange.iteration > report.begun for report in heard.values())
+        assert all(report.missed is None or after.exchange > report.missed for report in heard.values())
+
+
+# ---- a job in miniature ----
+
+
+class Slots:
+    """The slots of a rank's segment or of a vault: what outlives the SMP."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Slot(index, SlotState.EMPTY, None) for index in range(count)]
+
+    def write(self, version: Version) -> None:
+        index = choose(self.slots)
+        self.slots[index] = Slot(index, SlotState.DIRTY, version)
+
+    def seal(self, version: Version) -> None:
+        self.slots = [
+            replace(slot, state=SlotState.CLEAN) if slot.version == version else slot for slot in self.slots
+        ]
+
+    def clean(self) -> set[Version]:
+        return {slot.version for slot in self.slots if slot.state is SlotState.CLEAN and slot.version}
+
+    def pinned(self, purpose: Pin) -> set[Version]:
+        return {slot.version for slot in self.slots if slot.pins & purpose and slot.version}
+
+    def pin(self, version: Version, purpose: Pin) -> bool:
+        index = may_pin(self.slots, version)
+        if index is not None:
+            self.slots[index] = replace(self.slots[index], pins=self.slots[index].pins | purpose)
+        return index is not None
+
+    def unpin(self, purpose: Pin, but: Iterable[Version | None] = ()) -> None:
+        kept = set(but)
+        self.slots = [
+            slot if slot.version in kept else replace(slot, pins=slot.pins & ~purpose) for slot in self.slots
+        ]
+
+    def void_after(self, base: Version) -> None:
+        self.slots = [
+            Slot(slot.index, SlotState.DIRTY, None) if slot.version and slot.version > base else slot
+            for slot in self.slots
+        ]
+
+
+@dataclass
+class Request:
+    """A report on its way to position 0. `sender` is the life of the SMP that waits for the answer, None: nobody does."""
+
+    position: int
+    report: Report
+    sender: int | None
+
+
+@dataclass
+class Node:
+    """The segments and the vault of a node, and its SMP, which may be replaced."""
+
+    position: int
+    others: int
+    ranks: list[Slots]
+    vault: Slots
+    life: int = 0
+    directive: Directive = field(default_factory=Directive)
+    missed: Version | None = None
+    counted: Version | None = None
+    running: Version | None = None  # is being sent
+    done: dict[int, bool] = field(default_factory=dict)  # by target, as far as the sender knows
+    gathering: Version | None = None
+    taken: set[int] = field(default_factory=set)
+    waiting: Request | None = None
+    answer: Directive | None = None
+
+    def start(self) -> None:
+        """An SMP that knows nothing but what pins and vault show."""
+        self.life += 1
+        self.directive, self.missed, self.running, self.done = Directive(), None, None, {}
+        self.gathering, self.taken, self.waiting, self.answer = None, set(), None, None
+        kept = set.intersection(*(rank.pinned(Pin.NODE) for rank in self.ranks)) & self.vault.pinned(Pin.NODE)
+        self.counted = max(kept & self.vault.clean(), default=None)
+
+    def report(self, lineage: int) -> Report:
+        begun = max(
+            (s.version.iteration for rank in self.ranks for s in rank.slots if s.version and s.version.lineage == lineage),
+            default=0,
+        )
+        ready = self.running is not None and all(self.done.values()) and self.running in self.vault.clean()
+        return Report(begun, self.running, self.missed, self.running if ready else None, self.counted)
+
+    def follow(self, directive: Directive) -> None:
+        if directive.counts is not None and directive.counts != self.counted:
+            self._count(directive.counts)
+        if directive.exchange != self.directive.exchange:
+            self.running, self.done, self.missed = None, {}, None
+            for rank in self.ranks:
+                rank.unpin(Pin.SOURCE, but=[directive.exchange])  # what an SMP before had pinned is still wanted
+            if directive.exchange is not None:
+                self._gather(directive.exchange)
+        self.directive = directive
+
+    def _count(self, version: Version) -> None:
+        if version not in self.vault.clean():
+            return
+        for rank in self.ranks:
+            assert rank.pin(version, Pin.NODE), f"node {self.position} has encoded {version}, and has not kept it"
+        for rank in self.ranks:
+            rank.unpin(Pin.NODE, but=[version])
+        assert self.vault.pin(version, Pin.NODE)
+        self.vault.unpin(Pin.NODE, but=[version])
+        assert self.counted is None or version > self.counted, "what counts on a node never goes back"
+        self.counted = version
+
+    def _gather(self, version: Version) -> None:
+        if version in self.vault.clean() or self.gathering == version:
+            return
+        self.gathering, self.taken = version, set()
+        self.vault.write(version)
+
+    def poll(self) -> None:
+        version = self.directive.exchange
+        if version is None or self.running is not None or self.missed == version:
+            return
+        for rank in self.ranks:
+            if rank.pin(version, Pin.SOURCE):
+                continue
+            newest = max((slot.version for slot in rank.slots if slot.version), default=version)
+            coming = any(slot.version == version and slot.state is SlotState.DIRTY for slot in rank.slots)
+            if newest > version and not coming:
+                self.missed = version
+            return
+        self.running = version
+        self.done = {target: False for target in range(self.others + 1) if target != self.position}
+
+    def take(self, version: Version, source: int) -> bool:
+        """Whether all of `source` is here then."""
+        if self.gathering == version:
+            self.taken.add(source)
+            if len(self.taken) == self.others:
+                self.vault.seal(version)
+                self.gathering = None
+            return True
+        return version in self.vault.clean()
+
+
+class Job:
+    """All nodes, and what is on its way between them. Checks what must hold after each step."""
+
+    def __init__(self, random: Random, nodes: int, interval: int) -> None:
+        self.random = random
+        self.interval = interval
+        slots = slots_for(Pin.NODE, Pin.SOURCE)
+        self.nodes = [
+            Node(position, nodes - 1, [Slots(slots) for _ in range(RANKS_PER_NODE)], Slots(2)) for position in range(nodes)
+        ]
+        self.flying: list[Request] = []
+        self.before, self.heard = Directive(), dict[int, Report]()
+        self.encoded: dict[Version, set[int]] = defaultdict(set)  # who has ever reported it
+        self.counts: set[Version] = set()  # what has ever counted
+        self.story: list[str] = []
+        self.base: Version | None = None
+        self.lineage = 0
+        self.sealed: dict[tuple[int, int], int] = {}
+        self.recover(None, lost=())
+
+    # -- training --
+
+    def ranks(self) -> list[tuple[tuple[int, int], Slots]]:
+        return [((node.position, at), rank) for node in self.nodes for at, rank in enumerate(node.ranks)]
+
+    def train(self, who: tuple[int, int]) -> bool:
+        """One rank begins to capture, or seals. The fence: not before all have sealed what is two older."""
+        rank, done = self.nodes[who[0]].ranks[who[1]], self.sealed[who]
+        writing = [s for s in rank.slots if s.state is SlotState.DIRTY and s.version == v(done + 1, self.lineage)]
+        if writing:
+            rank.seal(v(done + 1, self.lineage))
+            self.sealed[who] += 1
+        elif all(others >= done - 1 for others in self.sealed.values()):
+            unpinned = [slot for slot in rank.slots if not slot.pins]
+            assert len(unpinned) >= SLOTS, "each purpose of a pin has a slot beyond the three of capture"
+            rank.write(v(done + 1, self.lineage))
+        else:
+            return False
+        return True
+
+    # -- the agreement --
+
+    def epoch(self) -> Epoch:
+        return Epoch(self.lineage, self.base, len(self.nodes), self.interval)
+
+    def beat(self, node: Node) -> None:
+        """The SMP sends its report; an answer that it still waited for is given up."""
+        node.waiting = Request(node.position, node.report(self.lineage), node.life)
+        if node.position == 0:
+            self.decide(node.waiting)  # a call
+        else:
+            self.flying.append(node.waiting)
+
+    def decide(self, request: Request) -> None:
+        self.heard[request.position] = request.report
+        if request.report.encoded:
+            self.encoded[request.report.encoded].add(request.position)
+        directive = decide(self.epoch(), self.before, self.heard)
+        if self.before.counts is not None:
+            assert directive.counts is not None and directive.counts >= self.before.counts, "what counts went back"
+        if directive.counts is not None and directive.counts not in self.counts:
+            assert self.encoded[directive.counts] == set(range(len(self.nodes))), f"{directive.counts} counts too early"
+            self.counts.add(directive.counts)
+        self.before = directive
+        node = self.nodes[request.position]
+        if node.waiting is request:
+            node.waiting, node.answer = None, directive
+
+    def hear(self, node: Node) -> None:
+        if node.answer is not None:
+            node.follow(node.answer)
+            node.answer = None
+
+    def send(self, source: Node, target: Node) -> None:
+        if source.running is not None:
+            source.done[target.position] = target.take(source.running, source.position)
+
+    def replace_smp(self, node: Node) -> None:
+        node.start()
+        if node.position == 0:
+            self.before, self.heard, self.flying = Directive(), {}, []
+
+    def recover(self, base: Version | None, lost: Iterable[int]) -> None:
+        """A new incarnation. The `lost` nodes are fresh, `base` has been put back together there."""
+        self.lineage += 1
+        self.base = base
+        for node in self.nodes:
+            for rank in node.ranks:
+                if node.position in lost:
+                    rank.slots = Slots(len(rank.slots)).slots
+                    assert base is not None
+                    rank.write(base)
+                    rank.seal(base)
+                if base is not None:
+                    rank.void_after(base)
+                    rank.unpin(Pin.NODE, but=[base, *node.vault.pinned(Pin.NODE)])
+                rank.unpin(Pin.SOURCE)
+                if base is not None:
+                    assert rank.pin(base, Pin.NODE), "what is restored is newest, or pinned"
+            if node.position in lost:
+                node.vault = Slots(2)
+            elif base is not None:
+                node.vault.void_after(base)
+            node.start()
+        self.before, self.heard, self.flying = Directive(), {}, []
+        self.sealed = {who: base.iteration if base else 0 for who, _ in self.ranks()}
+        self.encoded = defaultdict(set, {version: nodes for version, nodes in self.encoded.items() if version != base})
+
+    # -- what must hold --
+
+    def complete(self) -> set[Version]:
+        """What every node has, slots and parity."""
+        slots = set.intersection(*(rank.clean() for _, rank in self.ranks()))
+        return slots & set.intersection(*(node.vault.clean() for node in self.nodes))
+
+    def check(self) -> None:
+        restorable = set.intersection(*(rank.clean() for _, rank in self.ranks()))
+        if self.counts & {node.counted for node in self.nodes}:
+            whole = self.complete()
+            assert whole or self.base in restorable, "what counted is gone, and nothing has taken its place"
+            if self.settled:
+                assert whole, "no version is complete on every node any more"
+        self.settled = self.settled or bool(self.complete() & self.counts)
+
+    settled = False
+
+    # -- schedules --
+
+    def step(self, weights: Mapping[str, float]) -> None:
+        """Something happens somewhere."""
+        what = self.random.choices(list(weights), list(weights.values()))[0]
+        node = self.random.choice(self.nodes)
+        if what == "train":
+            self.train(self.random.choice(self.ranks())[0])
+        elif what == "beat":
+            self.beat(node)
+        elif what == "deliver" and self.flying:
+            at = self.random.randrange(len(self.flying)) if self.random.random() < weights["disorder"] else 0
+            request = self.flying[at] if self.random.random() < weights["again"] else self.flying.pop(at)
+            self.decide(request)
+        elif what == "hear":
+            self.hear(node)
+        elif what == "poll":
+            node.poll()
+        elif what == "send":
+            self.send(node, self.random.choice([other for other in self.nodes if other is not node]))
+        elif what == "replace":
+            self.replace_smp(node)
+        elif what == "replace first":
+            self.replace_smp(self.nodes[0])
+        self.story.append(what)
+        self.check()
+
+    def calm(self) -> None:
+        """Everyone reports, hears and follows in time; an iteration goes by."""
+        for node in self.nodes:
+            self.beat(node)
+            while self.flying:
+                self.decide(self.flying.pop(0))
+            self.hear(node)
+            node.poll()
+            self.check()
+        for source, target in itertools.permutations(self.nodes, 2):
+            self.send(source, target)
+            self.check()
+        goal = 1 + min(self.sealed.values())
+        while min(self.sealed.values()) < goal:
+            assert any([self.train(who) for who, _ in self.ranks() if self.sealed[who] < goal])
+            for node in self.nodes:
+                node.poll()
+            self.check()
+
+
+def disturbed(random: Random) -> dict[str, float]:
+    """How often what happens, in a schedule of its own: nodes that are quick or slow, replaced often or never."""
+    often = {name: random.choice([1, 4, 16]) for name in ("train", "beat", "deliver", "hear", "poll", "send")}
+    rare = {name: random.choice([0, 0, 0.1, 0.6]) for name in ("replace", "replace first")}
+    return {**often, **rare, "disorder": random.choice([0, 0.1, 0.5]), "again": random.choice([0, 0.1, 0.4])}
+
+
+def newest(job: Job) -> Version:
+    return max(job.counts, default=Version(0, 0))
+
+
+def until_newer(job: Job) -> None:
+    """Calm rounds until a newer version counts on every node."""
+    before = newest(job)
+    # what was named may lie an interval ahead, or has been missed and the one after it does; then reports go round
+    for _ in range(2 * job.interval + 6):
+        job.calm()
+        counted = {node.counted for node in job.nodes}
+        if len(counted) == 1 and counted != {None} and min(c for c in counted if c) > before:
+            return
+    raise AssertionError(f"nothing newer than {before} counts: {job.before}, {job.heard}")
+
+
+seeds = st.integers(0, 2**32 - 1)
+shapes = st.tuples(st.integers(2, 4), st.sampled_from([1, 1, 2, 5]))
+
+
+@settings(max_examples=250, deadline=None)
+@given(seeds, shapes)
+def test_what_counted_is_kept_on_every_node_until_the_next_one_is(seed: int, shape: tuple[int, int]) -> None:
+    random = Random(seed)
+    job = Job(random, *shape)
+    weights = disturbed(random)
+    for _ in range(STEPS):
+        job.step(weights)
+    until_newer(job)
+    for _ in range(STEPS):
+        job.step(weights)
+    until_newer(job)
