@@ -147,9 +147,9 @@ class Decode:
     ) -> None:
         if not frame.size:
             return
-        for place, (target, factor) in enumerate(uses):
+        for use, (target, factor) in enumerate(uses):
             part = target[start : start + frame.size]
-            if place == 0:
+            if use == 0:
                 bucket = (0, frame.size, digests[number])
                 kernels.digest_xor_into(part, frame, [bucket], factor, loops=loops)
             else:

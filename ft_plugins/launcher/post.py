@@ -93,6 +93,12 @@ def listen_anywhere(host: str | None) -> socket.socket:
     return _listen("", 0)
 
 
+def emulated_apart(host: str, own: str | None) -> bool:
+    """Whether the two are loopback addresses of two nodes that are emulated on this machine, which has them both."""
+    literal = bool(own) and _literal(host) and _literal(str(own))
+    return literal and host != own and _loopback(host) and _loopback(str(own))
+
+
 def _listen(host: str, port: int) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)

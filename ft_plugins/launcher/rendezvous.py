@@ -385,6 +385,8 @@ class Rendezvous(RendezvousHandler):
 def _open_port(settings: Settings) -> tuple[socket.socket, str]:
     """A listening socket, and the host by which others reach it."""
     for endpoint in settings.endpoints:
+        if post.emulated_apart(endpoint.host, settings.address):
+            continue
         if listener := post.listen_as(endpoint):
             return listener, endpoint.host
     alone = settings.endpoints[0].host if settings.endpoints and not settings.endpoints[0].port else None

@@ -75,7 +75,7 @@ class Search:
         others = [endpoint for endpoint in endpoints if endpoint != self._me.endpoint]
         replies = ask_all(others, message, reach or self._reach)
         if self._me.endpoint in endpoints:
-            replies[self._me.endpoint] = self._station.answer(message)
+            replies[self._me.endpoint] = self._station.answer(message | {"lead": None})
         found = {}
         for endpoint, reply in replies.items():
             try:

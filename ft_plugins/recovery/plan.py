@@ -154,12 +154,12 @@ def plan_recovery(
         reason = f"rank {min(empty)} holds no version"
     else:
         reason = "no version is held by all ranks"
-    if exchange is not None and (why := _too_much_lost(own, nodes, exchange, plan_digest)):
-        reason = f"{reason}; {why}"
+    gone, why = _too_much_lost(nodes, exchange, plan_digest) if exchange is not None else ((), "")
+    reason = f"{reason}; {why}" if why else reason
     # a rank that holds two versions began the second when all ranks had the first (the fence): that one is gone
     state_lost = bool(held_by_all) or any(len(versions) > 1 for versions in held.values())
     state_lost = state_lost or any(node.parity for node in nodes)  # what has counted once was held by all
-    return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost)
+    return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone)
 
 
 def _sources(
@@ -196,21 +196,22 @@ def _sources(
 
 
 def _too_much_lost(
-    own: Mapping[int, Collection[Version]], nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
-) -> str:
-    """Which section has lost more than parity makes up for, of the newest version that counted; '' for none."""
+    nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
+) -> tuple[tuple[int, ...], str]:
+    """The positions of a section which has lost more than parity makes up for, of the newest version that counted, and
+    that in words; nothing where there is none."""
     for version in sorted(set().union(*(node.parity for node in nodes)), reverse=True):
         held = {rank: index for index, node in enumerate(nodes) for rank in node.slots if version in node.slots[rank]}
         there = _holders(version, held, nodes, exchange, plan_digest)
         for section in exchange.sections:
-            gone = [position for position in section.positions if position not in there]
+            gone = tuple(position for position in section.positions if position not in there)
             if len(gone) > exchange.losses:
                 ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
-                return (
+                return gone, (
                     f"of version {version} the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} "
                     f"nodes of a sharding group, {NAMES[exchange.losses]} makes up for {exchange.losses}"
                 )
-    return ""
+    return (), ""
 
 
 def _holders(
@@ -245,8 +246,9 @@ def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
         if plan.version is not None and plan.version.iteration >= loaded:
             return plan
         if plan.state_lost and not loaded:
+            moved = "" if plan.gone else "; were ranks moved between nodes?"
             raise ResumeError(
-                f"the state in memory cannot be restored ({plan.reason}; were ranks moved between nodes?); "
+                f"the state in memory cannot be restored ({plan.reason}{moved}); "
                 "start again as before to try once more, --ftp-resume fresh starts from the beginning"
             )
         why = plan.reason if plan.version is None else f"newer than version {plan.version.iteration} in memory"

@@ -73,15 +73,8 @@ def xor_many_into(target: Bytes, sources: Sequence[Bytes], loops: Loops = LOOPS)
 
 def scale_xor_into(target: Bytes, source: Bytes, factor: int, loops: Loops = LOOPS) -> None:
     """target += factor * source; factor 1 is plain XOR, 0 does nothing."""
-    _check((target,), (source,))
-    if not 0 <= factor <= 255:
-        raise ValueError(f"{factor} is no number of GF(256): expected 0 to 255")
-    if not factor or not source.size:
-        return
-    if factor == 1:
-        loops.xor(target[: source.size], (source,))
-    else:
-        loops.scale(target[: source.size], source, factor)
+    _check((target,), (source,), factor)
+    _add(target, source, factor, loops)
 
 
 def pq_into(p: Bytes, q: Bytes, sources: Sequence[Bytes], exponents: Sequence[int], loops: Loops = LOOPS) -> None:
@@ -115,29 +108,44 @@ def digest_xor_into(
     of it nothing if it has at most WHOLE_BYTES. A larger one is digested and added block by block while it is in
     cache, so its bytes have gone in: after an error of such a source the target is to be thrown away.
     """
-    _check((target,), (source[: target.size],))
+    _check((target,), (source[: target.size],), factor)
     _check_cover(source, buckets, name)
     for number, (offset, nbytes, digest) in enumerate(buckets):
-        step = max(nbytes, 1) if nbytes <= WHOLE_BYTES else DIGEST_BYTES
-        running = xxhash.xxh3_64()
-        for start in range(offset, offset + nbytes, step):
-            part = source[start : min(start + step, offset + nbytes)]
-            running.update(part.data)
-            if nbytes > WHOLE_BYTES:
-                _add(target, part, start, factor, loops)
-        if (found := running.intdigest()) != digest:
+        whole = source[offset : offset + nbytes]
+        if nbytes <= WHOLE_BYTES:
+            found = xxhash.xxh3_64_intdigest(whole.data)
+        else:
+            found = _digest_and_add(target[offset:], whole, factor, loops)
+        if found != digest:
             raise CorruptSlotError(
                 f"{name}: bucket {number} ({nbytes} bytes at {offset}) does not match its digest: expected "
                 f"{digest:016x}, found {found:016x}; what was made of it must not be used"
             )
         if nbytes <= WHOLE_BYTES:
-            _add(target, source[offset : offset + nbytes], offset, factor, loops)
+            _add(target[offset : offset + nbytes], whole, factor, loops)
 
 
-def _add(target: Bytes, part: Bytes, start: int, factor: int, loops: Loops) -> None:
-    """Add as much of `part` as the target has from `start` on."""
-    fitting = part[: max(0, target.size - start)]
-    scale_xor_into(target[start : start + fitting.size], fitting, factor, loops)
+def _digest_and_add(target: Bytes, source: Bytes, factor: int, loops: Loops) -> int:
+    """Block by block; the digest of all of `source`."""
+    running = xxhash.xxh3_64()
+    for start in range(0, source.size, DIGEST_BYTES):
+        block = source[start : start + DIGEST_BYTES]
+        running.update(block.data)
+        _add(target[start : start + DIGEST_BYTES], block, factor, loops)
+    return int(running.intdigest())
+
+
+def _add(target: Bytes, source: Bytes, factor: int, loops: Loops) -> None:
+    """target += factor * source, as far as both have bytes."""
+    if source.size != target.size:
+        nbytes = min(source.size, target.size)
+        target, source = target[:nbytes], source[:nbytes]
+    if not factor or not target.size:
+        return
+    if factor == 1:
+        loops.xor(target, (source,))
+    else:
+        loops.scale(target, source, factor)
 
 
 def _ranges(sources: Sequence[Bytes]) -> Iterator[tuple[int, int, list[int]]]:
@@ -160,20 +168,24 @@ def _runs(present: Sequence[int], exponents: Sequence[int]) -> Iterator[list[int
         yield run
 
 
-def _check(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
+def _check(targets: Sequence[Bytes], sources: Sequence[Bytes], factor: int = 1) -> None:
     for array in (*targets, *sources):
         if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
             raise ValueError(
                 f"expected contiguous uint8 arrays of one dimension, found {array.dtype}, shape {array.shape}, "
                 f"strides {array.strides}"
             )
-    if not all(target.flags.writeable for target in targets):
-        raise ValueError("a target is read-only: parity is added in place")
     size = targets[0].size
-    if any(target.size != size for target in targets):
-        raise ValueError(f"targets of {[target.size for target in targets]} bytes are not of one size")
-    if any(source.size > size for source in sources):
-        raise ValueError(f"sources of {[source.size for source in sources]} bytes do not fit a target of {size}")
+    for target in targets:
+        if not target.flags.writeable:
+            raise ValueError("a target is read-only: parity is added in place")
+        if target.size != size:
+            raise ValueError(f"targets of {size} and {target.size} bytes are not of one size")
+    for source in sources:
+        if source.size > size:
+            raise ValueError(f"a source of {source.size} bytes does not fit a target of {size}")
+    if not 0 <= factor <= 255:
+        raise ValueError(f"{factor} is no number of GF(256): expected 0 to 255")
 
 
 def _check_cover(source: Bytes, buckets: Sequence[tuple[int, int, int]], name: str) -> None:

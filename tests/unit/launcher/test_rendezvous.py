@@ -40,6 +40,7 @@ def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]
     """A node: does what it is told, tells how it went."""
     try:
         handler: Any = plugin.create(RendezvousParameters("ft_plugins", **fields, **config))
+        connection.send(("ok", "up"))
         while True:
             name, arguments = connection.recv()
             try:
@@ -79,6 +80,7 @@ class Node:
         self.process = fork.Process(target=serve, args=(theirs, told, {"node_name": name, **config}), daemon=True)
         self.process.start()
         theirs.close()
+        assert self.hear() == "up"
 
     def tell(self, name: str, *arguments: Any) -> Node:
         self._ours.send((name, arguments))

@@ -121,6 +121,25 @@ def test_blocks_and_groups_of_sources_meet_without_a_seam(loops: Loops) -> None:
     assert np.array_equal(p, expected_p) and np.array_equal(q, expected_q) and np.array_equal(whole, expected_p)
 
 
+def test_no_loop_is_given_more_sources_than_it_takes_well() -> None:
+    given_sources: list[int] = []
+
+    class Spy:
+        def xor(self, target: Bytes, sources: Sequence[Bytes]) -> None:
+            given_sources.append(len(sources))
+
+        def scale(self, target: Bytes, source: Bytes, factor: int) -> None:
+            raise AssertionError("not asked for")
+
+        def pq(self, p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int) -> None:
+            given_sources.append(len(sources))
+
+    p, q, *sources = np.zeros((2 + 2 * kernels.AT_ONCE + 3, 5), dtype=np.uint8)
+    kernels.xor_many_into(p, sources, Spy())
+    kernels.pq_into(p, q, sources, range(len(sources)), Spy())
+    assert given_sources == [kernels.AT_ONCE, kernels.AT_ONCE, 3] * 2
+
+
 @both
 def test_threads_that_call_for_the_first_time_together_get_their_own_sums(loops: Loops) -> None:
     sources = [[random_bytes(100_003, 10 * thread + number) for number in range(3)] for thread in range(4)]
@@ -167,7 +186,7 @@ def test_arrays_that_do_not_go_together_are_refused_before_anything_is_changed()
     read_only.flags.writeable = False
     with pytest.raises(ValueError, match="a target is read-only"):
         kernels.xor_into(read_only, source)
-    with pytest.raises(ValueError, match="sources of .* do not fit a target of 10"):
+    with pytest.raises(ValueError, match="a source of 11 bytes does not fit a target of 10"):
         kernels.xor_many_into(target, [source, np.ones(11, dtype=np.uint8)])
     with pytest.raises(ValueError, match="expected contiguous uint8 arrays of one dimension, found float32"):
         kernels.xor_into(target, np.ones(2, dtype=np.float32))  # type: ignore[arg-type]
@@ -180,6 +199,8 @@ def test_arrays_that_do_not_go_together_are_refused_before_anything_is_changed()
     for factor in (-1, 256):
         with pytest.raises(ValueError, match=f"{factor} is no number of GF"):
             kernels.scale_xor_into(target, source, factor)
+        with pytest.raises(ValueError, match=f"{factor} is no number of GF"):
+            kernels.digest_xor_into(target, source, buckets_of(source, 10), factor)
     assert not target.any()
 
 

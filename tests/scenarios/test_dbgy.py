@@ -1,0 +1,499 @@
+"""Checkpoints in storage: a job whose memory is gone starts from the newest one that is whole, or says why it cannot.
+
+Every tensor is filled with its iteration number (`rig.fills`), so what is restored is one version or visibly torn.
+Checkpoints are asked for while the ranks stand still at a known iteration: names are known, nothing depends on speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.journal import Entry, entries, wait_for
+from ft_plugins.smp.client import Client, newest_common
+from ft_plugins.snapshot import checkpoint, segment
+
+Spec = Callable[..., JobSpec]
+BOUND = 90
+MIB = 8
+
+
+def fills(
+    jobs: Spec, tmp_path: Path, iterations: int, *flags: str, faults: str = "", ranks: int = 2, **fields: Any
+) -> JobSpec:
+    argv = ("--iterations", str(iterations), "--mib", str(MIB), "--journal", str(tmp_path / "journal"), "--replicated")
+    given = ("--ftp-detect-seconds", "120")  # ranks that stand still are meant to
+    given += ("--reft", "--reft-bucket-mib", "1", "--reft-checkpoint-dir", str(tmp_path / "ck"), *flags)
+    given += ("--ftp-faults", faults) if faults else ()
+    return jobs(**{"entry": "ft_plugins.rig.fills:main", "argv": argv, "flags": given, "nproc": ranks, **fields})
+
+
+ON_REQUEST = ("--reft-checkpoint-interval", "0")
+
+
+def base(spec: JobSpec) -> Path:
+    return Path(spec.flags[spec.flags.index("--reft-checkpoint-dir") + 1]) / spec.name
+
+
+def complete(spec: JobSpec) -> list[str]:
+    return sorted(each.name for each in checkpoint.listing(base(spec)) if each.complete)
+
+
+def sealed(found: list[Entry], iteration: int, ranks: int) -> bool:
+    return len([e for e in found if e["name"] == "capture.commit" and e["iteration"] == iteration]) >= ranks
+
+
+def standing_after(server: ForkServer, spec: JobSpec, iteration: int) -> RunningJob:
+    """The job, its ranks stopped in the update after `iteration`, whose version every rank has sealed."""
+    faults = f"update.begin@iteration={iteration + 1}:stop"
+    job = server.start(dataclasses.replace(spec, flags=(*spec.flags, "--ftp-faults", faults)))
+    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, iteration, spec.nproc), BOUND)
+    return job
+
+
+def go_on(spec: JobSpec) -> None:
+    """Let the ranks that stand still go on."""
+    for line in events(spec, "rank.attach")[-spec.nproc :]:
+        os.kill(line["pid"], signal.SIGCONT)
+
+
+def checkpointed(server: ForkServer, spec: JobSpec, *iterations: int) -> None:
+    """The job run up to each of `iterations` in turn, a checkpoint written there, its ft-run killed; memory stays."""
+    for iteration in iterations:
+        job = standing_after(server, spec, iteration)
+        with Client(spec.run_dir) as client:
+            found = client.checkpoint("request", BOUND)
+        assert (found["state"], found["iteration"]) == ("done", iteration), found
+        job.kill()
+        assert job.wait(BOUND) == {"status": "killed"}
+
+
+def lose_memory(spec: JobSpec) -> None:
+    """As if the machine had been switched off: no SMP, no segments."""
+    with Client(spec.run_dir) as client:
+        pid = client.status()["pid"]
+    descriptor = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    assert poller.poll(1000 * BOUND)
+    os.close(descriptor)
+    assert segment.remove(spec.name, spec.node) == spec.nproc
+
+
+def resumed(server: ForkServer, spec: JobSpec, tier: str = "storage") -> int:
+    """The iteration from which all ranks go on, from `tier`, whole; the job must end in order."""
+    before = len(entries(journal(spec)))
+    events = len(list(entries(spec.run_dir / "events.jsonl")))
+    job = server.start(spec)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    found = entries(journal(spec))[before:]
+    assert all(entry["torn"] == [] for entry in found)
+    (iteration,) = {entry["restored"] for entry in found if entry.get("restart") == 0}
+    assert all(entry["counter"] == entry["restored"] for entry in found if "restored" in entry)
+    told = [line for line in entries(spec.run_dir / "events.jsonl")[events:] if line["name"] == "restore.done"]
+    assert {(line["tier"], line["iteration"]) for line in told if line["lineage"]} >= {(tier, iteration)}
+    return int(iteration)
+
+
+def journal(spec: JobSpec) -> Path:
+    return Path(spec.argv[spec.argv.index("--journal") + 1])
+
+
+def refused(job: RunningJob) -> str:
+    """The one line with which a job was refused, without a restart."""
+    outcome = job.wait(BOUND)
+    assert (outcome["status"], outcome["restarts"]) == ("refused", 0), (outcome, job.tail())
+    assert "\n" not in outcome["reason"]
+    return str(outcome["reason"])
+
+
+def events(spec: JobSpec, name: str) -> list[Entry]:
+    return [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == name]
+
+
+# ---- memory is gone ----
+
+
+def test_when_memory_is_gone_the_newest_checkpoint_is_resumed_from(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4, 8)
+    assert complete(spec) == ["v1-4", "v2-8"]
+    lose_memory(spec)
+    assert resumed(torch_server, spec) == 8
+    lineages = {line["lineage"] for line in events(spec, "capture.commit") if line["iteration"] > 8}
+    assert lineages == {3}, "newer than any in storage, although memory knew of none"
+
+
+def test_as_long_as_memory_has_a_version_storage_is_not_read(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4)
+    standing_after(torch_server, spec, 6).kill()
+    assert resumed(torch_server, spec, "process") == 6
+
+
+def test_storage_asked_for_is_resumed_from_although_memory_has_newer(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4)
+    job = standing_after(torch_server, spec, 6)
+    for path in base(spec).glob("*"):  # the orphaned SMP would write version 6 as well
+        path.rename(tmp_path / path.name)
+    job.kill()
+    job.wait(BOUND)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: any(persisted(line, 6) for line in found), BOUND)
+    for path in base(spec).glob("*"):
+        path.rename(tmp_path / f"away-{path.name}")
+    (tmp_path / "v1-4").rename(base(spec) / "v1-4")
+    assert resumed(torch_server, dataclasses.replace(spec, flags=(*spec.flags, "--ftp-resume", "storage"))) == 4
+
+
+def persisted(line: Entry, iteration: int) -> bool:
+    return line["name"] == "persist.done" and line["iteration"] == iteration
+
+
+def test_a_trainer_killed_while_it_reads_resumes_from_the_same_checkpoint(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4)
+    lose_memory(spec)
+    points = ["restore.storage@rank=0,bucket=0", "restore.storage@rank=1,bucket=3", "restore.tensors@rank=0"]
+    points += ["restore.opened@rank=1"]
+    faults = ";".join(f"{point},restart={number}:kill" for number, point in enumerate(points))
+    job = torch_server.start(dataclasses.replace(spec, flags=(*spec.flags, "--ftp-faults", faults)))
+    outcome = job.wait(BOUND)
+    assert (outcome["status"], outcome["restarts"]) == ("succeeded", len(points)), job.tail()
+    found = [entry for entry in entries(journal(spec)) if entry.get("restart") == len(points)]
+    assert [(entry["restored"], entry["torn"]) for entry in found] == [(4, []), (4, [])]
+
+
+def test_memory_of_an_earlier_life_gives_way_to_what_the_job_has_written_since(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """The job was killed, went on from storage on another machine, and comes back to the first one."""
+    spec = fills(jobs, tmp_path, 14, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4)
+    elsewhere = jobs(**{**vars(spec), "node": "node1"})
+    checkpointed(torch_server, elsewhere, 9)
+    assert complete(spec) == ["v1-4", "v2-9"]
+    assert resumed(torch_server, spec) == 9
+
+
+# ---- what is in storage cannot be used ----
+
+DAMAGES = ["truncated", "flipped", "missing", "record", "manifest"]
+
+
+def damage(folder: Path, what: str, rank: int) -> None:
+    path = folder / checkpoint.data_file(rank)
+    match what:
+        case "truncated":
+            os.truncate(path, path.stat().st_size - 1)
+        case "flipped":
+            with open(path, "r+b") as file:
+                file.seek(2_000_000)
+                byte = file.read(1)
+                file.seek(2_000_000)
+                file.write(bytes([byte[0] ^ 1]))
+        case "missing":
+            path.unlink()
+        case "record":
+            record = folder / checkpoint.record_file(rank)
+            record.write_text(record.read_text().replace('"iteration": 8', '"iteration": 9'))
+        case "manifest":
+            manifest = folder / "manifest.json"
+            manifest.write_text(manifest.read_text()[:-9])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_checkpoint_that_one_rank_cannot_read_is_passed_over_by_all(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, what: str, rank: int
+) -> None:
+    spec = fills(jobs, tmp_path, 10, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4, 8)
+    lose_memory(spec)
+    damage(base(spec) / "v2-8", what, rank)
+    assert resumed(torch_server, spec) == 4
+    told = events(spec, "checkpoint.damaged")
+    assert [line["rank"] for line in told] == [0 if what == "manifest" else rank]
+    assert "v2-8" in told[0]["reason"]
+
+
+def test_when_every_checkpoint_is_damaged_the_job_is_refused_until_fresh_is_said(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 6, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4)
+    lose_memory(spec)
+    damage(base(spec) / "v1-4", "flipped", 1)
+    line = refused(torch_server.start(spec))
+    assert str(base(spec)) in line and "v1-4" in line and "--ftp-resume fresh" in line
+    job = torch_server.start(dataclasses.replace(spec, flags=(*spec.flags, "--ftp-resume", "fresh")))
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    assert entries(journal(spec))[-1]["ended"] == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (("argv", ("--tensors", "5")), ("tensors: 37 -> 5", "--ftp-job")),
+        (("flags", ("--reft-bucket-mib", "2")), ("was laid out otherwise", "bucket size")),
+    ],
+    ids=["another model", "another layout"],
+)
+def test_the_checkpoint_of_another_job_or_layout_is_refused_by_name(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, changed: tuple[str, tuple[str, ...]], words: tuple[str, ...]
+) -> None:
+    spec = fills(jobs, tmp_path, 6, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4)
+    lose_memory(spec)
+    field, more = changed
+    kept = [word for word in getattr(spec, field) if field != "flags" or word not in ("--reft-bucket-mib", "1")]
+    line = refused(torch_server.start(dataclasses.replace(spec, **{field: (*kept, *more)})))
+    assert all(word in line for word in (*words, "--ftp-resume fresh", str(base(spec)))), line
+    assert resumed(torch_server, spec) == 4, "nothing was lost by it"
+
+
+def test_a_folder_that_cannot_be_used_is_refused_at_the_start_and_not_missed_later(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
+    (tmp_path / "ck").write_text("")
+    line = refused(torch_server.start(spec))
+    assert "--reft-checkpoint-dir" in line and str(tmp_path / "ck") in line
+    (tmp_path / "ck").unlink()
+
+    faults = "iteration.forward@iteration=5,rank=1,restart=0:kill;update.begin@iteration=3,rank=0,restart=0:stop"
+    job = torch_server.start(dataclasses.replace(spec, flags=(*spec.flags, "--ftp-faults", faults)))
+    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, 2, 2), BOUND)
+    base(spec).rmdir()
+    (tmp_path / "ck").rmdir()
+    (tmp_path / "ck").write_text("")
+    go_on(spec)
+    outcome = job.wait(BOUND)
+    assert (outcome["status"], outcome["restarts"]) == ("succeeded", 1), job.tail()
+    assert {line["tier"] for line in events(spec, "restore.done")} == {"process"}
+    assert [line["rank"] for line in events(spec, "storage.unreachable")] == [0]
+
+
+# ---- while it is written ----
+
+SMP_POINTS = ["persist.rank.before@rank=1", "persist.file@rank=0", "persist.file@rank=1", "persist.rename@rank=0"]
+SMP_POINTS += ["persist.manifest.before", "persist.manifest.after"]
+
+
+@pytest.mark.parametrize("point", SMP_POINTS)
+def test_an_smp_and_then_a_trainer_killed_while_a_checkpoint_is_written_lose_no_complete_one(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, point: str
+) -> None:
+    spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4)
+    lose_memory(spec)
+    kills = f"{point}{',' if '@' in point else '@'}adopted=0:kill;iteration.forward@iteration=11,rank=0,restart=0:kill"
+    stop = "update.begin@iteration=9,restart=0:stop"
+    flags = (*spec.flags, "--ftp-faults", f"{kills};{stop}")
+    job = torch_server.start(dataclasses.replace(spec, flags=flags))
+    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, 8, 2), BOUND)
+    with Client(spec.run_dir) as client:
+        found = client.checkpoint("request", BOUND)  # asked again of the successor when the first one dies over it
+    assert (found["state"], found["iteration"]) == ("done", 8), found
+    assert len(events(spec, "smp.lost")) == 1
+    assert complete(spec) == ["v1-4", "v2-8"]
+    go_on(spec)
+    outcome = job.wait(BOUND)
+    assert (outcome["status"], outcome["restarts"]) == ("succeeded", 1), job.tail()
+    assert resumed(torch_server, spec) == 8
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(torch_server: ForkServer, jobs: Spec, tmp_path: Path) -> None:
+    spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4)
+    full = "persist.write@rank=1,hit=7:enospc;update.begin@iteration=9:stop"
+    job = torch_server.start(dataclasses.replace(spec, flags=(*spec.flags, "--ftp-faults", full)))
+    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, 8, 2), BOUND)
+    end_smp_started_without_faults(spec)
+    with Client(spec.run_dir) as client:
+        found = client.checkpoint("request", BOUND)
+        assert found["state"] == "failed" and "No space left on device" in found["reason"]
+        assert client.status()["storage"]["failed"] == found["reason"]
+        assert os.listdir(base(spec)) == ["v1-4"]
+        assert client.checkpoint("request", BOUND)["state"] == "done", "there is room again"
+    (failed,) = events(spec, "persist.failed")
+    assert failed["newest_complete"] == str(base(spec) / "v1-4") and failed["iteration"] == 8
+    go_on(spec)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    assert complete(spec) == ["v1-4", "v2-8"]
+
+
+def end_smp_started_without_faults(spec: JobSpec) -> None:
+    """The SMP that was left by the ft-run before is replaced by one of this ft-run, with its faults."""
+    with Client(spec.run_dir) as client:
+        pid = client.status()["pid"]
+    os.kill(pid, signal.SIGKILL)
+    started = len(events(spec, "smp.start"))
+    wait_for(
+        spec.run_dir / "events.jsonl",
+        lambda found: len([line for line in found if line["name"] == "smp.start"]) > started,
+        BOUND,
+    )
+
+
+def test_turns_are_written_while_training_goes_on_and_only_the_newest_are_kept(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 200, "--reft-checkpoint-interval", "20", "--reft-checkpoint-keep", "3")
+    job = torch_server.start(spec)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    done = [line["iteration"] for line in events(spec, "persist.done")]
+    assert len(done) > 3 and done == sorted(done) and done[-1] == 200
+    assert complete(spec) == sorted(f"v1-{iteration}" for iteration in done[-3:])
+    assert sorted(os.listdir(base(spec))) == complete(spec) and not events(spec, "persist.failed")
+    longer = dataclasses.replace(spec, argv=tuple("210" if word == "200" else word for word in spec.argv))
+    assert resumed(torch_server, longer) == 200
+
+
+# ---- the end of protection ----
+
+
+def test_told_to_end_ft_run_leaves_the_newest_snapshot_in_storage_and_says_where(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 1_000_000, *ON_REQUEST)
+    job = torch_server.start(spec)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, 20, 2), BOUND)
+    job.kill(signal.SIGTERM)
+    assert "got signal: 15" in job.wait(BOUND)["reason"]
+    with Client(spec.run_dir) as client:
+        newest = newest_common(client.status())
+    assert newest is not None and complete(spec) == [f"v1-{newest.iteration}"], "when ft-run has ended"
+    assert f"ft-run: iteration {newest.iteration} is in {base(spec) / f'v1-{newest.iteration}'}" in job.tail()
+    lose_memory(spec)
+    words = tuple(str(newest.iteration + 3) if word == "1000000" else word for word in spec.argv)
+    assert resumed(torch_server, dataclasses.replace(spec, argv=words)) == newest.iteration
+
+
+def test_an_orphaned_snapshot_process_writes_what_it_holds(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
+    job = standing_after(torch_server, spec, 7)
+    job.kill()
+    wait_for(spec.run_dir / "events.jsonl", lambda found: any(persisted(line, 7) for line in found), BOUND)
+    assert complete(spec) == ["v1-7"]
+    lose_memory(spec)
+    assert resumed(torch_server, spec) == 7
+
+
+def test_protection_that_is_lost_leaves_the_last_version_that_all_ranks_hold_in_storage(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    faults = "capture.seal.before@iteration=7,rank=1:raise"
+    spec = fills(jobs, tmp_path, 12, *ON_REQUEST, faults=faults)
+    job = torch_server.start(spec)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    assert {line["name"] for line in events(spec, "protection.lost")} == {"protection.lost"}
+    assert {line["reason"] for line in events(spec, "persist.begin")} == {"protection lost"}
+    assert complete(spec) == ["v1-6"]
+    without = dataclasses.replace(spec, flags=spec.flags[: spec.flags.index("--ftp-faults")])
+    assert resumed(torch_server, without) == 6
+
+
+def test_a_person_asks_for_a_checkpoint_and_is_told_where_it_is(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
+    job = standing_after(torch_server, spec, 5)
+    program = "from ft_plugins.cli import main; main()"
+    command = [sys.executable, "-c", program, "checkpoint", "now", "--job", spec.name]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": spec.folder}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND)
+    assert (found.returncode, found.stdout) == (0, f"{base(spec) / 'v1-5'}\n"), found.stderr
+    assert complete(spec) == ["v1-5"]
+    go_on(spec)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+
+
+# ---- several nodes ----
+
+
+def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    def start(iterations: int) -> list[RunningJob]:
+        running: list[RunningJob] = []
+        for node in ("node0", "node1"):
+            more = ("--reft-redundancy", "none", "--ftp-node-name", node)
+            spec = fills(
+                jobs, tmp_path, iterations, *ON_REQUEST, *more, ranks=1,
+                node=node, nnodes=2, endpoint=f"localhost:{port}",
+            )  # fmt: skip
+            running.append(torch_server.start(spec))
+            path = spec.run_dir / "events.jsonl"
+            count = len(events(spec, "job.start"))
+            if node == "node0":  # agents are sorted by address and pid: the first one takes rank 0
+                wait_for(
+                    path, lambda found, n=count: len([e for e in found if e["name"] == "job.start"]) > n - 1, BOUND
+                )
+        return running
+
+    port = free_port()
+    running = start(1_000_000)
+    for job in running:
+        wait_for(job.spec.run_dir / "events.jsonl", lambda found: sealed(found, 20, 1), BOUND)
+    for job in running:
+        job.kill(signal.SIGTERM)
+    for job in running:
+        assert "got signal: 15" in job.wait(BOUND)["reason"]
+    spec = running[0].spec
+    for job in running:
+        print(job.tail(15)); print([(round(e.time%1000,2),e.name,e.rank,e.fields) for e in job.events() if e.name not in ("capture.commit","fence.wait")])
+    (written,) = complete(spec)
+    assert os.listdir(base(spec)) == [written], "no notice, no unfinished one"
+    iteration = int(written.removeprefix("v1-"))
+    for job in running:
+        lose_memory(job.spec)
+    port = free_port()
+    for job in start(iteration + 3):
+        assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+        assert [event.fields["tier"] for event in job.events("restore.done")] == ["storage"]
+    found = [entry for entry in entries(tmp_path / "journal") if entry.get("restored")]
+    assert [(entry["restored"], entry["torn"]) for entry in found] == [(iteration, []), (iteration, [])]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def test_the_rank_files_are_plain_safetensors(torch_server: ForkServer, jobs: Spec, tmp_path: Path) -> None:
+    """Read without ft_plugins: by the library alone, both shares together are the filled state."""
+    from safetensors.numpy import load_file
+
+    spec = fills(jobs, tmp_path, 6, *ON_REQUEST)
+    checkpointed(torch_server, spec, 4)
+    shares = [load_file(base(spec) / "v1-4" / checkpoint.data_file(rank)) for rank in range(2)]
+    for share in shares:
+        values = share["data"].view("float32")
+        assert set(values.tolist()) <= {0.0, 4.0} and (values == 4.0).mean() > 0.99, "zeros are padding"
+    assert json.loads((base(spec) / "v1-4" / "manifest.json").read_text())["world_size"] == 2
