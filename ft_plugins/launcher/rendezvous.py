@@ -64,7 +64,7 @@ class Rendezvous(RendezvousHandler):
         self._me = Identity(settings.run, settings.node, secrets.token_hex(8), endpoint)
         self._station = Station(self._me, settings.rules, settings.silence)
         self._memory = Memory(settings.run, settings.run_dir)
-        initial = [str(found) for found in settings.endpoints if found.port]
+        initial = [str(found) for found in settings.endpoints if found.port] or [endpoint]  # it is alone
         self._search = Search(self._station, self._memory, initial, self._reach)
         self._post = Post(listener, self._station.answer, self._station.gone, self._station.tick)
         self._line: Line | None = None

@@ -34,6 +34,7 @@ from ..errors import EXIT_REFUSED, FtError, ProtocolError
 from . import hooks
 
 _PR_SET_PDEATHSIG = 1
+_ENDED_BY = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _EXIT_FAILED = 1  # a restart may cure it
 
 P = ParamSpec("P")
@@ -80,6 +81,8 @@ def forked(function: Callable[P, R], close_copies: Sequence[Callable[[], None]])
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         for close in close_copies:
             close()
+        for number in _ENDED_BY:  # torch's agent has handlers that raise: in a rank, where anything may catch that
+            signal.signal(number, signal.SIG_DFL)
         enter(launch_context(os.environ))
         return guarded(function)(*args, **kwargs)
 

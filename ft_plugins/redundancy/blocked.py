@@ -1,7 +1,7 @@
 """The loops of parity in NumPy, in blocks that stay in cache: what is used where numba is not installed.
 
 Invariant: the same bytes as compiled.py. All arrays are uint8, contiguous and of the target's size; any length, any
-alignment. Doubling is four passes over bytes, in half of the time of the usual arithmetic on masked words.
+alignment. `overwrite`: what the target held does not count. Doubling is four passes over bytes, in half of the time of the usual arithmetic on masked words.
 """
 
 from __future__ import annotations
@@ -20,29 +20,36 @@ FIELD_BYTES = 64 << 10  # so do a block of P, Q, a sum and a scratch
 _REDUCTION = np.uint8(POLYNOMIAL & 0xFF)
 
 
-def xor(target: Bytes, sources: Sequence[Bytes]) -> None:
+def xor(target: Bytes, sources: Sequence[Bytes], overwrite: bool) -> None:
     """target += sum of sources."""
     for start in range(0, target.size, XOR_BYTES):
         block = target[start : start + XOR_BYTES]
+        if overwrite:
+            block.fill(0)
         for source in sources:
             np.bitwise_xor(block, source[start : start + XOR_BYTES], out=block)
 
 
-def scale(target: Bytes, source: Bytes, factor: int) -> None:
+def scale(target: Bytes, source: Bytes, factor: int, overwrite: bool) -> None:
     """target += factor * source."""
     whole, scratch = np.empty((2, min(FIELD_BYTES, target.size)), dtype=np.uint8)
     for start in range(0, target.size, FIELD_BYTES):
         block = target[start : start + FIELD_BYTES]
+        if overwrite:
+            block.fill(0)
         power = whole[: block.size]
         np.copyto(power, source[start : start + FIELD_BYTES])
         _add_scaled(block, power, factor, scratch[: block.size])
 
 
-def pq(p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int) -> None:
+def pq(p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int, overwrite: bool) -> None:
     """p += sum_j sources[j], q += factor * sum_j 2**j sources[j]."""
     whole, scratch = np.empty((2, min(FIELD_BYTES, p.size)), dtype=np.uint8)
     for start in range(0, p.size, FIELD_BYTES):
-        block = p[start : start + FIELD_BYTES]
+        block, weighted = p[start : start + FIELD_BYTES], q[start : start + FIELD_BYTES]
+        if overwrite:
+            block.fill(0)
+            weighted.fill(0)
         total = whole[: block.size]
         for place, source in enumerate(reversed(sources)):  # Horner's rule
             part = source[start : start + FIELD_BYTES]
@@ -52,7 +59,7 @@ def pq(p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int) -> None:
             else:
                 _double(total, scratch[: block.size])
                 np.bitwise_xor(total, part, out=total)
-        _add_scaled(q[start : start + FIELD_BYTES], total, factor, scratch[: block.size])
+        _add_scaled(weighted, total, factor, scratch[: block.size])
 
 
 def _double(values: Bytes, scratch: Bytes) -> None:

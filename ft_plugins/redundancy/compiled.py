@@ -1,7 +1,7 @@
 """The loops of parity compiled by numba: one pass over memory for all sources, without the interpreter's lock.
 
 Invariant: the same bytes as blocked.py. All arrays are uint8, contiguous and of the target's size; any length, any
-alignment. The loops are written for bytes: LLVM makes of them what the processor has, four vector instructions for a
+alignment. `overwrite`: what the target held does not count. The loops are written for bytes: LLVM makes of them what the processor has, four vector instructions for a
 doubling. There is one loop for each number of sources, compiled when it is first called: 0.2 to 1.2 s, once per
 process and number, with the lock held. Whoever cannot wait then calls once at start, with a few bytes. Nothing is kept
 on disk; threads may call, and compile, at the same time.
@@ -26,19 +26,24 @@ Bytes = npt.NDArray[np.uint8]
 _REDUCTION = POLYNOMIAL & 0xFF
 
 
-def xor(target: Bytes, sources: Sequence[Bytes]) -> None:
+def xor(target: Bytes, sources: Sequence[Bytes], overwrite: bool) -> None:
     """target += sum of sources."""
-    _xor_loop(len(sources))(target, _frozen(sources))
+    _xor_loop(len(sources))(target, _frozen(sources), _kept(overwrite))
 
 
-def scale(target: Bytes, source: Bytes, factor: int) -> None:
+def scale(target: Bytes, source: Bytes, factor: int, overwrite: bool) -> None:
     """target += factor * source."""
-    _scale_loop(target, *_frozen((source,)), factor)
+    _scale_loop(target, *_frozen((source,)), factor, _kept(overwrite))
 
 
-def pq(p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int) -> None:
+def pq(p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int, overwrite: bool) -> None:
     """p += sum_j sources[j], q += factor * sum_j 2**j sources[j]."""
-    _pq_loop(len(sources), factor == 1)(p, q, _frozen(sources), factor)
+    _pq_loop(len(sources), factor == 1)(p, q, _frozen(sources), factor, _kept(overwrite))
+
+
+def _kept(overwrite: bool) -> np.uint8:
+    """The bits of the target that count. Reading all the same costs nothing: its memory has to be fetched anyway."""
+    return np.uint8(0 if overwrite else 255)
 
 
 def _frozen(sources: Sequence[Bytes]) -> tuple[Bytes, ...]:
@@ -65,9 +70,9 @@ def _times(value: Any, factor: Any) -> Any:
 
 
 @numba.njit(nogil=True)
-def _scale_loop(target: Any, source: Any, factor: Any) -> None:
+def _scale_loop(target: Any, source: Any, factor: Any, kept: Any) -> None:
     for at in range(target.size):
-        target[at] ^= _times(source[at], factor)
+        target[at] = (target[at] & kept) ^ _times(source[at], factor)
 
 
 @cache
@@ -93,9 +98,9 @@ def _xor_loop(count: int) -> Callable[..., None]:
     total = _plain_sum(count)
 
     @numba.njit(nogil=True)
-    def loop(target: Any, sources: Any) -> None:
+    def loop(target: Any, sources: Any, kept: Any) -> None:
         for at in range(target.size):
-            target[at] ^= total(sources, at)
+            target[at] = (target[at] & kept) ^ total(sources, at)
 
     return loop  # type: ignore[no-any-return]
 
@@ -106,17 +111,17 @@ def _pq_loop(count: int, plain: bool) -> Callable[..., None]:
     total, weighted = _plain_sum(count), _weighted_sum(count)
 
     @numba.njit(nogil=True)
-    def plain_loop(p: Any, q: Any, sources: Any, factor: Any) -> None:
+    def plain_loop(p: Any, q: Any, sources: Any, factor: Any, kept: Any) -> None:
         for at in range(p.size):
             plain, own = total(sources, at), weighted(sources, at)
-            p[at] ^= plain
-            q[at] ^= own
+            p[at] = (p[at] & kept) ^ plain
+            q[at] = (q[at] & kept) ^ own
 
     @numba.njit(nogil=True)
-    def scaled_loop(p: Any, q: Any, sources: Any, factor: Any) -> None:
+    def scaled_loop(p: Any, q: Any, sources: Any, factor: Any, kept: Any) -> None:
         for at in range(p.size):
             plain, own = total(sources, at), weighted(sources, at)
-            p[at] ^= plain
-            q[at] ^= _times(own, factor)
+            p[at] = (p[at] & kept) ^ plain
+            q[at] = (q[at] & kept) ^ _times(own, factor)
 
     return plain_loop if plain else scaled_loop  # type: ignore[no-any-return]

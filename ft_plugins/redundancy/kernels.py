@@ -6,6 +6,8 @@ blocks that stay in cache. Both give the same bytes. A call of many megabytes is
 the interpreter's lock back for as long; NumPy comes back for it at every block. Nothing is kept between calls, and
 threads may call at the same time, for different targets.
 
++= is XOR into what the target holds; with `overwrite` the target counts as zeros before, which saves clearing it.
+
 In: one-dimensional contiguous uint8 arrays at any address, of any length; sources may be read-only.
 Out: changed targets. Raises ValueError for arrays that do not go together, before anything is changed.
 """
@@ -33,15 +35,15 @@ DIGEST_BYTES = 256 << 10
 class Loops(Protocol):
     """What blocked.py and compiled.py have in common. At least one source, all of the target's size."""
 
-    def xor(self, target: Bytes, sources: Sequence[Bytes]) -> None:
+    def xor(self, target: Bytes, sources: Sequence[Bytes], overwrite: bool) -> None:
         """target += sum of sources."""
         ...
 
-    def scale(self, target: Bytes, source: Bytes, factor: int) -> None:
+    def scale(self, target: Bytes, source: Bytes, factor: int, overwrite: bool) -> None:
         """target += factor * source."""
         ...
 
-    def pq(self, p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int) -> None:
+    def pq(self, p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int, overwrite: bool) -> None:
         """p += sum of sources, q += factor * sum_j 2**j sources[j]."""
         ...
 
@@ -57,27 +59,41 @@ def _choose() -> Loops:
 LOOPS = _choose()
 
 
-def xor_into(target: Bytes, source: Bytes, loops: Loops = LOOPS) -> None:
+def xor_into(target: Bytes, source: Bytes, *, overwrite: bool = False, loops: Loops = LOOPS) -> None:
     """target += source."""
-    xor_many_into(target, (source,), loops)
+    xor_many_into(target, (source,), overwrite=overwrite, loops=loops)
 
 
-def xor_many_into(target: Bytes, sources: Sequence[Bytes], loops: Loops = LOOPS) -> None:
+def xor_many_into(
+    target: Bytes, sources: Sequence[Bytes], *, overwrite: bool = False, loops: Loops = LOOPS
+) -> None:
     """target += sum of sources; the target passes through the cache once for all of them."""
     _check((target,), sources)
     for start, stop, present in _ranges(sources):
         for first in range(0, len(present), AT_ONCE):
             parts = [sources[at][start:stop] for at in present[first : first + AT_ONCE]]
-            loops.xor(target[start:stop], parts)
+            loops.xor(target[start:stop], parts, overwrite and first == 0)
+    if overwrite:
+        target[_longest(sources) :].fill(0)
 
 
-def scale_xor_into(target: Bytes, source: Bytes, factor: int, loops: Loops = LOOPS) -> None:
-    """target += factor * source; factor 1 is plain XOR, 0 does nothing."""
+def scale_xor_into(
+    target: Bytes, source: Bytes, factor: int, *, overwrite: bool = False, loops: Loops = LOOPS
+) -> None:
+    """target += factor * source; factor 1 is plain XOR, 0 adds nothing."""
     _check((target,), (source,), factor)
-    _add(target, source, factor, loops)
+    _add(target, source, factor, overwrite, loops)
 
 
-def pq_into(p: Bytes, q: Bytes, sources: Sequence[Bytes], exponents: Sequence[int], loops: Loops = LOOPS) -> None:
+def pq_into(
+    p: Bytes,
+    q: Bytes,
+    sources: Sequence[Bytes],
+    exponents: Sequence[int],
+    *,
+    overwrite: bool = False,
+    loops: Loops = LOOPS,
+) -> None:
     """p += sum_j sources[j] and q += sum_j 2**exponents[j] sources[j], reading each source once.
 
     Sources whose exponents follow each other share a pass over memory, which is fastest for a stripe's data as a whole.
@@ -86,9 +102,12 @@ def pq_into(p: Bytes, q: Bytes, sources: Sequence[Bytes], exponents: Sequence[in
     if len(exponents) != len(sources):
         raise ValueError(f"{len(sources)} sources have {len(exponents)} exponents")
     for start, stop, present in _ranges(sources):
-        for run in _runs(present, exponents):
+        for number, run in enumerate(_runs(present, exponents)):
             parts = [sources[at][start:stop] for at in run]
-            loops.pq(p[start:stop], q[start:stop], parts, power(exponents[run[0]]))
+            loops.pq(p[start:stop], q[start:stop], parts, power(exponents[run[0]]), overwrite and number == 0)
+    if overwrite:
+        for target in (p, q):
+            target[_longest(sources) :].fill(0)
 
 
 def digest_xor_into(
@@ -97,6 +116,8 @@ def digest_xor_into(
     buckets: Sequence[tuple[int, int, int]],
     factor: int = 1,
     name: str = "source",
+    *,
+    overwrite: bool = False,
     loops: Loops = LOOPS,
 ) -> None:
     """target += factor * source, where every bucket (offset, nbytes, xxh3-64) of the source has been verified.
@@ -115,37 +136,44 @@ def digest_xor_into(
         if nbytes <= WHOLE_BYTES:
             found = xxhash.xxh3_64_intdigest(whole.data)
         else:
-            found = _digest_and_add(target[offset:], whole, factor, loops)
+            found = _digest_and_add(target[offset : offset + nbytes], whole, factor, overwrite, loops)
         if found != digest:
             raise CorruptSlotError(
                 f"{name}: bucket {number} ({nbytes} bytes at {offset}) does not match its digest: expected "
                 f"{digest:016x}, found {found:016x}; what was made of it must not be used"
             )
         if nbytes <= WHOLE_BYTES:
-            _add(target[offset : offset + nbytes], whole, factor, loops)
+            _add(target[offset : offset + nbytes], whole, factor, overwrite, loops)
+    if overwrite:
+        target[source.size :].fill(0)
 
 
-def _digest_and_add(target: Bytes, source: Bytes, factor: int, loops: Loops) -> int:
+def _digest_and_add(target: Bytes, source: Bytes, factor: int, overwrite: bool, loops: Loops) -> int:
     """Block by block; the digest of all of `source`."""
     running = xxhash.xxh3_64()
     for start in range(0, source.size, DIGEST_BYTES):
         block = source[start : start + DIGEST_BYTES]
         running.update(block.data)
-        _add(target[start : start + DIGEST_BYTES], block, factor, loops)
+        _add(target[start : start + DIGEST_BYTES], block, factor, overwrite, loops)
     return int(running.intdigest())
 
 
-def _add(target: Bytes, source: Bytes, factor: int, loops: Loops) -> None:
+def _add(target: Bytes, source: Bytes, factor: int, overwrite: bool, loops: Loops) -> None:
     """target += factor * source, as far as both have bytes."""
-    if source.size != target.size:
-        nbytes = min(source.size, target.size)
-        target, source = target[:nbytes], source[:nbytes]
-    if not factor or not target.size:
+    nbytes = min(source.size, target.size) if factor else 0
+    if overwrite:
+        target[nbytes:].fill(0)
+    if not nbytes:
         return
+    target, source = target[:nbytes], source[:nbytes]
     if factor == 1:
-        loops.xor(target, (source,))
+        loops.xor(target, (source,), overwrite)
     else:
-        loops.scale(target, source, factor)
+        loops.scale(target, source, factor, overwrite)
+
+
+def _longest(sources: Sequence[Bytes]) -> int:
+    return max((source.size for source in sources), default=0)
 
 
 def _ranges(sources: Sequence[Bytes]) -> Iterator[tuple[int, int, list[int]]]:

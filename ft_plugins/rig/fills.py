@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tensors", type=int, default=37)
     parser.add_argument("--replicated", action="store_true", help="all ranks hold the same tensors")
     parser.add_argument("--journal", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=0.0, help="compute of an iteration, emulated by sleeping")
     options = parser.parse_args(argv)
     context = launch_context()
     if context.world_size > 1:
@@ -87,6 +89,7 @@ def main(argv: list[str]) -> None:
     for step in range(done + 1, options.iterations + 1):
         protection.iteration_begin(step)
         faults.reach("iteration.forward", iteration=step)
+        time.sleep(options.seconds)
         protection.before_update(step)
         faults.reach("update.begin", iteration=step)
         for tensor in tensors.values():

@@ -195,8 +195,7 @@ class Persister:
         asked = list(self._calls)  # before the look: what comes later asks for what is not seen by this one
         for item in list(self._unfinished):
             self._complete(storage, base, item)
-        near = self._turns.near(storage, segments)
-        if not (near or asked):
+        if not (self._turns.come(storage, segments, self._last) or asked):
             return self._turns.pause
         seen = view(segments, storage.world_size)
         origin = Origin(self._job, storage.world_size, next(iter(segments.values())).fingerprint)

@@ -107,21 +107,28 @@ class Turns:
         self._settled: tuple[frozenset[Version], Version] | None = None  # what was held then, what was agreed on
         self.pause = FAR_SECONDS
 
-    def near(self, storage: Storage, segments: Mapping[int, Segment]) -> bool:
-        """Whether a turn has come or is about to; sets `pause`. A job that stands still is looked at less and less."""
+    def come(self, storage: Storage, segments: Mapping[int, Segment], last: Version | None) -> bool:
+        """Whether a turn may have come, so that it is worth to look at the slots; sets `pause` until the next question.
+
+        Shorter when a turn is near; a job that stands still is asked less and less often. `last`: as for `due`.
+        """
         now, completed = time.monotonic(), min(segment.completed for segment in segments.values())
         if completed < self._pace[1] or now - self._pace[0] > _PACE_SECONDS:
             self._pace = (now, completed)
         turn = retention.next_turn(max(0, completed - _NEAR_ITERATIONS), storage, self._wanted)
+        rate = self._rate(now, completed, NEAR_SECONDS)
         if turn is not None and turn <= completed + _NEAR_ITERATIONS:
             self.pause = NEAR_SECONDS if completed != self._seen else min(2 * self.pause, FAR_SECONDS)
-            self._seen = completed
-            return True
-        rate = self._rate(now, completed, NEAR_SECONDS)
-        self.pause = FAR_SECONDS
-        if turn is not None and rate:  # half of the way
+        elif turn is not None and rate:  # half of the way
             self.pause = max(NEAR_SECONDS, min(FAR_SECONDS, (turn - completed) / rate / 2))
-        return len(segments) < storage.world_size and now - self._heard_at > _NOTICE_SECONDS
+        else:
+            self.pause = FAR_SECONDS
+        self._seen = completed
+        if len(segments) < storage.world_size:
+            missed = now - self._heard_at > _NOTICE_SECONDS  # what another node may want
+        else:
+            missed = retention.is_behind(completed, storage, last)
+        return missed or turn is not None and turn <= completed
 
     def _rate(self, now: float, completed: int, over: float) -> float | None:
         """Iterations per second of late; None before they were watched for `over` seconds."""

@@ -68,7 +68,13 @@ def due(
     if not (alone and interval and fresh):
         return None
     newest = fresh[-1]
-    return newest if newest.iteration // interval > (last.iteration if last else 0) // interval else None
+    return newest if is_behind(newest.iteration, storage, last) else None
+
+
+def is_behind(iteration: int, storage: Storage, last: Version | None) -> bool:
+    """Whether a turn lies between `last` and `iteration`."""
+    interval = storage.interval
+    return bool(interval) and iteration // interval > (last.iteration if last else 0) // interval
 
 
 def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int | None:

@@ -64,7 +64,7 @@ def test_a_sum_of_many_sources_is_their_xor_with_zeros_behind_the_short_ones(
     size, sources = given_arrays
     target = random_bytes(size, 99, misaligned)
     expected = added(target, sources, [1] * len(sources))
-    kernels.xor_many_into(target, sources, loops)
+    kernels.xor_many_into(target, sources, loops=loops)
     assert np.array_equal(target, expected)
 
 
@@ -76,7 +76,7 @@ def test_one_source_is_added_at_any_address(
 ) -> None:
     target, source = random_bytes(size, 1, target_at), random_bytes(data.draw(st.integers(0, size)), 2, source_at)
     expected = added(target, [source], [1])
-    kernels.xor_into(target, source, loops)
+    kernels.xor_into(target, source, loops=loops)
     assert np.array_equal(target, expected)
 
 
@@ -86,7 +86,7 @@ def test_a_source_is_scaled_by_each_number_of_the_field_for_each_byte(loops: Loo
     for factor in range(256):
         target = random_bytes(source.size, factor)
         expected = added(target, [source], [factor])
-        kernels.scale_xor_into(target, source, factor, loops)
+        kernels.scale_xor_into(target, source, factor, loops=loops)
         assert np.array_equal(target, expected), factor
 
 
@@ -102,7 +102,7 @@ def test_p_and_q_are_the_plain_and_the_weighted_sum_whatever_the_exponents(
     p, q = random_bytes(size, 98, 3), random_bytes(size, 99, 5)
     expected_p = added(p, sources, [1] * len(sources))
     expected_q = added(q, sources, [power(exponent) for exponent in exponents])
-    kernels.pq_into(p, q, sources, exponents, loops)
+    kernels.pq_into(p, q, sources, exponents, loops=loops)
     assert np.array_equal(p, expected_p) and np.array_equal(q, expected_q)
 
 
@@ -116,8 +116,8 @@ def test_blocks_and_groups_of_sources_meet_without_a_seam(loops: Loops) -> None:
     expected_p = added(p, sources, [1] * len(sources))
     expected_q = added(q, sources, [power(number) for number in range(len(sources))])
     whole = p.copy()
-    kernels.xor_many_into(whole, sources, loops)
-    kernels.pq_into(p, q, sources, range(len(sources)), loops)
+    kernels.xor_many_into(whole, sources, loops=loops)
+    kernels.pq_into(p, q, sources, range(len(sources)), loops=loops)
     assert np.array_equal(p, expected_p) and np.array_equal(q, expected_q) and np.array_equal(whole, expected_p)
 
 
@@ -125,18 +125,18 @@ def test_no_loop_is_given_more_sources_than_it_takes_well() -> None:
     given_sources: list[int] = []
 
     class Spy:
-        def xor(self, target: Bytes, sources: Sequence[Bytes]) -> None:
+        def xor(self, target: Bytes, sources: Sequence[Bytes], overwrite: bool) -> None:
             given_sources.append(len(sources))
 
-        def scale(self, target: Bytes, source: Bytes, factor: int) -> None:
+        def scale(self, target: Bytes, source: Bytes, factor: int, overwrite: bool) -> None:
             raise AssertionError("not asked for")
 
-        def pq(self, p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int) -> None:
+        def pq(self, p: Bytes, q: Bytes, sources: Sequence[Bytes], factor: int, overwrite: bool) -> None:
             given_sources.append(len(sources))
 
     p, q, *sources = np.zeros((2 + 2 * kernels.AT_ONCE + 3, 5), dtype=np.uint8)
-    kernels.xor_many_into(p, sources, Spy())
-    kernels.pq_into(p, q, sources, range(len(sources)), Spy())
+    kernels.xor_many_into(p, sources, loops=Spy())
+    kernels.pq_into(p, q, sources, range(len(sources)), loops=Spy())
     assert given_sources == [kernels.AT_ONCE, kernels.AT_ONCE, 3] * 2
 
 
@@ -148,7 +148,7 @@ def test_threads_that_call_for_the_first_time_together_get_their_own_sums(loops:
 
     def work(number: int) -> None:
         together.wait(30)
-        kernels.pq_into(*found[number], sources[number], [4, 5, 6], loops)
+        kernels.pq_into(*found[number], sources[number], [4, 5, 6], loops=loops)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(sources))]
     for thread in threads:

@@ -149,9 +149,9 @@ def encode(placement: Placement, streams: list[Bytes]) -> dict[tuple[int, int], 
         pieces = [streams[piece.node][piece.start : piece.stop] for piece in stripe.data]
         parities = [np.zeros(placement.block, dtype=np.uint8) for _ in stripe.parity]
         if len(parities) == 1:
-            kernels.xor_many_into(parities[0], pieces, blocked)
+            kernels.xor_many_into(parities[0], pieces, loops=blocked)
         else:
-            kernels.pq_into(*parities, pieces, [piece.coefficient for piece in stripe.data], blocked)
+            kernels.pq_into(*parities, pieces, [piece.coefficient for piece in stripe.data], loops=blocked)
         found.update({(stripe.index, which): parity for which, parity in enumerate(parities)})
     return found
 
@@ -178,7 +178,7 @@ def check_undone(placement: Placement, lost: Collection[int]) -> None:
             assert holder not in lost, f"{rebuild} reads from a lost node"
             source = thing(stripe, kind, which, streams, parities)
             assert source.size and 1 <= factor <= 255
-            kernels.scale_xor_into(found, source[: found.size], factor, blocked)
+            kernels.scale_xor_into(found, source[: found.size], factor, loops=blocked)
         assert np.array_equal(found, original), f"{rebuild} of {placement.sizes}"
         wanted[rebuild.stripe, rebuild.wanted, rebuild.node] += 1
     data = {(s.index, ("data", p.node), p.node) for s in placement.stripes for p in s.data if p.node in lost}

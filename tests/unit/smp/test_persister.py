@@ -202,6 +202,12 @@ def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(
     node.told(storage)
     node.wait("persist.done")
     assert complete(base) == ["v1-14"]
+    node.persister.stop()  # long after, too
+    node.capture(*range(15, 30))
+    later = Persister(node.run_dir, node.job, node.name, Events())
+    later.adopt({number: rank.path for number, rank in node.ranks.items()})
+    until(lambda: complete(base) == ["v1-14", "v1-29"])
+    later.stop()
 
 
 def test_the_newest_are_kept_and_older_ones_and_leftovers_removed_after_the_new_one_is_complete(

@@ -1,0 +1,36 @@
+"""A rank that meets all others in a loop of all-reduces until a file tells them to end; torch alone.
+
+In: the journal, the file. Out: one line in the journal for each incarnation of each rank, once all have met.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ft_plugins.launcher.worker import bind_to_agent
+from ft_plugins.rig.fills import write
+
+
+def main(argv: list[str]) -> None:
+    """`journal`, `end`."""
+    bind_to_agent(os.getppid())
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank()])
+    dist.all_reduce(total)
+    place = {name.lower(): int(os.environ[name]) for name in ("GROUP_RANK", "RANK", "WORLD_SIZE")}
+    write(Path(argv[0]), {**place, "node": os.environ.get("NODE", ""), "total": int(total), "pid": os.getpid()})
+    ended = torch.zeros(1)
+    while not ended:
+        ended = torch.tensor([float(Path(argv[1]).exists())])
+        dist.all_reduce(ended)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

@@ -1,0 +1,118 @@
+"""Agents of three emulated nodes that meet through our rendezvous, and the one that leads it is killed; plain torchrun.
+
+Each node has a loopback address of its own and two ranks, which end with their agent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.journal import wait_for
+
+BOUND = 120.0
+ROOT = Path(__file__).resolve().parents[2]
+RANK = Path(__file__).with_name("meeting.py")
+NPROC = 2
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer([str(RANK), "ft_plugins.launcher.launch"]) as found:
+        yield found
+
+
+class Nodes:
+    """Nodes of one job by name, each at an address of its own; the first two addresses are known to all."""
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self.journal, self.end = folder / "journal", folder / "end"
+        self.running: dict[str, RunningJob] = {}
+        self._server, self._folder = server, folder
+        with socket.create_server(("", 0)) as found:
+            self._port = found.getsockname()[1]
+
+    def start(self, number: int, name: str) -> RunningJob:
+        spec = JobSpec(
+            entry=f"{RANK}:main",
+            argv=(str(self.journal), str(self.end)),
+            name=f"meet-{os.getpid()}",
+            folder=str(self._folder),
+            node=name,
+            nproc=NPROC,
+            nnodes=3,
+            endpoint=f"127.0.0.1:{self._port},127.0.0.2:{self._port}",
+            address=f"127.0.0.{number}",
+            rendezvous="ft_plugins",
+            rendezvous_conf={"node_name": name, "detect_seconds": 3, "run_dir": str(self._folder)},
+            environment={"NODE": name, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        self.running[name] = self._server.start(spec)
+        return self.running[name]
+
+    def met(self, count: int) -> list[dict[str, Any]]:
+        """The last lines of the journal, one for each rank, once `count` incarnations of all of them have met."""
+        size = 3 * NPROC
+        lines = wait_for(self.journal, lambda lines: len(lines) >= count * size, BOUND)
+        return lines[(count - 1) * size : count * size]
+
+
+@pytest.fixture
+def nodes(server: ForkServer, tmp_path: Path) -> Iterator[Nodes]:
+    found = Nodes(server, tmp_path)
+    yield found
+    for job in found.running.values():
+        job.kill()
+        job.wait(BOUND)
+
+
+def places(lines: list[dict[str, Any]]) -> dict[str, int]:
+    """Group ranks by node; all ranks are there, each once, and have met each other."""
+    assert sorted(line["rank"] for line in lines) == list(range(3 * NPROC))
+    assert {(line["world_size"], line["total"]) for line in lines} == {(3 * NPROC, sum(range(3 * NPROC)))}
+    assert all(line["rank"] // NPROC == line["group_rank"] for line in lines)
+    return {line["node"]: line["group_rank"] for line in lines}
+
+
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("b", "c", "a")], ids=["of-rank-0", "of-rank-1"])
+def test_the_node_that_leads_is_killed_and_a_substitute_takes_its_rank(nodes: Nodes, names: tuple[str, ...]) -> None:
+    for number, name in enumerate(names, 1):
+        nodes.start(number, name)
+    assert places(nodes.met(1)) == {"a": 0, "b": 1, "c": 2}
+    leads = names[0]  # it has the first endpoint
+    nodes.running.pop(leads).kill()
+    nodes.start(4, "0")  # sorts before all others, by name as by address after the first
+    found = places(nodes.met(2))
+    expected = {"a": 0, "b": 1, "c": 2}
+    expected["0"] = expected.pop(leads)
+    assert found == expected
+    nodes.end.touch()
+    for name, job in nodes.running.items():
+        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+
+
+def test_torchrun_finds_it_by_its_name(tmp_path: Path) -> None:
+    metadata = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(metadata, cwd=ROOT, check=True, timeout=BOUND, capture_output=True)
+    journal, end = tmp_path / "journal", tmp_path / "end"
+    end.touch()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend=ft_plugins"]
+    done = subprocess.run(
+        [*torchrun, str(RANK), str(journal), str(end)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        timeout=BOUND,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = wait_for(journal, lambda lines: len(lines) >= 2, BOUND)
+    assert sorted((line["rank"], line["world_size"], line["total"]) for line in lines) == [(0, 2, 1), (1, 2, 1)]

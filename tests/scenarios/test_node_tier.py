@@ -1,0 +1,230 @@
+"""A node is lost at every point of the node tier's work: what is restored is one complete version, and a known one.
+
+Three emulated nodes with one rank each; tensors are filled with their iteration number. A fault stops the SMP of one
+node at the point; then that node is destroyed whole. The exchange is throttled so that it takes many iterations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.journal import Entry, entries, wait_for, wait_until_stopped
+from ft_plugins.rig.nodes import Place, destroy, network
+
+Spec = Callable[..., JobSpec]
+BOUND = 60
+ENTRY = "ft_plugins.rig.fills:main"
+_ports = itertools.count(29500)
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[list[Place]]:
+    with network(range(31, 37)) as found:
+        yield found
+
+
+class Job:
+    """Three nodes that fill 8 MiB each, `seconds` per iteration, and what they have written."""
+
+    def __init__(self, server: ForkServer, jobs: Spec, folder: Path, places: list[Place], replicated: bool) -> None:
+        self.server = server
+        self.jobs = jobs
+        self.journal = folder / "journal"
+        self.places = list(places)
+        port = next(_ports)
+        self.endpoint = ",".join(f"{place.address}:{port}" for place in places)
+        self.argv = ("--iterations", "1000000", "--mib", "8", "--journal", str(self.journal), "--seconds", "0.05")
+        self.argv += ("--replicated",) if replicated else ()
+        self.secret = folder / "secret"
+        self.secret.write_text("what the nodes of this job know")
+        self.secret.chmod(0o600)
+        self.nodes: dict[str, RunningJob] = {}
+        self.lost: list[RunningJob] = []
+
+    def start(self, name: str, faults: str = "", mbps: int = 80) -> RunningJob:
+        flags = ["--reft", "--ftp-node-name", name, "--ftp-secret-file", str(self.secret), "--ftp-detect-seconds", "3"]
+        flags += ["--reft-exchange-mbps", str(mbps), *(["--ftp-faults", faults] if faults else [])]
+        fields = self.places.pop(0).fields()
+        spec = self.jobs(
+            entry=ENTRY, argv=self.argv, flags=tuple(flags), node=name, nnodes=3, endpoint=self.endpoint,
+            rendezvous="ft_plugins", **fields,
+        )  # fmt: skip
+        self.nodes[name] = self.server.start(spec)
+        return self.nodes[name]
+
+    def counted(self, name: str) -> int:
+        """The newest iteration that counts, as a node has said."""
+        return max((event.fields["iteration"] for event in self.nodes[name].events("node.counts")), default=0)
+
+    def until_counts(self, iteration: int) -> None:
+        for job in self.nodes.values():
+            path = job.spec.run_dir / "events.jsonl"
+            wait_for(path, lambda lines: any(_counts(line) >= iteration for line in lines), BOUND)
+
+    def lose_at_stop(self, name: str) -> None:
+        """Wait until the SMP of a node has stopped itself, then destroy the node."""
+        job = self.nodes[name]
+        lock = job.spec.run_dir / "smp.lock"
+        deadline = time.monotonic() + BOUND
+        while not lock.exists() or not lock.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        wait_until_stopped(int(lock.read_text()), BOUND)
+        self.destroy(name)
+
+    def destroy(self, name: str) -> None:
+        self.lost.append(self.nodes.pop(name))
+        destroy(self.lost[-1])
+
+    def restored(self, restores: int) -> list[Entry]:
+        """What was written at restores, once there are so many."""
+        return wait_for(self.journal, lambda found: len(found) >= restores, BOUND)
+
+    def end(self) -> None:
+        for job in self.nodes.values():
+            job.kill()
+        for job in self.nodes.values():
+            job.wait(BOUND)
+        assert_whole(entries(self.journal))
+
+
+def _counts(line: Entry) -> int:
+    return int(line["iteration"]) if line["name"] == "node.counts" else 0
+
+
+def assert_whole(found: list[Entry]) -> None:
+    """Every restore was of one complete version, the same on all ranks that restored together."""
+    for entry in found:
+        assert entry["torn"] == [] and entry["counter"] == entry["restored"], entry
+    later = [entry["restored"] for entry in found if entry["restored"]]
+    for first in range(0, len(later) - 2, 3):
+        assert len(set(later[first : first + 3])) == 1, "three ranks restore together, one version"
+
+
+@pytest.fixture
+def job(torch_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place]) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(replicated: bool = False) -> Job:
+        made.append(Job(torch_server, jobs, tmp_path, places, replicated))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for running in each.nodes.values():
+            running.kill()
+            running.wait(BOUND)
+
+
+POINTS = [
+    "exchange.frame@hit=1",  # the first frame of the first version
+    "exchange.frame@hit=20",  # in the middle of a later one
+    "vault.xored@hit=1",
+    "vault.xored@hit=13",
+    "vault.seal.before@hit=1",  # all is here, nothing is sealed
+    "vault.seal.before@hit=3",
+]
+
+
+def refused_or_young(story: Job, under_way: int) -> None:
+    """Nothing has counted: the job ends with the reason, unless not even two versions had been captured, or the nodes
+    that are left have all of the first one to be exchanged."""
+    deadline = time.monotonic() + BOUND
+    while time.monotonic() < deadline:
+        found = entries(story.journal)
+        if len(found) >= 6 and found[-1]["restored"]:
+            assert {entry["restored"] for entry in found[3:]} == {under_way}
+            story.end()
+            return
+        scratch = [event for running in story.nodes.values() for event in running.events("restore.scratch")]
+        again = [event for event in scratch if event.fields["reason"] != "no version was captured before"]
+        if again:
+            assert all(event.fields["completed"] <= 2 for event in again)
+            story.end()
+            return
+        if any(running.events("job.end") for running in story.nodes.values()):
+            for running in story.nodes.values():
+                outcome = running.wait(BOUND)
+                assert outcome["status"] == "refused" and "holds no version" in outcome["reason"], running.tail()
+            return
+        time.sleep(0.02)
+    raise AssertionError("neither refused nor started again")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_node_lost_at_a_point_of_the_exchange_leaves_the_version_that_counted_before(
+    job: Callable[..., Job], point: str
+) -> None:
+    story = job()
+    story.start("n0")
+    story.start("n2")
+    story.start("n1", f"{point}:stop")
+    story.lose_at_stop("n1")
+    counted = story.counted("n0")
+    under_way = max(event.fields["iteration"] for event in story.nodes["n0"].events("exchange.begin"))
+    story.start("s1")
+    if not counted:
+        assert point.endswith("hit=1"), "nothing has counted yet"
+        refused_or_young(story, under_way)
+        return
+    found = story.restored(6)
+    # what was being exchanged is taken if the nodes that are left have all of it: its seal on the lost one is no matter
+    assert {entry["restored"] for entry in found[3:]} <= {counted, under_way}
+    story.until_counts(counted + 1)
+    story.end()
+
+
+@pytest.mark.parametrize("point", ["rebuild.frame@hit=4", "vault.xored@hit=2"], ids=["decode", "redundancy"])
+def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job: Callable[..., Job], point: str) -> None:
+    story = job()
+    for name in ("n0", "n1", "n2"):
+        story.start(name)
+    story.until_counts(2)
+    story.destroy("n1")
+    counted = story.counted("n0")
+    story.start("s1", f"{point}:stop")
+    story.lose_at_stop("s1")
+    story.start("t1")
+    restores = 6 if point.startswith("rebuild") else 9
+    found = story.restored(restores)
+    assert {entry["restored"] for entry in found[-3:]} == {counted}
+    story.until_counts(counted + 1)
+    story.end()
+
+
+def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: Callable[..., Job]) -> None:
+    story = job()
+    for name in ("n0", "n1", "n2"):
+        story.start(name)
+    story.until_counts(2)
+    story.destroy("n0")
+    counted = story.counted("n2")
+    story.start("s0", "restore.tensors@restart=0:kill")
+    found = story.restored(6)
+    assert {entry["restored"] for entry in found[-3:]} == {counted}
+    story.end()
+
+
+def test_an_smp_killed_between_xor_and_cursor_gathers_anew_and_what_then_counts_is_right(
+    job: Callable[..., Job],
+) -> None:
+    story = job(replicated=True)
+    story.start("n0")
+    story.start("n1", "vault.xored@hit=9,position=1:kill")
+    story.start("n2")
+    running = story.nodes["n1"]
+    wait_for(running.spec.run_dir / "events.jsonl", lambda e: any(x["name"] == "smp.lost" for x in e), BOUND)
+    wait_for(running.spec.run_dir / "events.jsonl", lambda e: sum(x["name"] == "smp.start" for x in e) >= 2, BOUND)
+    story.until_counts(story.counted("n0") + 2)
+    story.destroy("n2")
+    counted = story.counted("n0")
+    story.start("s2")
+    found = story.restored(6)
+    assert {entry["restored"] for entry in found[3:]} == {counted}
+    story.end()
