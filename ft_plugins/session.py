@@ -20,12 +20,14 @@ import msgpack
 
 from . import faults
 from .config import Config, LaunchContext, launch_context
-from .errors import FencedError, FtError, ProtectionError, ResumeError
+from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
 from .model.host import Host
 from .recovery.collective import Collective
 from .snapshot.segment import Shape, check_room
 from .systems.reft import DEGRADED, PeerDegraded, Reft, budget_table
+
+_OF_A_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
 
 
 class Session:
@@ -44,6 +46,7 @@ class Session:
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose position part is still to be restored
+        self._state = False  # whether an earlier incarnation has left segments
         self._unprotected: int | None = None  # steps since protection was lost; None while it holds
         if host.rank == 0 and context.restart == 0:
             print(config.table(), flush=True)
@@ -53,6 +56,7 @@ class Session:
     def _claim(self) -> None:
         """Claim the memory on every rank, or on none: without one rank no version is ever complete."""
         failure: FtError | None = None
+        self._require_one_job()
         names = [name.decode() for name in self._collective.gather(self._events.node.encode())]
         try:
             self._reft = self._build(tuple(names))
@@ -61,6 +65,8 @@ class Session:
         self._collective.agree(None if isinstance(failure, ProtectionError) else failure)
         shape: Shape | None = None
         built = self._collective.gather(b"1" if failure is None else b"")
+        # of an earlier incarnation, of any rank: then there may be state that all ranks can resume together
+        self._state = any(self._collective.gather(b"1" if self._reft is not None and self._reft.claimed else b""))
         if all(built):
             assert self._reft is not None
             try:
@@ -90,6 +96,29 @@ class Session:
                 held = {rank: Shape(*entry) for rank, entry in enumerate(shapes) if names[rank] == node}
                 print(budget_table(held, node), flush=True)
 
+    def _require_one_job(self) -> None:
+        """All ranks were given the same configuration and know of each other. Raises ConfigError on all of them."""
+        failure: FtError | None = None
+        expected = self._host.topology().world_size
+        if self._collective.world_size != expected:
+            failure = ConfigError(
+                f"rank {self._host.rank}: the job has {expected} ranks, but {self._collective.world_size} can be "
+                "reached: call attach after torch.distributed.init_process_group"
+            )
+        self._collective.agree(failure)
+        own = {key: value for key, value in self._config.block().items() if key not in _OF_A_NODE}
+        told = [msgpack.unpackb(part) for part in self._collective.gather(msgpack.packb(own))]
+        for rank, block in enumerate(told):
+            if block != told[0]:
+                differing = sorted(key for key in block.keys() | told[0].keys() if block.get(key) != told[0].get(key))
+                failure = ConfigError(
+                    f"ft_plugins is not configured alike on all ranks: {', '.join(differing)} of rank {rank} is "
+                    f"{[block.get(key) for key in differing]}, of rank 0 {[told[0].get(key) for key in differing]}; "
+                    "give the same flags on all nodes"
+                )
+                break
+        self._collective.agree(failure)
+
     def _build(self, nodes: tuple[str, ...]) -> Reft:
         if self._context.run_dir is None:
             raise ProtectionError("no snapshot process: start the job with ft-run instead of torchrun or python")
@@ -112,7 +141,7 @@ class Session:
         """Whether training may begin without protection: nobody forbade it, and there is no state to be resumed."""
         if not isinstance(failure, ProtectionError) or self._config.require_protection or self._context.restart:
             return False
-        return self._reft is None or not self._reft.claimed
+        return not self._state
 
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
         """Restore; returns the iterations completed in the restored state (`loaded` where nothing newer is in memory).
@@ -170,14 +199,14 @@ class Session:
     def shutdown(self) -> None:
         """The orderly end of training, which a lost SMP does not fail. Idempotent."""
         if self._reft is not None:
-            self._guarded(lambda reft: reft.close(in_order=True))
+            self._guarded(lambda reft: reft.close(in_order=True), over=True)
             self._reft = None
 
-    def _guarded(self, call: Callable[[Reft], object]) -> None:
+    def _guarded(self, call: Callable[[Reft], object], over: bool = False) -> None:
         """The boundary where protection degrades: whatever its own code raises, training goes on, on all ranks alike.
 
         The other ranks stop capturing too, so that the last version that all of them hold stays. Raises FencedError,
-        and ProtectionError where protection is required.
+        and ProtectionError where protection is required, unless training is `over`.
         """
         assert self._reft is not None
         try:
@@ -190,7 +219,7 @@ class Session:
             self._degrade(error)
             with contextlib.suppress(FtError, OSError, RuntimeError):  # of a capture that had failed: reported already
                 reft.close(in_order=False)
-            if self._config.require_protection:
+            if self._config.require_protection and not over:
                 raise ProtectionError(
                     f"rank {self._host.rank}: protection was lost and is required: {type(error).__name__}: {error}"
                 ) from error

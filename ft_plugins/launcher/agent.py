@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from .rendezvous import Rendezvous
 from .restarts import Silence, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
 
+_ENDED_PATIENCE = timedelta(seconds=10)  # after torch's own barrier
 _ROUNDS_LOST = 5  # in a row, each by a node that was lost while workers were about to start
 
 
@@ -67,6 +69,7 @@ class ProgressAgent(LocalElasticAgent):
         self._failed_at: float | None = None  # of a failure not yet answered by a restart
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
+        self.all_ended = True  # on all nodes: known once the workers here have succeeded
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Torch's; where the round ends while others are waited for, workers are started again for the next one."""
@@ -82,8 +85,22 @@ class ProgressAgent(LocalElasticAgent):
         handler = self._worker_group.spec.rdzv_handler
         if not isinstance(handler, Rendezvous):
             super()._exit_barrier()
+            self.all_ended = self._all_have_ended()
         elif not handler.wait_for_all(self._exit_barrier_timeout):
             raise _RoundEnded
+
+    def _all_have_ended(self) -> bool:
+        """Whether the workers of all nodes have succeeded. Torch waits for them as well, but does not say who came."""
+        group: Any = self._worker_group
+        if group.group_world_size == 1:
+            return True
+        try:
+            exchange = self._exchange(self._worker_group)
+            exchange.set(f"ended/{group.group_rank}", "1")
+            exchange.wait([f"ended/{rank}" for rank in range(group.group_world_size)], _ENDED_PATIENCE)
+        except DistError:
+            return False
+        return True
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """Torch's; and again, a few times, when the round's store is lost before workers were started."""

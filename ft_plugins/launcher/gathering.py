@@ -99,6 +99,7 @@ class Gathering:
         self._rules = rules
         self._silence = silence
         self._waiting: dict[str, Application] = {}  # by token, as they came
+        self._names: list[str] | None = None  # of those, sorted; None: to be sorted again
         self._members: dict[str, str] = {}  # node: token, of the complete round
         self._heard: dict[str, float] = {}  # by token
         self._ended: dict[str, float] = {}  # by token of a member: since when it has had no connection
@@ -118,7 +119,9 @@ class Gathering:
     @property
     def waiting(self) -> list[str]:
         """Names of the nodes that wait, in natural order."""
-        return sorted((found.node for found in self._waiting.values()), key=rounds.natural)
+        if self._names is None:
+            self._names = sorted((found.node for found in self._waiting.values()), key=rounds.natural)
+        return self._names
 
     @property
     def places(self) -> list[Place]:
@@ -135,13 +138,14 @@ class Gathering:
         for token in holders:
             self.leave(token)
         self._waiting[application.token] = application
+        self._names = None
         self._heard[application.token] = now
         self._reopen(now)
         return True
 
     def hear(self, token: str, now: float) -> bool:
         """Note that a process is alive; False if it does not wait here."""
-        if token in self._waiting or token in self._members.values():
+        if token in self._heard:
             self._heard[token] = now
             self._ended.pop(token, None)
         return token in self._waiting
@@ -155,15 +159,15 @@ class Gathering:
 
     def lost(self, now: float) -> list[str]:
         """Nodes of the complete round that have gone before they were done, as far as connections tell."""
-        return [
-            node
-            for node, token in self._members.items()
-            if token not in self.done and now - self._ended.get(token, now) > self._silence
-        ]
+        if not self._ended:
+            return []
+        gone = {token for token, since in self._ended.items() if now - since > self._silence} - self.done
+        return [node for node, token in self._members.items() if token in gone]
 
     def leave(self, token: str) -> None:
         """A node does not wait any more."""
         self._waiting.pop(token, None)
+        self._names = None
         if self.phase is Phase.PROPOSED and self.proposal and token in self.proposal.ranks:
             self._turn(Phase.OPEN)
 
@@ -225,6 +229,7 @@ class Gathering:
 
     def _complete(self, proposal: Proposal) -> None:
         by_rank = [self._waiting.pop(token) for token in sorted(proposal.ranks, key=proposal.ranks.__getitem__)]
+        self._names = None
         members = tuple(Place(found.node, found.endpoint) for found in by_rank)
         self._members = {found.node: found.token for found in by_rank}
         self.roster = Roster(proposal.round, members, tuple(self.places))

@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ..config import Config
 from ..errors import ConfigError, FtError, ProtectionError
-from ..events import Events, file_sink
+from ..events import Event, Events, file_sink
 from ..smp import client as smp
 from . import plugin, worker
 from .agent import ProgressAgent
@@ -39,6 +39,7 @@ from .rendezvous import Rendezvous
 from .restarts import Status
 from .watcher import Job, Watcher
 
+_ALARMS = {"smp.lost", "smp.hangs", "protection.lost", "workers.left", "smp.left"}
 _WITHOUT_COUNT = 1_000_000_000  # restarts that torch's counter allows where progress decides
 
 
@@ -51,6 +52,7 @@ class Outcome:
     return_values: dict[int, Any] = field(default_factory=dict)  # by global rank, of callables
     failures: dict[int, ProcessFailure] = field(default_factory=dict)  # by global rank, of the last incarnation
     restarts: int = 0
+    everywhere: bool = True  # a success is known to be one on all nodes
 
     def raise_for_failure(self, name: str) -> None:
         """Raise torch's ChildFailedError if workers failed, for `record` to pass the error on."""
@@ -81,6 +83,7 @@ def launch(
         if job:
             ownership = stack.enter_context(Ownership(job.run_dir))
             events.subscribe(file_sink(job.run_dir / "events.jsonl"))
+            events.subscribe(_alarm)
             _sweep_old(job, events)
             watcher = _protect(job, events, stack)
             if not isinstance(entrypoint, str):
@@ -89,10 +92,10 @@ def launch(
                 copies = [ownership.close, *([watcher.close_copies] if watcher else [])]
                 entrypoint = worker.forked(entrypoint, copies)
         events.emit("job.start", nproc=config.nproc_per_node, script=name)
-        status = "failed"
+        status, everywhere = "failed", True
         try:
             outcome = _run(config, entrypoint, args, job, watcher, events, bounded)
-            status = outcome.status
+            status, everywhere = outcome.status, outcome.everywhere
         except ConfigError:
             status = "refused"
             raise
@@ -104,17 +107,27 @@ def launch(
         finally:
             if watcher and status == "succeeded":
                 _to_storage(watcher, events, "the job ends", only_due=True)
-            if watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
+            if watcher and status == "succeeded" and not everywhere:
+                reason = "the other nodes were not seen to end; what is in memory stays, for them to resume from"
+                events.emit("smp.left", reason=reason)
+            elif watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
                 _end_in_order(watcher, events)
             events.emit("job.end", status=status)
         return outcome
+
+
+def _alarm(event: Event) -> None:
+    """What a person must see even if nobody reads the events."""
+    if event.name in _ALARMS:
+        facts = ", ".join(f"{key} {value}" for key, value in event.fields.items())
+        print(f"ft-run: {event.name} on node {event.node}: {facts}", file=sys.stderr, flush=True)
 
 
 def _sweep_old(job: Job, events: Events) -> None:
     """Remove what other jobs left in shared memory so long ago that their SMP would have removed it, had it lived."""
     seconds = max(job.config.orphan_seconds, Config().orphan_seconds)  # theirs may be longer than ours
     try:
-        removed = smp.sweep(job.run_dir.parent.parent, seconds, keep=(job.name, job.node))
+        removed = smp.sweep(job.run_dir.parent.parent, seconds, keep=(job.name, job.node), patient=True)
     except OSError as error:
         events.emit("sweep.failed", reason=str(error))
         return
@@ -211,7 +224,9 @@ def _run(
     if result is None:
         return Outcome("failed", f"{why}; see the output of the other nodes", restarts=agent.restarts)
     if result.state == WorkerState.SUCCEEDED:
-        return Outcome("succeeded", return_values=result.return_values, restarts=agent.restarts)
+        return Outcome(
+            "succeeded", return_values=result.return_values, restarts=agent.restarts, everywhere=agent.all_ended
+        )
     reason = agent.verdict.reason or "a worker hangs in the kernel and cannot be ended"
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
 

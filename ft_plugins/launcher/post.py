@@ -33,6 +33,8 @@ _IDLE_SECONDS = 120.0  # a connection on which nobody asks for so long is closed
 _CONNECTIONS = 4096
 _ASKED_AT_ONCE = 32
 _LEAST_WAIT = 0.01
+_PREDECESSOR_SECONDS = 1.0  # for the kernel to end a process, and the ranks that it forked
+_RETRY_SECONDS = 0.1
 
 Message = dict[str, Any]
 
@@ -59,10 +61,11 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def listen_as(endpoint: Endpoint) -> socket.socket | None:
+def listen_as(endpoint: Endpoint, patience: float = _PREDECESSOR_SECONDS) -> socket.socket | None:
     """A socket that listens there if the endpoint is this machine's and free; None if it is not.
 
-    A name that means a loopback address here may mean another one to others: then all addresses are listened on.
+    For `patience` seconds one that is taken, where nobody answers, is taken for that of a process that was killed just
+    now. A name that means a loopback address here may mean another one to others: then all addresses are listened on.
     """
     if not endpoint.port:
         return None
@@ -70,19 +73,33 @@ def listen_as(endpoint: Endpoint) -> socket.socket | None:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return None  # a name that nobody knows yet
-    for _, _, _, _, address in found:
-        try:
-            listener = _listen(str(address[0]), endpoint.port)
-        except OSError as error:
-            if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EACCES, errno.EAFNOSUPPORT):
-                continue
-            raise
-        if endpoint.host == "localhost" or _literal(endpoint.host) or not _loopback(str(address[0])):
-            return listener
-        listener.close()
-        with contextlib.suppress(OSError):
-            return _listen("", endpoint.port)
+    deadline = time.monotonic() + patience
+    for address in dict.fromkeys(str(address[0]) for _, _, _, _, address in found):
+        own = endpoint.host == "localhost" or _literal(endpoint.host) or not _loopback(address)
+        while True:
+            try:
+                listener = _listen(address, endpoint.port)
+                if own:
+                    return listener
+                listener.close()
+                return _listen("", endpoint.port)
+            except OSError as error:
+                if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES, errno.EAFNOSUPPORT):
+                    break
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            if time.monotonic() > deadline or _answers(endpoint):
+                break
+            time.sleep(_RETRY_SECONDS)
     return None
+
+
+def _answers(endpoint: Endpoint) -> bool:
+    try:
+        ask(str(endpoint), {"do": "meet", "run": ""}, _RETRY_SECONDS)
+    except ConnectionError:
+        return False
+    return True
 
 
 def listen_anywhere(host: str | None) -> socket.socket:
@@ -213,6 +230,7 @@ class Post:
         self._gone = gone
         self._tick = tick
         self._accepted = 0
+        self._next_idle = 0.0  # monotonic
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         listener.setblocking(False)
@@ -237,7 +255,9 @@ class Post:
                     self._accept()
                 else:
                     self._attend(key.fileobj, key.data, events)  # type: ignore[arg-type]
-            self._close_idle()
+            if time.monotonic() >= self._next_idle:
+                self._next_idle = time.monotonic() + _IDLE_SECONDS / 10
+                self._close_idle()
 
     def _accept(self) -> None:
         try:

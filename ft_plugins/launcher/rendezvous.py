@@ -44,6 +44,7 @@ from .search import Search
 from .station import Identity, Lead, Station, read
 
 _LOOK_SECONDS = 0.1  # between two looks at a round that is being put together
+_REST_SECONDS = 1.0  # between two looks at a complete one; as torch
 _MEET_SECONDS = 1.0  # between two looks for nodes that are not there yet, by the lead
 _LONGEST_REACH = 3.0  # a second try of TCP included; a node that is further away is none
 _STORE_SECONDS = 60.0  # for one operation on a round's store, as torch's `read_timeout`
@@ -58,6 +59,7 @@ class Rendezvous(RendezvousHandler):
         self.in_order = False  # to be told to the others at `shutdown`: whether the job has succeeded
         self._settings = settings
         self._reach = min(_LONGEST_REACH, settings.silence / 3)
+        self._rest = min(_REST_SECONDS, settings.silence / 10)
         listener, host = _open_port(settings)
         self._host = host
         endpoint = str(Endpoint(host, int(listener.getsockname()[1])))
@@ -161,7 +163,7 @@ class Rendezvous(RendezvousHandler):
                 if self._spare:
                     self._allow()
                 self._seen = reply
-                self._pause()
+                self._pause(self._rest if self._spare else _LOOK_SECONDS)
         except (ConnectionError, ProtocolError):
             raise  # nobody is there to be told
         except BaseException:
@@ -228,8 +230,8 @@ class Rendezvous(RendezvousHandler):
             "give the endpoint of a living node in --rdzv-endpoint, the same on all nodes"
         )
 
-    def _pause(self) -> None:
-        time.sleep(_LOOK_SECONDS * random.uniform(0.5, 1.0))
+    def _pause(self, seconds: float = _LOOK_SECONDS) -> None:
+        time.sleep(seconds * random.uniform(0.5, 1.0))
 
     # ---- speaking with the lead ----
 
@@ -275,9 +277,9 @@ class Rendezvous(RendezvousHandler):
             here |= set(self._memory.roster.endpoints)
         absent = [place for place in self._search.order() if place not in here]
         found = self._search.meet([self._me.endpoint, *absent], lead, reach)
+        better = self._search.best(found, reach)
         spent = time.monotonic() - now
         self._next_meeting = now + spent + max(pause, spent)
-        better = self._search.best(found)
         if better and not lead.complete and better.standing > lead.standing:
             self._station.resign()
             raise ConnectionError(f"this node resigned before {better.node}")
@@ -291,7 +293,7 @@ class Rendezvous(RendezvousHandler):
             return 0
         self._station.wake()
         if now >= self._next_look:
-            self._next_look = now + min(1.0, self._settings.silence / 10)
+            self._next_look = now + self._rest
             self._waiting = self._nodes_waiting()
         return self._waiting
 
@@ -389,8 +391,9 @@ def _open_port(settings: Settings) -> tuple[socket.socket, str]:
             continue
         if listener := post.listen_as(endpoint):
             return listener, endpoint.host
-    alone = settings.endpoints[0].host if settings.endpoints and not settings.endpoints[0].port else None
-    host = settings.address or alone
+    if not any(endpoint.port for endpoint in settings.endpoints):
+        return post.listen_anywhere("localhost"), settings.address or "localhost"  # nobody else is expected
+    host = settings.address
     return post.listen_anywhere(host), host or socket.getfqdn()
 
 

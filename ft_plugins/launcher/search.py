@@ -93,7 +93,7 @@ class Search:
             found[endpoint] = meeting
         return found
 
-    def best(self, known: dict[str, Meeting]) -> Lead | None:
+    def best(self, known: dict[str, Meeting], reach: float = 0.0) -> Lead | None:
         """Of all leads that those in `known` know of, the one that leads and has the highest standing."""
         asked = dict(known)
         while True:
@@ -101,7 +101,7 @@ class Search:
             missing = named - asked.keys()
             if not missing:
                 break
-            met = self.meet(missing)
+            met = self.meet(missing, reach=reach)
             asked |= met
             for endpoint in missing - met.keys():  # not asked again now
                 asked[endpoint] = _NOBODY

@@ -25,6 +25,7 @@ from ..config import Config
 from ..errors import BusyError, FencedError, FtError, ProtectionError
 from ..events import Events
 from ..smp import client as smp
+from ..smp import liveness
 
 _CALL_SECONDS = 30.0  # for one request, connecting included; a fence may wait for the kernel to end a process
 _CHECKPOINT_CALL_SECONDS = 5.0  # for the answer to come after the time for writing is over
@@ -62,7 +63,7 @@ class Watcher:
         self._ensure = ensure
         self._connect = connect
         self._patience = patience
-        self._pid = 0
+        self._pid = self._began = 0
         self._busy = threading.Lock()
         self._stop = os.pipe()
         self._thread: threading.Thread | None = None
@@ -87,7 +88,8 @@ class Watcher:
     def empty(self) -> bool:
         """Whether no segment of this node holds a version. Raises ProtectionError."""
         found = self._request("status", lambda client: client.status())
-        return not any(slot["state"] == "CLEAN" for segment in found["segments"] for slot in segment["slots"])
+        held = any(slot["state"] == "CLEAN" for segment in found["segments"] for slot in segment["slots"])
+        return not held and not found["refused"]  # what cannot be read may be of use to another version of ft_plugins
 
     def opened_since(self, token: int) -> bool:
         """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""
@@ -162,18 +164,19 @@ class Watcher:
                     job.run_dir, job.name, job.node, config.orphan_seconds, config.faults, _CALL_SECONDS, os.getpid()
                 )
                 with self._connect(job.run_dir, _CALL_SECONDS) as client:
-                    client.watch(os.getpid(), config.detect_seconds)
+                    client.watch(os.getpid(), config.detect_seconds, config.orphan_seconds)
             except BusyError:
                 raise
             except (FtError, OSError, subprocess.SubprocessError) as error:
                 raise ProtectionError(f"there is no SMP on node {job.node}: {error}") from error
             if pid != self._pid:
-                self._pid = pid
+                self._pid, self._began = pid, liveness.started(pid)
                 self._events.emit("smp.start", pid=pid)
 
     def _request(self, name: str, ask: Callable[[Any], T]) -> T:
         """Ask until there is an answer, for `patience` seconds: an SMP that died meanwhile is being replaced."""
         deadline = time.monotonic() + self._patience
+        ended = False
         while True:
             try:
                 with self._connect(self._job.run_dir, min(_CALL_SECONDS, self._patience)) as client:
@@ -181,6 +184,10 @@ class Watcher:
             except FencedError:
                 raise
             except FtError as error:
+                if time.monotonic() >= deadline and not ended:  # it hangs: what it owns, another one adopts
+                    self._events.emit("smp.hangs", pid=self._pid, request=name, reason=str(error))
+                    liveness.kill_and_wait([(self._pid, self._began)], _CALL_SECONDS)
+                    ended, deadline = True, time.monotonic() + self._patience
                 if time.monotonic() >= deadline:
                     raise ProtectionError(
                         f"node {self._job.node}: the SMP did not answer '{name}' for {self._patience:.0f} s ({error}); "

@@ -6,7 +6,9 @@ Invariant: no pickle. A job of one process needs no process group. Every rank of
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 
 import msgpack
 import numpy as np
@@ -17,7 +19,20 @@ import torch.distributed as dist
 from .. import errors
 from ..errors import FtError
 
+_ANSWER_SECONDS = 2.0  # for a word in the job's store to be looked up
+_DEAF_SECONDS = 60.0
 ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
+
+
+def _impatient(store: dist.Store) -> dist.Store:
+    """A connection of our own to the job's store, which answers soon or not at all; the store itself where torch cannot
+    make one."""
+    try:
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # of a TCPStore and its like
+        own.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+    return own
 
 
 class Collective:
@@ -27,7 +42,8 @@ class Collective:
         """Uses the default process group where that is gloo, else makes a gloo group beside it."""
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
-        self._store: dist.Store | None = None if self._alone else dist.distributed_c10d._get_default_store()
+        self._store: dist.Store | None = None if self._alone else _impatient(dist.distributed_c10d._get_default_store())
+        self._deaf_until = 0.0  # a store that does not answer is left alone for a while
         self._told: set[str] = set()
         self._made: set[tuple[int, ...]] = set()  # replica sets of the job that have a group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # those of this rank
@@ -61,10 +77,13 @@ class Collective:
                 self._store.set(f"ft_plugins/{word}", str(self.rank))
 
     def told(self, word: str) -> bool:
-        """Whether any rank has said `word`. A question to the job's store: never asked in the step path."""
-        with contextlib.suppress(RuntimeError):
-            if word not in self._told and self._store is not None and self._store.check([f"ft_plugins/{word}"]):
-                self._told.add(word)
+        """Whether any rank has said `word`. A question to the job's store, bounded in time; asked behind the step."""
+        if word not in self._told and self._store is not None and time.monotonic() >= self._deaf_until:
+            try:
+                if self._store.check([f"ft_plugins/{word}"]):
+                    self._told.add(word)
+            except RuntimeError:  # stopped, or gone with its host: then the job is ending anyway
+                self._deaf_until = time.monotonic() + _DEAF_SECONDS
         return word in self._told
 
     def agree(self, error: FtError | None) -> None:

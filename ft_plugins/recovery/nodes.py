@@ -44,34 +44,17 @@ class NodeTierConfig:
     token: int
 
 
-class JobNodes:
-    """The nodes of the job, for one incarnation."""
+class SeenNodes:
+    """The nodes of the job as far as their SMPs say what they hold: nothing is moved between them."""
 
-    def __init__(
-        self,
-        collective: Collective,
-        nodes: Sequence[str],
-        groups: Sequence[Sequence[int]],
-        shape: Shape,
-        config: NodeTierConfig,
-    ) -> None:
-        """Every rank of the job calls. Raises ConfigError (secret, interface), ProtocolError, on all ranks."""
+    def __init__(self, collective: Collective, nodes: Sequence[str], run_dir: Path) -> None:
         self._collective = collective
-        self._config = config
+        self._run_dir = run_dir
         self._names, self._ranks = positions(nodes)
         self._position = self._names.index(nodes[collective.rank])
         self._leads = self._ranks[self._position][0] == collective.rank
-        gathered = collective.gather(msgpack.packb(list(astuple(shape))))
-        shapes = tuple(Shape(*msgpack.unpackb(part)) for part in gathered)
-        told = self._ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
-        self._protection = Protection(
-            lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
-            losses=config.losses, position=self._position,
-            endpoints=tuple((str(host), int(port)) for host, port in told), interval=config.interval,
-            exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
-        )  # fmt: skip
-        self.exchange: ExchangePlan = self._protection.plan()
-        self.digest: int = self._protection.digest
+        self.exchange: ExchangePlan | None = None
+        self.digest = 0
 
     def _ask(self, question: Callable[[Client], Any]) -> list[Any]:
         """The answers of every node's SMP, in the order of the nodes. Raises what any of them refused with."""
@@ -79,7 +62,7 @@ class JobNodes:
         failure: FtError | None = None
         if self._leads:
             try:
-                with Client(self._config.run_dir) as client:
+                with Client(self._run_dir) as client:
                     answer = question(client)
             except FtError as error:
                 failure = error
@@ -88,7 +71,7 @@ class JobNodes:
         return [msgpack.unpackb(told[ranks[0]], strict_map_key=False) for ranks in self._ranks]
 
     def facts(self) -> list[NodeFacts]:
-        """What every node's SMP can hand out now."""
+        """What every node's SMP can hand out now. Every rank of the job calls."""
         return [
             NodeFacts(
                 {rank: frozenset(Version(*version) for version in held) for rank, held in found["slots"]},
@@ -100,6 +83,37 @@ class JobNodes:
             )
             for found in self._ask(lambda client: client.inventory())
         ]
+
+    def rebuild(self, plan: RecoveryPlan) -> None:
+        """Nothing can be rebuilt. Raises ProtocolError."""
+        raise ProtocolError(f"rank {self._collective.rank}: nodes do not protect each other, yet '{plan.table()}'")
+
+
+class JobNodes(SeenNodes):
+    """The nodes of a job that protect each other, for one incarnation."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        nodes: Sequence[str],
+        groups: Sequence[Sequence[int]],
+        shape: Shape,
+        config: NodeTierConfig,
+    ) -> None:
+        """Every rank of the job calls. Raises ConfigError (secret, interface), ProtocolError, on all ranks."""
+        super().__init__(collective, nodes, config.run_dir)
+        self._config = config
+        gathered = collective.gather(msgpack.packb(list(astuple(shape))))
+        shapes = tuple(Shape(*msgpack.unpackb(part)) for part in gathered)
+        told = self._ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
+        self._protection = Protection(
+            lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
+            losses=config.losses, position=self._position,
+            endpoints=tuple((str(host), int(port)) for host, port in told), interval=config.interval,
+            exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
+        )  # fmt: skip
+        self.exchange = self._protection.plan()
+        self.digest = self._protection.digest
 
     def rebuild(self, plan: RecoveryPlan) -> None:
         """Have this rank's slot put back together. Raises what the SMP refused with; called by this rank alone."""

@@ -14,7 +14,7 @@ In: what every rank's segment and every node's SMP says. Out: `RecoveryPlan`, th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..errors import ResumeError
@@ -30,6 +30,7 @@ class RankFacts:
     slots: tuple[Slot, ...]
     lineage: int
     completed: int
+    from_nothing: bool = False  # the newest lineage began from the beginning, as the user or all ranks had decided
 
     def holds(self) -> dict[Version, int]:
         """The restorable versions of this rank and the slots they lie in."""
@@ -124,6 +125,7 @@ def plan_recovery(
     `corrupt` slots (rank, version) are not used, nor is a `banned` version, which could not be put together.
     `exchange` is the plan for the job as it is now, `plan_digest` its digest: parity of another plan is of no use.
     """
+    facts = _without_void(facts)
     own = {rank.rank: {v for v in rank.holds() if (rank.rank, v) not in corrupt} for rank in facts}
     # a segment made just now knows nothing of what its rank had reached; where a rank has moved, its old one does
     reached = {rank.rank: rank.completed for rank in facts if rank.lineage or rank.completed}
@@ -159,7 +161,21 @@ def plan_recovery(
     # a rank that holds two versions began the second when all ranks had the first (the fence): that one is gone
     state_lost = bool(held_by_all) or any(len(versions) > 1 for versions in held.values())
     state_lost = state_lost or any(node.parity for node in nodes)  # what has counted once was held by all
+    if exchange is None and (why := _elsewhere(own, nodes)):
+        reason, state_lost = f"{reason}; {why}", True
     return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone)
+
+
+def _without_void(facts: Sequence[RankFacts]) -> list[RankFacts]:
+    """The facts without the versions that a start from the beginning made void: one rank may have been told, others
+    not yet."""
+    newest = max(rank.lineage for rank in facts)
+    if not any(rank.from_nothing and rank.lineage == newest for rank in facts):
+        return list(facts)
+    return [
+        replace(rank, slots=tuple(slot for slot in rank.slots if slot.version and slot.version.lineage >= newest))
+        for rank in facts
+    ]
 
 
 def _sources(
@@ -182,6 +198,8 @@ def _sources(
     missing = [rank for rank in own if rank not in ways]
     holders: dict[int, int] = {}
     gone: tuple[int, ...] = ()
+    if exchange is None and any(source.way is not Way.OWN for source in ways.values()):
+        return None  # it is elsewhere, and nobody fetches it
     if missing:
         if exchange is None:
             return None
@@ -193,6 +211,18 @@ def _sources(
                 return None
             ways[rank] = Source(Way.DECODE)
     return tuple(ways[rank] for rank in sorted(ways)), holders, gone
+
+
+def _elsewhere(own: Mapping[int, Collection[Version]], nodes: Sequence[NodeFacts]) -> str:
+    """Whose state is on a node where that rank does not run now; '' for nobody's."""
+    for index, node in enumerate(nodes):
+        for rank, versions in sorted(node.slots.items()):
+            if versions and rank in own and not own[rank]:
+                return (
+                    f"rank {rank}'s is on node {index} of this job, where it does not run now: start the nodes in "
+                    "their former order, or let nodes protect each other (--reft-redundancy), which moves it"
+                )
+    return ""
 
 
 def _too_much_lost(

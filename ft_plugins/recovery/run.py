@@ -40,7 +40,7 @@ class Restored:
 class Nodes(Protocol):
     """The node tier as recovery needs it; absent where a lost node cannot be survived."""
 
-    exchange: ExchangePlan
+    exchange: ExchangePlan | None  # None: state that is elsewhere is seen, but not fetched
     digest: int  # of `exchange`
 
     def facts(self) -> Sequence[NodeFacts]:
@@ -152,14 +152,17 @@ def _facts(segment: Segment) -> bytes:
         ]
         for slot in segment.slots()
     ]
-    return bytes(msgpack.packb([segment.rank, slots, segment.lineage, segment.completed]))
+    return bytes(
+        msgpack.packb([segment.rank, slots, segment.lineage, segment.completed, segment.from_nothing])
+    )
 
 
 def _read_facts(payload: bytes) -> RankFacts:
-    rank, slots, lineage, completed = msgpack.unpackb(payload)
+    rank, slots, lineage, completed, from_nothing = msgpack.unpackb(payload)
     return RankFacts(
         rank,
         tuple(Slot(i, SlotState(state), Version(v, k) if v is not None else None) for i, state, v, k in slots),
         lineage,
         completed,
+        from_nothing,
     )

@@ -1,7 +1,8 @@
 """The loops of parity in NumPy, in blocks that stay in cache: what is used where numba is not installed.
 
 Invariant: the same bytes as compiled.py. All arrays are uint8, contiguous and of the target's size; any length, any
-alignment. `overwrite`: what the target held does not count. Doubling is four passes over bytes, in half of the time of the usual arithmetic on masked words.
+alignment. With `overwrite`, what the target held does not count. Doubling is four passes over bytes, in half of the
+time of the usual arithmetic on masked words.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def xor(target: Bytes, sources: Sequence[Bytes], overwrite: bool) -> None:
     for start in range(0, target.size, XOR_BYTES):
         block = target[start : start + XOR_BYTES]
         if overwrite:
-            block.fill(0)
-        for source in sources:
+            np.copyto(block, sources[0][start : start + XOR_BYTES])
+        for source in sources[1:] if overwrite else sources:
             np.bitwise_xor(block, source[start : start + XOR_BYTES], out=block)
 
 

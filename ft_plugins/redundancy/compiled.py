@@ -1,10 +1,10 @@
 """The loops of parity compiled by numba: one pass over memory for all sources, without the interpreter's lock.
 
 Invariant: the same bytes as blocked.py. All arrays are uint8, contiguous and of the target's size; any length, any
-alignment. `overwrite`: what the target held does not count. The loops are written for bytes: LLVM makes of them what the processor has, four vector instructions for a
-doubling. There is one loop for each number of sources, compiled when it is first called: 0.2 to 1.2 s, once per
-process and number, with the lock held. Whoever cannot wait then calls once at start, with a few bytes. Nothing is kept
-on disk; threads may call, and compile, at the same time.
+alignment. With `overwrite`, what the target held does not count. The loops are written for bytes: LLVM makes of them
+what the processor has, four vector instructions for a doubling. There is one loop for each number of sources, compiled
+when it is first called: 0.2 to 1.2 s, once per process and number, with the lock held. Whoever cannot wait then calls
+once at start, with a few bytes. Nothing is kept on disk; threads may call, and compile, at the same time.
 
 Importing this module raises ImportError where numba is missing or does not go with this NumPy.
 """

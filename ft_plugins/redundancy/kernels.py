@@ -64,9 +64,7 @@ def xor_into(target: Bytes, source: Bytes, *, overwrite: bool = False, loops: Lo
     xor_many_into(target, (source,), overwrite=overwrite, loops=loops)
 
 
-def xor_many_into(
-    target: Bytes, sources: Sequence[Bytes], *, overwrite: bool = False, loops: Loops = LOOPS
-) -> None:
+def xor_many_into(target: Bytes, sources: Sequence[Bytes], *, overwrite: bool = False, loops: Loops = LOOPS) -> None:
     """target += sum of sources; the target passes through the cache once for all of them."""
     _check((target,), sources)
     for start, stop, present in _ranges(sources):
@@ -77,9 +75,7 @@ def xor_many_into(
         target[_longest(sources) :].fill(0)
 
 
-def scale_xor_into(
-    target: Bytes, source: Bytes, factor: int, *, overwrite: bool = False, loops: Loops = LOOPS
-) -> None:
+def scale_xor_into(target: Bytes, source: Bytes, factor: int, *, overwrite: bool = False, loops: Loops = LOOPS) -> None:
     """target += factor * source; factor 1 is plain XOR, 0 adds nothing."""
     _check((target,), (source,), factor)
     _add(target, source, factor, overwrite, loops)

@@ -27,6 +27,7 @@ from .turns import REQUEST as REQUEST  # the reason of a checkpoint that a perso
 
 _SOCKET_PATH_LIMIT = 107  # bytes, of sockaddr_un
 _RETRY_SECONDS = 0.05
+_LOOK_SECONDS = 1.0  # for an SMP that holds its lock to answer, before another look at the lock
 _TRIES = 3  # of a request over which the SMP dies
 _REBUILT_BYTES_PER_SECOND = 10e6  # pessimistic as well: over a slow link
 _FAULT_BYTES_PER_SECOND = 50e6  # pessimistic pace at which fresh pages are allocated: bounds the wait for an attach
@@ -100,9 +101,13 @@ class Client:
         """pid, job, node, token, watched_pid and the segments with their slots."""
         return self._ask("status")
 
-    def watch(self, pid: int, detect_seconds: float) -> None:
-        """While `pid` lives, the SMP is not orphaned; a trainer that is stopped for `detect_seconds` is lost."""
-        self._ask("watch", pid=pid, detect_seconds=detect_seconds)
+    def watch(self, pid: int, detect_seconds: float, orphan_seconds: float | None = None) -> None:
+        """While `pid` lives, the SMP is not orphaned; a trainer that is stopped for `detect_seconds` is lost.
+
+        `orphan_seconds`: how long the SMP waits for another one when `pid` is gone; None leaves it as it is.
+        """
+        more = {} if orphan_seconds is None else {"orphan_seconds": orphan_seconds}
+        self._ask("watch", pid=pid, detect_seconds=detect_seconds, **more)
 
     def fence(self) -> int:
         """Supersede the running incarnation, its trainers gone; returns the new token."""
@@ -215,6 +220,14 @@ def ensure(
     One that is started watches `watch` from the beginning: it is never orphaned before it is told so. Raises
     BusyError when the SMP of another run directory has the memory of this job, ProtectionError for all else.
     """
+    deadline = time.monotonic() + timeout
+    while liveness.held(run_dir / "smp.lock"):  # alive, or on its way out with its memory still to be let go of
+        try:
+            with Client(run_dir, min(_LOOK_SECONDS, timeout)) as client:
+                return int(client.status()["pid"])
+        except (ProtectionError, ProtocolError):
+            if time.monotonic() > deadline:
+                raise
     if not liveness.held(run_dir / "smp.lock"):
         command = [
             sys.executable,
@@ -257,10 +270,21 @@ def newest_common(status: Mapping[str, Any]) -> Version | None:
     return max(set.intersection(*complete), default=None) if complete else None
 
 
-def sweep(base: Path, older_than_seconds: float, keep: tuple[str, str] | None = None) -> list[Path]:
+def _patience(run_dir: Path) -> float:
+    """How long the job of a run directory wanted its segments to be kept (seconds); 0 where it did not say."""
+    try:
+        return float((run_dir / segments.PATIENCE_FILE).read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
+def sweep(
+    base: Path, older_than_seconds: float, keep: tuple[str, str] | None = None, patient: bool = False
+) -> list[Path]:
     """Remove what no living job owns: for every run directory `base`/job/node whose SMP and ft-run are both gone for
     longer than `older_than_seconds`, its segments; and those whose run directory is gone or is another login's, when
-    neither SMP nor trainer has been there for that long. Nothing of the (job, node) `keep`. Returns the removed files.
+    neither SMP nor trainer has been there for that long. Nothing of the (job, node) `keep`; where `patient`, nothing
+    that its own job wanted to be kept for longer. Returns the removed files.
     """
     removed: list[Path] = []
     seen = {keep}
@@ -274,7 +298,7 @@ def sweep(base: Path, older_than_seconds: float, keep: tuple[str, str] | None = 
         ):
             continue
         last = max(path.stat().st_mtime for path in [run_dir, *run_dir.iterdir()])
-        if time.time() - last < older_than_seconds:
+        if time.time() - last < (max(older_than_seconds, _patience(run_dir)) if patient else older_than_seconds):
             continue
         removed += segments.segments_of(*name)
         segments.remove(*name)

@@ -205,7 +205,10 @@ class Persister:
         if version is None:
             version, calls = self._called(asked, storage, base, seen)
         if version is not None:
-            self._write(base, origin, seen, version, calls)
+            pinned = _pinned(seen, version)
+            if len(pinned) < len(seen.segments) and seen.alone:
+                return NEAR_SECONDS  # overwritten since the look, so a newer one is there by now
+            self._write(base, origin, seen, version, calls, pinned)
             return 0.0
         return 4 * NEAR_SECONDS if self._calls else self._turns.pause
 
@@ -260,12 +263,19 @@ class Persister:
 
     # ---- writing and completing ----
 
-    def _write(self, base: Path, origin: Origin, seen: View, version: Version, calls: list[Call]) -> None:
-        """Write this node's ranks of `version`; whatever goes wrong is an event."""
+    def _write(
+        self,
+        base: Path,
+        origin: Origin,
+        seen: View,
+        version: Version,
+        calls: list[Call],
+        pinned: Sequence[tuple[Segment, int]],
+    ) -> None:
+        """Write this node's ranks of `version`, kept in `pinned` slots; whatever goes wrong is an event."""
         begun = time.monotonic()
         segments, ranks = list(seen.segments.values()), list(seen.segments)
         folder, final = checkpoint.partial_of(base, version), checkpoint.folder_of(base, version)
-        pinned: list[tuple[Segment, int]] = []
         self._writing, self._last = version, max(version, self._last or version)
         for call in calls:
             self._take(call)
@@ -274,8 +284,8 @@ class Persister:
             if checkpoint.is_complete(final, origin):
                 self._finished(_Unfinished(version, origin, ranks, begun, begun, 0, calls), final)
                 return
-            for segment in segments:
-                pinned.append((segment, _pinned(segment, version)))
+            if len(pinned) < len(segments):
+                raise SegmentError("it was overwritten on this node before it was kept")
             self._events.emit("persist.begin", **_facts(version), reason=reason, ranks=ranks)
             nbytes = 0
             for segment in segments:
@@ -378,12 +388,17 @@ def _storage(rank: int, fields: Mapping[str, Any] | None) -> Storage | None:
     return Storage(folder, *numbers)
 
 
-def _pinned(segment: Segment, version: Version) -> int:
-    """The slot of `version`, kept from now on. Raises SegmentError."""
-    index = segment.pin(version, Pin.STORAGE)
-    if index is None:
-        raise SegmentError(f"rank {segment.rank}: version {version} was about to be overwritten before it was kept")
-    return index
+def _pinned(seen: View, version: Version) -> list[tuple[Segment, int]]:
+    """The slots of `version` in every rank, kept from now on; [] where one may be about to be overwritten."""
+    found: list[tuple[Segment, int]] = []
+    for segment in seen.segments.values():
+        index = segment.pin(version, Pin.STORAGE)
+        if index is None:
+            for earlier, kept in found:
+                earlier.unpin(kept, Pin.STORAGE)
+            return []
+        found.append((segment, index))
+    return found
 
 
 def _facts(version: Version) -> dict[str, int]:

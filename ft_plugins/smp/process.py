@@ -56,17 +56,20 @@ class SnapshotProcess:
         self.token = int(self._token_path.read_text()) if self._token_path.exists() else 0
         self.watched: tuple[int, int] = (0, 0)
         self.ended = threading.Event()
+        self.orphan_seconds: float | None = None  # as the ft-run that watches wants it
         self._silence = float("inf")  # seconds after which a stopped trainer is lost
         self._stopped: dict[int, float] = {}  # by rank, since when
         self._declared = -1  # the token under which trainers were declared lost
         self._touched = time.monotonic()
         self._segments: dict[int, Segment] = {}
+        self._refused: list[str] = []  # files that are in the place of segments, and are not touched
         self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
         for path in segments.segments_of(job, node):
             try:
                 adopted = Segment(path)
             except SegmentError as error:  # a foreign or damaged file: reported, and refused at attach
                 events.emit("smp.refused", path=str(path), reason=str(error))
+                self._refused.append(str(path))
                 continue
             self._segments[adopted.rank] = adopted
             self.token = max(self.token, adopted.token)
@@ -102,6 +105,7 @@ class SnapshotProcess:
             "node": self._node,
             "token": self.token,
             "watched_pid": self.watched[0],
+            "refused": [path for path in self._refused if Path(path).exists()],
             "node_tier": self._tier.status(),
             "storage": self.persister.status(),
             "segments": [
@@ -132,6 +136,10 @@ class SnapshotProcess:
         pid = protocol.field(request, "pid", int)
         self.watched = (pid, liveness.started(pid))
         self._silence = float(protocol.field(request, "detect_seconds", (int, float)))
+        if "orphan_seconds" in request:  # a new ft-run may have another mind
+            self.orphan_seconds = float(protocol.field(request, "orphan_seconds", (int, float)))
+            # for a sweep after this process's death
+            (self._run_dir / segments.PATIENCE_FILE).write_text(str(self.orphan_seconds))
         return {}
 
     def _fence(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +193,9 @@ class SnapshotProcess:
                 segments.create(path, shape, rank, fingerprint)
                 found = Segment(path)
             with self._lock:
+                if self.ended.is_set():
+                    path.unlink(missing_ok=True)
+                    raise FencedError(f"rank {rank}: the job's SMP on node {self._node} has ended meanwhile")
                 self._segments[rank] = found  # before the token is checked: the next incarnation finds it
                 self._check_token(request)  # once more: a fence may have passed meanwhile
                 found.token = self.token
@@ -201,7 +212,7 @@ class SnapshotProcess:
         if found is None and path.exists() and not fresh:
             raise SegmentError(
                 f"rank {rank}: {path} is there but is no segment of this version; "
-                "'ft-plugins sweep' or --ftp-resume fresh removes it"
+                "'ft-plugins end' or --ftp-resume fresh removes it"
             )
         if found is None:
             return None
@@ -412,11 +423,12 @@ def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int,
 
 
 def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float) -> None:
-    """Wait for the end in order; while the watched ft-run is gone, no longer than `orphan_seconds`."""
+    """Wait for the end in order; while the watched ft-run is gone, no longer than it wanted (else `orphan_seconds`)."""
     orphaned_at = time.monotonic()
     was_alive = bool(process.watched[1])  # it may be gone before the first look
     last_called = False
     while not process.ended.is_set():
+        patience = orphan_seconds if process.orphan_seconds is None else process.orphan_seconds
         process.touch()
         process.look_at_trainers()
         pid, began = process.watched
@@ -427,14 +439,14 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
         if was_alive:
             was_alive = False
             orphaned_at = time.monotonic()
-            events.emit("smp.orphaned", seconds=orphan_seconds)
+            events.emit("smp.orphaned", seconds=patience)
             process.persister.request("orphaned", 0)
-        left = orphaned_at + orphan_seconds - time.monotonic()
+        left = orphaned_at + patience - time.monotonic()
         if left <= 0 and not last_called:
             last_called = True
             process.persister.request("before removal", 0)
         if left <= 0 and not process.persister.busy or left < -_LAST_WRITE_SECONDS:
-            process.finish(f"orphaned for {orphan_seconds:.0f} s")
+            process.finish(f"orphaned for {patience:.0f} s")
             return
         process.ended.wait(min(left, WATCH_SECONDS) if left > 0 else WATCH_SECONDS)  # a new ft-run may come meanwhile
 

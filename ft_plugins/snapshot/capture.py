@@ -54,15 +54,21 @@ class Capture:
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         token: int,
         committed: Callable[[Commit], None] = lambda commit: None,
+        behind: Callable[[], None] = lambda: None,
     ) -> None:
         """`tensors` gives the live tensors by item name, asked again at every version point: none may have moved.
 
-        `committed` is called on the capture thread. Raises InventoryError when tensors and layout do not agree.
+        `committed` is called on the capture thread once the fence is open; `behind` likewise, after each `ask_behind`.
+        Raises InventoryError when tensors and layout do not agree.
         """
         self._segment = segment
         self._layout = layout
         self._token = token
         self._committed = committed
+        self._behind = behind
+        self._asked = False
+        self._answered = threading.Event()
+        self._answered.set()
         self._tensors = tensors
         found = tensors()
         names = {piece.item for bucket in layout.buckets for piece in bucket.pieces}
@@ -98,6 +104,10 @@ class Capture:
         Raises what the previous capture ended with, FencedError when superseded, InventoryError when a tensor moved.
         """
         self.wait()
+        self._answered.wait()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         started = time.perf_counter()
         live = self._tensors()
         for name, flat in self._flat.items():
@@ -129,6 +139,13 @@ class Capture:
             raise failure
         return time.perf_counter() - started
 
+    def ask_behind(self) -> None:
+        """Have `behind` called on the capture thread, behind the update; the next `start` waits until it was."""
+        if not self._closing:
+            self._answered.clear()
+            self._asked = True
+            self._work.release()
+
     def close(self) -> None:
         """End the thread after the running capture, and let go of tensors and pinned memory. Idempotent."""
         atexit.unregister(self.close)
@@ -145,19 +162,29 @@ class Capture:
     def _run(self) -> None:
         while True:
             self._work.acquire()
-            if self._pending is None:
-                if self._closing:
-                    return
-                continue
-            try:
-                self._background(*self._pending)
-            except BaseException as failure:  # carried to the fence, where the training thread meets it
-                self._failure = failure
-            finally:
-                self._pending = None
-                self._idle.set()
+            if self._pending is not None:
+                commit = None
+                try:
+                    commit = self._background(*self._pending)
+                except BaseException as failure:  # carried to the fence, where the training thread meets it
+                    self._failure = failure
+                finally:
+                    self._pending = None
+                    self._idle.set()
+                if commit is not None:  # only now: nothing that this takes holds up the fence
+                    self._committed(commit)
+            elif self._asked:
+                self._asked = False
+                try:
+                    self._behind()
+                except BaseException as failure:
+                    self._failure = failure
+                finally:
+                    self._answered.set()
+            elif self._closing:
+                return
 
-    def _background(self, index: int, version: Version, started: float) -> None:
+    def _background(self, index: int, version: Version, started: float) -> Commit:
         offset = len(self._layout.synchronous)
         for number, bucket in enumerate(self._layout.background, start=offset):
             self._copy(index, number, bucket, version)
@@ -166,7 +193,7 @@ class Capture:
         self._segment.set_cursor(index, None)
         self._segment.seal(index, version, self._token, self._small, self._digests)
         faults.reach("capture.seal.after", iteration=version.iteration, slot=index)
-        self._committed(Commit(version, index, self._layout.nbytes, time.perf_counter() - started))
+        return Commit(version, index, self._layout.nbytes, time.perf_counter() - started)
 
     def _copy(self, index: int, number: int, bucket: Bucket, version: Version) -> None:
         """One bucket: token, copy, digest."""

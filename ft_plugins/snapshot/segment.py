@@ -33,6 +33,7 @@ from .slots import SLOTS, Pin, Slot, SlotState, Version, check_transition, may_p
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+|-parity)(\.new)?|\.lock)")
+PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
 PAGE = 4096
 _MAGIC = int.from_bytes(b"FTPSEG02", "little")
 _FINGERPRINT = 1024  # offset in the header page: length, then JSON
@@ -57,6 +58,7 @@ _HEADER = {
             "lineage_token",
             "attached",
             "slots",
+            "from_nothing",
         ]
     )
 }
@@ -239,6 +241,11 @@ class Segment:
         return self._word("lineage")
 
     @property
+    def from_nothing(self) -> bool:
+        """Whether the newest lineage began without a restored version: nothing older is of use then, on any rank."""
+        return bool(self._word("from_nothing"))
+
+    @property
     def lineage_token(self) -> int:
         """The token under which the newest lineage was opened; 0 before the first."""
         return self._word("lineage_token")
@@ -287,6 +294,7 @@ class Segment:
             self.unpin(index, ~Pin(0))
             self.dirty(index, None, self.token)
         self.completed = base.iteration if base else 0
+        self._header[_HEADER["from_nothing"]] = base is None
         self._header[_HEADER["lineage"]] = lineage
         self._header[_HEADER["lineage_token"]] = self.token
 

@@ -25,7 +25,7 @@ from ..errors import BudgetError, ConfigError, CorruptSlotError, FtError, Invent
 from ..events import Events
 from ..model.host import Host
 from ..recovery.collective import Collective
-from ..recovery.nodes import JobNodes, NodeTierConfig
+from ..recovery.nodes import JobNodes, NodeTierConfig, SeenNodes
 from ..recovery.plan import RecoveryPlan, choose_source
 from ..recovery.run import agree_on_version, load_tensors
 from ..recovery.storage import StorageTier
@@ -87,7 +87,8 @@ class Reft:
     def shape(self) -> Shape:
         """What the segment has to hold."""
         small = max(_SMALL_FLOOR, 2 * len(self._small()))
-        layout = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib)).encode())
+        kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
+        layout = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib, kinds)).encode())
         pins = [*([Pin.NODE, Pin.SOURCE] if self._losses else []), *([Pin.STORAGE] if self._storage else [])]
         return Shape(self.layout.nbytes, small, len(self.layout.buckets), layout, slots_for(*pins))
 
@@ -113,10 +114,12 @@ class Reft:
             print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
         return 0
 
-    def _job_nodes(self) -> JobNodes | None:
-        """The other nodes, where their loss can be survived. Every rank calls. Raises ConfigError, ProtocolError."""
-        if not self._losses:
+    def _job_nodes(self) -> SeenNodes | None:
+        """The nodes of a job that has several. Every rank calls. Raises ConfigError, ProtocolError."""
+        if len(set(self._nodes)) == 1:
             return None
+        if not self._losses:
+            return SeenNodes(self._collective, self._nodes, self._run_dir)
         if self._job.secret_file is None:
             error = ConfigError(
                 "--ftp-secret-file: needed where nodes protect each other; write one with "
@@ -211,18 +214,20 @@ class Reft:
             client.restore(self._host.rank, self._token, plan.lineage, plan.version)
         faults.reach("restore.opened")
         self._collective.barrier()  # every SMP has opened the lineage before anyone captures into it
-        if nodes is not None:
+        if isinstance(nodes, JobNodes):
             self._report_protection(nodes, nodes.protect(plan.lineage, plan.version))
         faults.reach("restore.end")
         self._lineage = plan.lineage
-        self._capture = Capture(segment, self.layout, self._host.tensors, self._token, self._committed)
+        self._capture = Capture(
+            segment, self.layout, self._host.tensors, self._token, self._committed, self._look_for_peers
+        )
         self._report_restore(plan, time.perf_counter() - started, verified - started)
         return plan, small
 
     def _report_protection(self, nodes: JobNodes, claimed: list[tuple[str, int]]) -> None:
         if self._host.rank != 0 or self._lineage:
             return
-        print(nodes.exchange.table())
+        print(nodes.exchange.table() if nodes.exchange else "")
         for name, nbytes in claimed:
             print(f"  {name}: {nbytes} bytes claimed for two versions of parity and copies")
         sys.stdout.flush()
@@ -257,6 +262,8 @@ class Reft:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
         waited = self._capture.wait() if self._capture else 0.0
         self._waits.append((step, waited))
+        if self._capture is not None:
+            self._capture.ask_behind()
         return waited
 
     def iteration_end(self, step: int) -> None:
@@ -307,11 +314,16 @@ class Reft:
         for step, seconds in waits:
             self._events.emit("fence.wait", iteration=step, seconds=seconds)
 
+    def _look_for_peers(self) -> None:
+        """Whether another rank has stopped capturing: asked behind the update, answered before the next capture starts.
+
+        A rank whose capture has failed says so at its fence, before the update that this one, too, is behind only after
+        it had that rank's gradients: so the last version that all ranks hold is not overwritten.
+        """
+        self._peer_degraded = self._collective.told(DEGRADED)
+
     def _committed(self, commit: Commit) -> None:
         self._report_waits()
-        # asked here, behind the step: at most one version is captured after a peer has stopped, so the last one that
-        # all ranks hold is not overwritten
-        self._peer_degraded = self._collective.told(DEGRADED)
         self._events.emit(
             "capture.commit", lineage=commit.version.lineage, iteration=commit.version.iteration,
             seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,

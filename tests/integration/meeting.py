@@ -1,11 +1,13 @@
 """A rank that meets all others in a loop of all-reduces until a file tells them to end; torch alone.
 
-In: the journal, the file. Out: one line in the journal for each incarnation of each rank, once all have met.
+In: the journal, the file; a node that ends early, once, and one that never ends by itself. Out: one line in the journal
+for each incarnation of each rank, once all have met.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -16,13 +18,19 @@ from ft_plugins.rig.fills import write
 
 
 def main(argv: list[str]) -> None:
-    """`journal`, `end`."""
+    """`journal`, `end`, [`early`, `never`]."""
     bind_to_agent(os.getppid())
     dist.init_process_group("gloo")
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total)
     place = {name.lower(): int(os.environ[name]) for name in ("GROUP_RANK", "RANK", "WORLD_SIZE")}
     write(Path(argv[0]), {**place, "node": os.environ.get("NODE", ""), "total": int(total), "pid": os.getpid()})
+    early, never = (*argv[2:], "", "")[:2]
+    node, first = os.environ.get("NODE"), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if node == never:
+        signal.pause()
+    if first and node == early:
+        return
     ended = torch.zeros(1)
     while not ended:
         ended = torch.tensor([float(Path(argv[1]).exists())])

@@ -6,15 +6,19 @@ Each node has a loopback address of its own and two ranks, which end with their 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ft_plugins.launcher import post
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.journal import wait_for
 
@@ -33,6 +37,9 @@ def server() -> Iterator[ForkServer]:
 class Nodes:
     """Nodes of one job by name, each at an address of its own; the first two addresses are known to all."""
 
+    size = 3
+    words: tuple[str, ...] = ()  # more arguments of the ranks
+
     def __init__(self, server: ForkServer, folder: Path) -> None:
         self.journal, self.end = folder / "journal", folder / "end"
         self.running: dict[str, RunningJob] = {}
@@ -43,12 +50,12 @@ class Nodes:
     def start(self, number: int, name: str) -> RunningJob:
         spec = JobSpec(
             entry=f"{RANK}:main",
-            argv=(str(self.journal), str(self.end)),
+            argv=(str(self.journal), str(self.end), *self.words),
             name=f"meet-{os.getpid()}",
             folder=str(self._folder),
             node=name,
             nproc=NPROC,
-            nnodes=3,
+            nnodes=self.size,
             endpoint=f"127.0.0.1:{self._port},127.0.0.2:{self._port}",
             address=f"127.0.0.{number}",
             rendezvous="ft_plugins",
@@ -60,9 +67,18 @@ class Nodes:
 
     def met(self, count: int) -> list[dict[str, Any]]:
         """The last lines of the journal, one for each rank, once `count` incarnations of all of them have met."""
-        size = 3 * NPROC
+        size = self.size * NPROC
         lines = wait_for(self.journal, lambda lines: len(lines) >= count * size, BOUND)
         return lines[(count - 1) * size : count * size]
+
+    def waits(self, name: str) -> None:
+        """Wait until the lead, at the first endpoint, says that this node waits as a spare."""
+        lead = f"127.0.0.1:{self._port}"
+        message = {"do": "look", "run": f"meet-{os.getpid()}", "token": ""}
+        deadline = time.monotonic() + BOUND
+        while post.ask(lead, message, BOUND)["names"] != [name]:
+            assert time.monotonic() < deadline, f"{name} does not wait"
+            time.sleep(0.05)
 
 
 @pytest.fixture
@@ -76,8 +92,8 @@ def nodes(server: ForkServer, tmp_path: Path) -> Iterator[Nodes]:
 
 def places(lines: list[dict[str, Any]]) -> dict[str, int]:
     """Group ranks by node; all ranks are there, each once, and have met each other."""
-    assert sorted(line["rank"] for line in lines) == list(range(3 * NPROC))
-    assert {(line["world_size"], line["total"]) for line in lines} == {(3 * NPROC, sum(range(3 * NPROC)))}
+    assert sorted(line["rank"] for line in lines) == list(range(len(lines)))
+    assert {(line["world_size"], line["total"]) for line in lines} == {(len(lines), sum(range(len(lines))))}
     assert all(line["rank"] // NPROC == line["group_rank"] for line in lines)
     return {line["node"]: line["group_rank"] for line in lines}
 
@@ -97,6 +113,64 @@ def test_the_node_that_leads_is_killed_and_a_substitute_takes_its_rank(nodes: No
     nodes.end.touch()
     for name, job in nodes.running.items():
         assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+
+
+def test_a_killed_rank_starts_all_ranks_again_where_they_were(nodes: Nodes) -> None:
+    for number, name in enumerate("bca", 1):
+        nodes.start(number, name)
+    first = nodes.met(1)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    second = nodes.met(2)
+    assert places(second) == places(first) == {"a": 0, "b": 1, "c": 2}
+    assert not {line["pid"] for line in first} & {line["pid"] for line in second}
+    nodes.end.touch()
+    for name, job in nodes.running.items():
+        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+
+
+@pytest.mark.parametrize("lost", ["a", "b"], ids=["which-leads", "which-does-not"])
+def test_ranks_that_had_ended_are_started_again_when_another_node_is_lost(nodes: Nodes, lost: str) -> None:
+    nodes.size = 2
+    nodes.words = ("b" if lost == "a" else "a", lost)  # the one ends early, the other one never
+    for number, name in enumerate("ab", 1):
+        nodes.start(number, name)
+    first = nodes.met(1)
+    for line in first:
+        if line["node"] != lost:
+            gone(line["pid"])
+    nodes.running.pop(lost).kill()
+    nodes.start(3, "substitute")
+    expected = {"a": 0, "b": 1}
+    expected["substitute"] = expected.pop(lost)
+    assert places(nodes.met(2)) == expected
+    nodes.end.touch()
+    for name, job in nodes.running.items():
+        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+
+
+def test_a_spare_ends_in_order_with_a_job_that_did_not_need_it(nodes: Nodes) -> None:
+    nodes.size = 2
+    for number, name in enumerate("ab", 1):
+        nodes.start(number, name)
+    nodes.met(1)
+    nodes.start(3, "c")
+    nodes.waits("c")
+    nodes.end.touch()
+    for name, job in nodes.running.items():
+        assert job.wait(BOUND)["status"] == "succeeded", f"{name}:\n{job.tail()}"
+    assert len(nodes.met(1)) == 2 * NPROC
+
+
+def gone(pid: int) -> None:
+    """Wait until a process has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([descriptor], [], [], BOUND)[0], f"process {pid} did not end"
+    finally:
+        os.close(descriptor)
 
 
 def test_torchrun_finds_it_by_its_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 from pathlib import Path
 
@@ -156,3 +157,50 @@ def test_a_signal_is_told_by_the_status_as_a_shell_does(
     monkeypatch.setattr(command, "execute", execute)
     assert command.main(["--reft", str(folder / "train.py")]) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "ft-run: ended by SIGTERM; the same command given again resumes\n"
+
+
+SEVERAL = ("--reft", "--nnodes", "2")
+
+
+def rendezvous(folder: Path, *words: str) -> tuple[str, str, str]:
+    """Back-end, endpoint and id that are handed to torch."""
+    planned = plan(folder, *words, "train.py")
+    options = argparse.Namespace(**vars(planned.torch))
+    command._choose_rendezvous(options, planned)
+    return options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id
+
+
+def test_with_a_system_on_an_endpoint_means_our_rendezvous_under_the_name_of_the_job(folder: Path) -> None:
+    job = plan(folder, "--reft", "train.py").job
+    assert rendezvous(folder, *SEVERAL, "--rdzv-endpoint", "a:1,b:2") == ("ft_plugins", "a:1,b:2", job)
+    assert rendezvous(folder, *SEVERAL, "--rdzv-endpoint", "a:1", "--rdzv-id", "x") == ("ft_plugins", "a:1", "x")
+    assert rendezvous(folder, "--reft", "--rdzv-endpoint", "a:1")[0] == "ft_plugins"  # one node, and spares
+    assert rendezvous(folder, *SEVERAL, "--rdzv-endpoint", "a:1", "--rdzv-backend", "c10d")[:2] == ("c10d", "a:1")
+    assert rendezvous(folder, "--reft")[:2] == ("c10d", "localhost:0")
+    assert rendezvous(folder, "--reft", "--standalone", "--rdzv-endpoint", "a:1")[:2] == ("c10d", "localhost:0")
+
+
+def test_without_a_system_the_rendezvous_is_torchruns(folder: Path) -> None:
+    assert rendezvous(folder, "--nnodes", "2", "--rdzv-endpoint", "a:1") == ("static", "a:1", "none")
+    assert rendezvous(folder, "--nnodes", "2", "--master-addr", "a", "--node-rank", "1")[0] == "static"
+    assert rendezvous(folder, "--rdzv-backend", "ft_plugins")[0] == "ft_plugins"
+    planned = plan(folder, "train.py")
+    command._choose_rendezvous(planned.torch, planned)
+    assert (planned.torch.node_rank, planned.torch.master_addr, planned.torch.max_restarts) == (0, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ((), "no --rdzv-endpoint"),
+        (("--master-addr", "a"), "--master-addr"),
+        (("--node-rank", "0", "--rdzv-endpoint", "a:1"), "--node-rank"),
+        (("--rdzv-backend", "static", "--rdzv-endpoint", "a:1"), "--rdzv-backend static"),
+    ],
+)
+def test_several_nodes_in_fixed_places_are_refused_with_the_remedy(
+    folder: Path, words: tuple[str, ...], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--nnodes 2 with .*{named}.*give --rdzv-endpoint host:port of any one node"):
+        plan(folder, *SEVERAL, *words, "train.py")
+    assert not plan(folder, "--nnodes", "2", *words, "train.py").protected  # torchrun's business

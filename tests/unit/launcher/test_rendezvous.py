@@ -11,18 +11,27 @@ import stat
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.launcher.api import LaunchConfig
 
-from ft_plugins.errors import ConfigError
+from ft_plugins.config import Config
+from ft_plugins.events import Events
 from ft_plugins.launcher import plugin, post
+from ft_plugins.launcher.agent import ProgressAgent
+from ft_plugins.launcher.launch import _specify
 from ft_plugins.launcher.plugin import Settings
-from ft_plugins.launcher.post import Endpoint, Line, Post
+from ft_plugins.launcher.rendezvous import Rendezvous
+from ft_plugins.launcher.watcher import Job
 
 WAIT = 60.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
@@ -473,98 +482,6 @@ def test_an_endpoint_of_another_job_is_refused(start: Start) -> None:
     assert kind == "ConfigError" and "expected job 'another'" in text and "--rdzv-id" in text
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"seats": "8"}, "unknown key 'seats'"),
-        ({"is_host": "1"}, "unknown key 'is_host'; ft_plugins knows detect_seconds"),
-        ({"sizes": "4;2"}, "sizes: expected numbers of nodes as 8/6/4, found '4;2'"),
-        ({"sizes": "4,1"}, "sizes: expected .* found 1"),
-        ({"node_rank": "4"}, "node_rank: expected 0 to 3, found '4'"),
-        ({"wait_seconds": "soon"}, "wait_seconds: expected seconds >= 0, found 'soon'"),
-        ({"endpoint": ""}, "--rdzv-endpoint: expected host:port of one of the 4 nodes"),
-        ({"endpoint": "localhost:0"}, "--rdzv-endpoint: expected host:port of one of the 4 nodes"),
-        ({"endpoint": "a:b"}, "--rdzv-endpoint: expected host:port"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_wrong_setting_is_refused_in_words(given: dict[str, Any], said: str) -> None:
-    fields = {"endpoint": "h:29400", "run_id": "r", "min_nodes": 2, "max_nodes": 4, **given}
-    with pytest.raises(ConfigError, match=said):
-        Settings.read(RendezvousParameters("ft_plugins", **fields))
-
-
-def test_settings_are_read_as_given_and_have_defaults() -> None:
-    plain = Settings.read(RendezvousParameters("ft_plugins", "", "r", 1, 1, timeout=900))
-    assert (plain.endpoints, plain.node, plain.wanted, plain.run_dir) == ((), socket.gethostname(), None, None)
-    assert (plain.rules.last_call, plain.rules.wait, plain.join, plain.silence) == (30, 30, 600, 10)
-    full = RendezvousParameters(
-        "ft_plugins",
-        "a, b:7 ,[::1]:8",
-        "r",
-        2,
-        8,
-        sizes="8/6/4",
-        wait_seconds="60",
-        node_rank="3",
-        node_name="n",
-        run_dir="/x",
-    )
-    found = Settings.read(full)
-    assert found.endpoints == (Endpoint("a", 29400), Endpoint("b", 7), Endpoint("::1", 8))
-    assert [str(endpoint) for endpoint in found.endpoints] == ["a:29400", "b:7", "[::1]:8"]
-    assert (found.rules.sizes, found.rules.wait, found.rules.last_call, found.wanted) == ((8, 6, 4), 60, 30, 3)
-    assert (found.node, found.run_dir) == ("n", Path("/x"))
-
-
-# ---- the port ----
-
-
-@pytest.fixture
-def echo() -> Iterator[Post]:
-    listener = post.listen_anywhere("127.0.0.1")
-    found = Post(listener, lambda request, connection: {"ok": True, **request}, lambda connection: None, lambda: 0.1)
-    yield found
-    found.close()
-    found.close()
-
-
-def test_requests_are_answered_also_in_pieces_and_several_at_once(echo: Post) -> None:
-    text = "x" * 300_000  # more than a socket holds
-    line = Line(f"127.0.0.1:{echo.port}", WAIT)
-    for number in range(3):
-        assert line.ask({"number": number, "text": text}) == {"ok": True, "number": number, "text": text}
-    line.close()
-    places = [f"127.0.0.1:{echo.port}", "127.0.0.1:1"]
-    found = post.ask_all(places, {"do": "it"}, WAIT)
-    assert found[places[0]] == {"ok": True, "do": "it"} and "refused" in str(found[places[1]])
-
-
-@pytest.mark.parametrize(
-    "frame", [b"\xff\xff\xff\xff", b"\0\0\0\x01\xc1", b"\0\0\0\x01\x01", b"GET / HTTP/1.1\r\n\r\n"]
-)
-def test_a_malformed_frame_is_answered_by_a_close_and_others_go_on(echo: Post, frame: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", echo.port), WAIT) as stranger:
-        stranger.sendall(frame)
-        assert stranger.recv(1) == b""
-    assert post.ask(f"127.0.0.1:{echo.port}", {}, WAIT) == {"ok": True}
-
-
-def test_one_who_does_not_answer_costs_the_bound_and_no_more() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ConnectionError, match="no answer within 0.2 s"):
-        post.ask(f"127.0.0.1:{mute.getsockname()[1]}", {}, 0.2)
-
-
-def test_an_endpoint_is_this_machines_if_it_can_be_listened_on() -> None:
-    port = free_port()
-    found = post.listen_as(Endpoint("127.0.0.9", port))
-    assert found is not None and found.getsockname() == ("127.0.0.9", port)
-    assert post.listen_as(Endpoint("127.0.0.9", port)) is None  # taken
-    assert post.listen_as(Endpoint("192.0.2.1", port)) is None  # of nobody
-    assert post.listen_as(Endpoint("no-such-host.invalid", port)) is None
-    found.close()
-
-
 def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(start: Start) -> None:
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
@@ -581,3 +498,64 @@ def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(star
         with pytest.raises(ConnectionError):
             post.ask(own.endpoint, {"run": own.run, **request}, WAIT)
     assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]
+
+
+# ---- the agent ----
+
+
+@pytest.fixture
+def alone() -> Iterator[Rendezvous]:
+    """The handler of a job of one node."""
+    found = Rendezvous(Settings.read(RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1)))
+    yield found
+    found.shutdown()
+
+
+def agent_of(handler: Any, happened: list[str]) -> ProgressAgent:
+    spec = WorkerSpec("default", 1, handler, entrypoint="true", max_restarts=3, monitor_interval=0.01)
+    events = Events()
+    events.subscribe(lambda event: happened.append(event.name))
+    return ProgressAgent(spec, job=None, watcher=None, events=events, bounded=True, logs_specs=DefaultLogsSpecs())
+
+
+@pytest.mark.parametrize("lost", [1, 4, 5])
+def test_a_round_lost_before_workers_are_started_is_tried_again_a_few_times(
+    alone: Rendezvous, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    def initialize(agent: object, group: object) -> None:
+        happened.append("try")
+        if happened.count("try") <= lost:
+            raise DistStoreError("the node of rank 0 has gone")
+
+    monkeypatch.setattr(SimpleElasticAgent, "_initialize_workers", initialize)
+    agent = agent_of(alone, happened)
+    with pytest.raises(DistStoreError) if lost == 5 else nullcontext():
+        agent._initialize_workers(agent._worker_group)
+    assert happened.count("round.lost") == min(lost, 4) and happened.count("try") == min(lost + 1, 5)
+
+
+def test_a_round_of_another_back_end_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialize(agent: object, group: object) -> None:
+        raise DistStoreError("the store has gone")
+
+    monkeypatch.setattr(SimpleElasticAgent, "_initialize_workers", initialize)
+    happened: list[str] = []
+    agent = agent_of(object(), happened)
+    with pytest.raises(DistStoreError):
+        agent._initialize_workers(agent._worker_group)
+    assert happened == []
+
+
+def test_the_job_tells_the_rendezvous_who_this_node_is(tmp_path: Path) -> None:
+    job = Job(Config.from_flags(["--reft"])[0], "j", "node7", tmp_path)
+    config = LaunchConfig(1, 1, 1, run_id="r", rdzv_backend="ft_plugins", rdzv_endpoint="localhost:0")
+    handler, _ = _specify(config, "true", (), job, False)
+    try:
+        info = handler.next_rendezvous()
+        assert (info.rank, info.world_size, handler.use_agent_store) == (0, 1, True)
+        assert (handler.get_backend(), handler.get_run_id(), handler.num_nodes_waiting()) == ("ft_plugins", "r", 0)
+        assert json.loads((tmp_path / "nodes.json").read_text())["roster"]["members"][0]["node"] == "node7"
+    finally:
+        assert handler.shutdown() is True

@@ -29,6 +29,7 @@ class Snapshots:
         self.refusals = 0  # how many starts fail first
         self.watched: list[tuple[int, int]] = []  # (SMP, watched pid)
         self.tokens = 0
+        self.hangs = 0  # the pid that lives and does not answer
         self.fence_error: Exception | None = None
 
     def ensure(self, run_dir: Path, job: str, node: str, orphan: float, faults: str, timeout: float, watch: int) -> int:
@@ -41,7 +42,7 @@ class Snapshots:
         return self.started[-1].pid
 
     def connect(self, run_dir: Path, timeout: float) -> Snapshots:
-        if self.started[-1].poll() is not None:
+        if self.started[-1].poll() is not None or self.started[-1].pid == self.hangs:
             raise ProtectionError("no SMP answers")
         return self
 
@@ -51,7 +52,7 @@ class Snapshots:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def watch(self, pid: int, detect_seconds: float) -> None:
+    def watch(self, pid: int, detect_seconds: float, orphan_seconds: float) -> None:
         self.watched.append((self.started[-1].pid, pid))
 
     def fence(self) -> int:
@@ -62,7 +63,7 @@ class Snapshots:
         return self.tokens
 
     def status(self) -> dict[str, Any]:
-        return {"segments": [{"attached": True, "slots": [{"state": "CLEAN", "lineage": 1, "iteration": 4}]}]}
+        return {"refused": [], "segments": [{"attached": True, "slots": [{"state": "CLEAN", "lineage": 1, "iteration": 4}]}]}
 
     def end(self) -> None:
         self.kill()
@@ -158,6 +159,17 @@ def test_a_request_gives_up_and_says_that_nothing_is_lost(tmp_path: Path) -> Non
     with pytest.raises(ProtectionError, match="'fence'.*shared memory.*same command"):
         story.watcher.fence()
     story.watcher.stop()
+
+
+def test_an_smp_that_hangs_is_ended_and_replaced(tmp_path: Path) -> None:
+    story = Story(tmp_path, patience=0.5)
+    story.smp.hangs = first = story.watcher.start()
+    assert story.watcher.fence() == 1
+    assert [process.poll() for process in story.smp.started] == [-signal.SIGKILL, None]
+    names = [story.next() for _ in range(4)]
+    assert ("smp.hangs", first) in [(name, fields.get("pid")) for name, fields in names]
+    story.watcher.stop()
+    story.smp.kill()
 
 
 def test_an_end_in_order_is_no_loss(story: Story) -> None:

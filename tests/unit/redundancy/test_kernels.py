@@ -38,9 +38,9 @@ def random_bytes(size: int, seed: int, misaligned: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, size + misaligned, dtype=np.uint8)[misaligned:]
 
 
-def added(target: Bytes, sources: Sequence[Bytes], factors: Sequence[int]) -> Bytes:
-    """target + sum of factor * source, by a table of all products: the reference."""
-    found = target.copy()
+def added(target: Bytes, sources: Sequence[Bytes], factors: Sequence[int], overwrite: bool = False) -> Bytes:
+    """target (or zeros) + sum of factor * source, by a table of all products: the reference."""
+    found = np.zeros_like(target) if overwrite else target.copy()
     for source, factor in zip(sources, factors, strict=True):
         found[: source.size] ^= PRODUCTS[factor][source]
     return found
@@ -57,14 +57,14 @@ def arrays(draw: st.DrawFn, sources: int) -> tuple[int, list[Bytes]]:
 
 @both
 @settings(max_examples=60, deadline=None)
-@given(arrays(11), st.integers(0, 9))
+@given(arrays(11), st.integers(0, 9), st.booleans())
 def test_a_sum_of_many_sources_is_their_xor_with_zeros_behind_the_short_ones(
-    loops: Loops, given_arrays: tuple[int, list[Bytes]], misaligned: int
+    loops: Loops, given_arrays: tuple[int, list[Bytes]], misaligned: int, overwrite: bool
 ) -> None:
     size, sources = given_arrays
     target = random_bytes(size, 99, misaligned)
-    expected = added(target, sources, [1] * len(sources))
-    kernels.xor_many_into(target, sources, loops=loops)
+    expected = added(target, sources, [1] * len(sources), overwrite)
+    kernels.xor_many_into(target, sources, overwrite=overwrite, loops=loops)
     assert np.array_equal(target, expected)
 
 
@@ -75,18 +75,20 @@ def test_one_source_is_added_at_any_address(
     loops: Loops, size: int, target_at: int, source_at: int, data: st.DataObject
 ) -> None:
     target, source = random_bytes(size, 1, target_at), random_bytes(data.draw(st.integers(0, size)), 2, source_at)
-    expected = added(target, [source], [1])
-    kernels.xor_into(target, source, loops=loops)
+    overwrite = data.draw(st.booleans())
+    expected = added(target, [source], [1], overwrite)
+    kernels.xor_into(target, source, overwrite=overwrite, loops=loops)
     assert np.array_equal(target, expected)
 
 
 @both
-def test_a_source_is_scaled_by_each_number_of_the_field_for_each_byte(loops: Loops) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_source_is_scaled_by_each_number_of_the_field_for_each_byte(loops: Loops, overwrite: bool) -> None:
     source = np.tile(np.arange(256, dtype=np.uint8), 3)[:-1]
     for factor in range(256):
-        target = random_bytes(source.size, factor)
-        expected = added(target, [source], [factor])
-        kernels.scale_xor_into(target, source, factor, loops=loops)
+        target = random_bytes(source.size + 3, factor)
+        expected = added(target, [source], [factor], overwrite)
+        kernels.scale_xor_into(target, source, factor, overwrite=overwrite, loops=loops)
         assert np.array_equal(target, expected), factor
 
 
@@ -100,9 +102,10 @@ def test_p_and_q_are_the_plain_and_the_weighted_sum_whatever_the_exponents(
     some = st.lists(st.integers(0, 300), min_size=len(sources), max_size=len(sources))
     exponents = data.draw(st.permutations(range(len(sources))) | st.just(list(range(len(sources)))) | some)
     p, q = random_bytes(size, 98, 3), random_bytes(size, 99, 5)
-    expected_p = added(p, sources, [1] * len(sources))
-    expected_q = added(q, sources, [power(exponent) for exponent in exponents])
-    kernels.pq_into(p, q, sources, exponents, loops=loops)
+    overwrite = data.draw(st.booleans())
+    expected_p = added(p, sources, [1] * len(sources), overwrite)
+    expected_q = added(q, sources, [power(exponent) for exponent in exponents], overwrite)
+    kernels.pq_into(p, q, sources, exponents, overwrite=overwrite, loops=loops)
     assert np.array_equal(p, expected_p) and np.array_equal(q, expected_q)
 
 
@@ -119,6 +122,19 @@ def test_blocks_and_groups_of_sources_meet_without_a_seam(loops: Loops) -> None:
     kernels.xor_many_into(whole, sources, loops=loops)
     kernels.pq_into(p, q, sources, range(len(sources)), loops=loops)
     assert np.array_equal(p, expected_p) and np.array_equal(q, expected_q) and np.array_equal(whole, expected_p)
+
+
+@both
+@pytest.mark.parametrize("sizes", [[], [0], [3, 5, 5]])
+def test_overwriting_leaves_zeros_where_no_source_reaches(loops: Loops, sizes: list[int]) -> None:
+    sources = [random_bytes(size, number) for number, size in enumerate(sizes)]
+    plain, p, q = (random_bytes(9, seed) for seed in (97, 98, 99))
+    expected = added(p, sources, [1] * len(sources), True)
+    kernels.xor_many_into(plain, sources, overwrite=True, loops=loops)
+    kernels.pq_into(p, q, sources, range(len(sources)), overwrite=True, loops=loops)
+    assert np.array_equal(plain, expected) and np.array_equal(p, expected)
+    assert np.array_equal(q, added(q, sources, [power(number) for number in range(len(sources))], True))
+    assert not q[5:].any()
 
 
 def test_no_loop_is_given_more_sources_than_it_takes_well() -> None:
@@ -223,9 +239,11 @@ def test_what_matches_its_digests_is_added_and_no_more_than_fits(loops: Loops, f
     source = random_bytes(2 * nbytes + 300, 1, 1)
     for size in (source.size + 9, source.size, nbytes + 17, 0):
         target = random_bytes(size, 2, 3)
-        expected = added(target, [source[:size]], [factor])
-        kernels.digest_xor_into(target, source, buckets_of(source, nbytes), factor, loops=loops)
-        assert np.array_equal(target, expected), size
+        for overwrite in (False, True):
+            expected = added(target, [source[:size]], [factor], overwrite)
+            buckets = buckets_of(source, nbytes)
+            kernels.digest_xor_into(target, source, buckets, factor, overwrite=overwrite, loops=loops)
+            assert np.array_equal(target, expected), (size, overwrite)
 
 
 @both

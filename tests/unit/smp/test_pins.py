@@ -345,7 +345,7 @@ class Job:
 
     def beat(self, node: Node) -> None:
         """The SMP sends its report; an answer that it still waited for is given up."""
-        node.waiting = Request(node.position, node.report(self.lineage), node.life)
+        node.waiting, node.answer = Request(node.position, node.report(self.lineage), node.life), None
         if node.position == 0:
             self.decide(node.waiting)  # a call
         else:

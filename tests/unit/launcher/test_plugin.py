@@ -1,0 +1,58 @@
+"""What a node is told about the rendezvous, by torch's words for it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from ft_plugins.errors import ConfigError
+from ft_plugins.launcher.plugin import Settings
+from ft_plugins.launcher.post import Endpoint
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seats": "8"}, "unknown key 'seats'"),
+        ({"is_host": "1"}, "unknown key 'is_host'; ft_plugins knows detect_seconds"),
+        ({"sizes": "4;2"}, "sizes: expected numbers of nodes as 8/6/4, found '4;2'"),
+        ({"sizes": "4,1"}, "sizes: expected .* found 1"),
+        ({"node_rank": "4"}, "node_rank: expected 0 to 3, found '4'"),
+        ({"wait_seconds": "soon"}, "wait_seconds: expected seconds >= 0, found 'soon'"),
+        ({"endpoint": ""}, "--rdzv-endpoint: expected host:port of one of the 4 nodes"),
+        ({"endpoint": "localhost:0"}, "--rdzv-endpoint: expected host:port of one of the 4 nodes"),
+        ({"endpoint": "a:b"}, "--rdzv-endpoint: expected host:port"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_setting_is_refused_in_words(given: dict[str, Any], said: str) -> None:
+    fields = {"endpoint": "h:29400", "run_id": "r", "min_nodes": 2, "max_nodes": 4, **given}
+    with pytest.raises(ConfigError, match=said):
+        Settings.read(RendezvousParameters("ft_plugins", **fields))
+
+
+def test_settings_are_read_as_given_and_have_defaults() -> None:
+    plain = Settings.read(RendezvousParameters("ft_plugins", "", "r", 1, 1, timeout=900))
+    assert (plain.endpoints, plain.node, plain.wanted, plain.run_dir) == ((), socket.gethostname(), None, None)
+    assert (plain.rules.last_call, plain.rules.wait, plain.join, plain.silence) == (30, 30, 600, 10)
+    full = RendezvousParameters(
+        "ft_plugins",
+        "a, b:7 ,[::1]:8",
+        "r",
+        2,
+        8,
+        sizes="8/6/4",
+        wait_seconds="60",
+        node_rank="3",
+        node_name="n",
+        run_dir="/x",
+    )
+    found = Settings.read(full)
+    assert found.endpoints == (Endpoint("a", 29400), Endpoint("b", 7), Endpoint("::1", 8))
+    assert [str(endpoint) for endpoint in found.endpoints] == ["a:29400", "b:7", "[::1]:8"]
+    assert (found.rules.sizes, found.rules.wait, found.rules.last_call, found.wanted) == ((8, 6, 4), 60, 30, 3)
+    assert (found.node, found.run_dir) == ("n", Path("/x"))
