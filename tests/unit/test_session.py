@@ -451,3 +451,100 @@ def test_a_configuration_without_a_system_hooks_in_and_does_nothing(capfd: pytes
     loop.run(session, 3)
     session.shutdown()
     assert loop.iteration == 3 and "ft_plugins configuration" in capfd.readouterr().out
+
+
+def test_ranks_on_other_nodes_than_before_are_told_so_where_nothing_can_be_moved(
+    nodes: Callable[[str], Node], ranks: Ranks
+) -> None:
+    """Complete state lies on the same nodes: neither started over, nor ever mixed with what would be captured then."""
+    three = [nodes(name) for name in "abc"]
+    for node in three:
+        node.start()
+        node.fence()
+    options = {"reft": {"redundancy": "none"}}
+    ranks(_incarnation, 3, [node.run_dir for node in three], 1, 5, options)
+    for node in three:
+        node.fence()
+    moved = [three[1], three[2], three[0]]
+    found = ranks(_incarnation, 3, [node.run_dir for node in moved], 2, 9, options)
+    assert {each["error"][0] for each in found} == {"ResumeError"}
+    assert "rank 1's is on node 0" in found[0]["error"][1] and "former order" in found[0]["error"][1]
+    for node in three:
+        node.fence()
+    found = ranks(_incarnation, 3, [node.run_dir for node in three], 3, 6, options)
+    assert [(each["error"], each["resumed"], each["restored_w"]) for each in found] == [(None, 5, {5.0})] * 3
+
+
+def test_state_on_one_node_forbids_to_train_on_without_protection_on_another(
+    nodes: Callable[[str], Node], ranks: Ranks, tmp_path: Path
+) -> None:
+    both = [nodes(name) for name in "ab"]
+    for node in both:
+        node.start()
+        node.fence()
+    options = {"reft": {"redundancy": "none"}}
+    ranks(_incarnation, 2, [node.run_dir for node in both], 1, 5, options)
+    both[1].end()  # that node was started anew, and its SMP cannot be had
+    both[0].fence()
+    found = ranks(_incarnation, 2, [node.run_dir for node in both], 2, 9, options)
+    assert {each["error"][0] for each in found} == {"ProtectionError"}
+    assert [each["iteration"] for each in found] == [0, 0]
+
+
+def test_nodes_that_are_configured_otherwise_are_refused_by_key_and_rank(
+    nodes: Callable[[str], Node], ranks: Ranks
+) -> None:
+    node = nodes("n")
+    node.start()
+    found = ranks(_differing, 2, node.run_dir, node.fence())
+    assert [error[0] for error in found] == ["ConfigError"] * 2
+    assert "reft of rank 1 is [{'interval': 5}], of rank 0 [{}]" in found[0][1]
+
+
+def _differing(rank: int, world: int, run_dir: Path, token: int) -> tuple[str, str]:
+    loop = Loop(rank, world)
+    try:
+        attach(loop.host, config(reft={"interval": 5} if rank else {}), context(rank, world, run_dir, token))
+    except FtError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def test_a_start_from_the_beginning_that_one_rank_has_not_heard_of_yet_stands_for_all(
+    node: Node, ranks: Ranks
+) -> None:
+    """Given --ftp-resume fresh, killed when one rank's lineage was opened and the other's not."""
+    node.start()
+    ranks(_incarnation, 2, [node.run_dir] * 2, node.fence(), 5, {})
+    ranks(_open_from_nothing, 1, node, node.fence())
+    found = ranks(_incarnation, 2, [node.run_dir] * 2, node.fence(), 3, {})
+    assert [(each["error"], each["resumed"]) for each in found] == [(None, 0)] * 2
+
+
+def _open_from_nothing(rank: int, world: int, node: Node, token: int) -> None:
+    segment = Segment(node.segment(0))
+    with node.client() as client:
+        client.attach(0, token, segment.shape, segment.fingerprint, fresh=True)
+        client.restore(0, token, segment.lineage + 1, None)
+
+
+def test_another_kind_of_number_in_the_same_bytes_is_another_state(node: Node, ranks: Ranks) -> None:
+    node.start()
+    for token, kind in enumerate((torch.bfloat16, torch.float16), 1):
+        assert node.fence() == token
+        (error,) = ranks(_of_kind, 1, node.run_dir, token, kind)
+    assert error is not None and "laid out otherwise" in error
+
+
+def _of_kind(rank: int, world: int, run_dir: Path, token: int, kind: torch.dtype) -> str | None:
+    host = PlainHost({"w": torch.full((100,), 5.0, dtype=kind)})
+    try:
+        session = attach(host, config(), context(0, 1, run_dir, token))
+        session.resume()
+        session.iteration_begin(1)
+        session.before_update(1)
+        session.iteration_end(1)
+        session.before_update(2)
+    except FtError as error:
+        return str(error)
+    return None
