@@ -286,7 +286,8 @@ def measure(quick: bool) -> dict[str, float | bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, peers beside one load; ends within 50 s on 2 cores")
+    meaning = "fewer steps, peers beside one load; ends within 50 s on 2 cores"
+    parser.add_argument("--quick", action="store_true", help=meaning)
     print(line("snapshot_stall", measure(parser.parse_args().quick)))
 
 

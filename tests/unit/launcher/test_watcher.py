@@ -63,7 +63,8 @@ class Snapshots:
         return self.tokens
 
     def status(self) -> dict[str, Any]:
-        return {"refused": [], "segments": [{"attached": True, "slots": [{"state": "CLEAN", "lineage": 1, "iteration": 4}]}]}
+        slot = {"state": "CLEAN", "lineage": 1, "iteration": 4}
+        return {"refused": [], "segments": [{"attached": True, "slots": [slot]}]}
 
     def end(self) -> None:
         self.kill()

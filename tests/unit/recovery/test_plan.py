@@ -54,7 +54,8 @@ def test_the_newest_version_that_every_rank_holds_whole_is_taken(
     assert plan.completed == min((rank.completed for rank in facts if rank.lineage or rank.completed), default=0)
     assert plan.lost == max(0, plan.completed - (plan.version.iteration if plan.version else 0))
     assert plan.tier == ("process" if plan.version else "none") and plan.reason
-    assert plan == plan_recovery(list(reversed(facts)), frozenset(corrupt), banned=banned), "whoever computes it, it is the same"
+    again = plan_recovery(list(reversed(facts)), frozenset(corrupt), banned=banned)
+    assert plan == again, "whoever computes it, it is the same"
 
 
 @given(survivors())
