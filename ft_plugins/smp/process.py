@@ -1,364 +1,36 @@
-"""The snapshot management process: owns a node's segments, outlives training, ends in order.
+"""The snapshot management process: a daemon that outlives training, serves its node's requests, ends in order.
 
-Invariant: nothing that it knows is lost with it. Segments are files in /dev/shm, the token is a file in the run
-directory, owners stand in the segments' headers: a new SMP adopts them all. It imports no torch and holds no device.
-It serves requests one at a time and takes no part in the step path.
+Invariant: one such process a job and node, by two locks that the kernel frees at its death: one in the run directory,
+one beside the segments, which another login's run directory cannot escape. It is no child of training, and ends when it
+is told to, or when nobody has come for its time after the ft-run that it watched was gone. What it does for its
+callers is `owner`'s.
 
-In: requests of `protocol`. Out: segments created, lineages opened, superseded trainers killed; events.
+In: a command line; connections to a Unix socket. Out: replies; an end that leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import select
 import socket
 import sys
 import threading
 import time
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from .. import faults
-from ..errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
+from ..errors import FtError
 from ..events import Events, file_sink
 from ..snapshot import segment as segments
-from ..snapshot.segment import Segment, Shape, path_of
-from ..snapshot.slots import Version, void
 from . import liveness, protocol
-from .node import NodeTier
-from .persister import Persister
-from .protection import Protection
+from .owner import SnapshotProcess
 
-KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
-_TOUCH_SECONDS = 30.0
 _LAST_WRITE_SECONDS = 600.0  # how long the end of an orphaned SMP is put off while it still writes to storage
 _PREDECESSOR_SECONDS = 1.0  # for the kernel to let go of what an SMP that was killed just now has locked
 _CONNECTIONS = 512  # at once: with the segments and their locks still fewer than the 1024 files of a usual limit
 _ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
-_RANKS = 1 << 32  # a number beyond is no rank
-
-
-class SnapshotProcess:
-    """The state of the daemon: which segments there are, the token, whom it watches."""
-
-    def __init__(self, run_dir: Path, job: str, node: str, events: Events) -> None:
-        self._run_dir = run_dir
-        self._job = job
-        self._node = node
-        self._events = events
-        self._lock = threading.Lock()
-        self._token_path = run_dir / "token"
-        self.token = int(self._token_path.read_text()) if self._token_path.exists() else 0
-        self.watched: tuple[int, int] = (0, 0)
-        self.ended = threading.Event()
-        self.orphan_seconds: float | None = None  # as the ft-run that watches wants it
-        self._silence = float("inf")  # seconds after which a stopped trainer is lost
-        self._stopped: dict[int, float] = {}  # by rank, since when
-        self._declared = -1  # the token under which trainers were declared lost
-        self._touched = time.monotonic()
-        self._segments: dict[int, Segment] = {}
-        self._refused: list[str] = []  # files that are in the place of segments, and are not touched
-        self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
-        for path in segments.segments_of(job, node):
-            try:
-                adopted = Segment(path)
-            except SegmentError as error:  # a foreign or damaged file: reported, and refused at attach
-                events.emit("smp.refused", path=str(path), reason=str(error))
-                self._refused.append(str(path))
-                continue
-            self._segments[adopted.rank] = adopted
-            self.token = max(self.token, adopted.token)
-        self.adopted = len(self._segments)
-        self._tier = NodeTier(run_dir, job, node, self._segments, events)
-        self.persister = Persister(run_dir, job, node, events)
-        self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
-        if self._segments:
-            events.emit("smp.adopt", segments=len(self._segments), token=self.token)
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one request. Errors of this package and of the system become refusals."""
-        name = request.get("do")
-        known = protocol.REQUESTS | protocol.NODE_REQUESTS | protocol.STORAGE_REQUESTS
-        if not isinstance(name, str) or name not in known:
-            return protocol.refusal(ProtocolError(f"'{name}' is no request; known are {sorted(known)}"))
-        faults.reach(f"smp.{name}.before", adopted=self.adopted)
-        try:
-            alone = name in protocol.REQUESTS and name != "attach"  # the others take locks where they need them
-            with self._lock if alone else nullcontext():
-                reply = {"ok": True, **getattr(self, f"_{name}")(request)}
-        except (FtError, OSError) as error:
-            refused = _in_words(name, request, error) if isinstance(error, OSError) else error
-            self._events.emit("smp.refused", request=name, reason=str(refused))
-            reply = protocol.refusal(refused)
-        faults.reach(f"smp.{name}.after", adopted=self.adopted)
-        return reply
-
-    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "job": self._job,
-            "node": self._node,
-            "token": self.token,
-            "watched_pid": self.watched[0],
-            "refused": [path for path in self._refused if Path(path).exists()],
-            "node_tier": self._tier.status(),
-            "storage": self.persister.status(),
-            "segments": [
-                {
-                    "rank": rank,
-                    "path": str(segment.path),
-                    "bytes": segment.shape.total,
-                    "resident_bytes": segment.resident_bytes,
-                    "owner_pid": segment.owner[0],
-                    "attached": segment.attached,
-                    "completed": segment.completed,
-                    "lineage": segment.lineage,
-                    "lineage_token": segment.lineage_token,
-                    "slots": [
-                        {
-                            "state": slot.state.name,
-                            "lineage": slot.version.lineage if slot.version else None,
-                            "iteration": slot.version.iteration if slot.version else None,
-                        }
-                        for slot in segment.slots()
-                    ],
-                }
-                for rank, segment in sorted(self._segments.items())
-            ],
-        }
-
-    def _watch(self, request: dict[str, Any]) -> dict[str, Any]:
-        pid = protocol.field(request, "pid", int)
-        self.watched = (pid, liveness.started(pid))
-        self._silence = float(protocol.field(request, "detect_seconds", (int, float)))
-        if "orphan_seconds" in request:  # a new ft-run may have another mind
-            self.orphan_seconds = float(protocol.field(request, "orphan_seconds", (int, float)))
-            # for a sweep after this process's death
-            (self._run_dir / segments.PATIENCE_FILE).write_text(str(self.orphan_seconds))
-        return {}
-
-    def _fence(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Supersede the running incarnation: its token is void at once, its trainers are gone before this returns."""
-        self._tier.suspend()
-        self.token += 1
-        building = self._token_path.with_suffix(".new")
-        building.write_text(str(self.token))
-        building.replace(self._token_path)
-        for segment in self._segments.values():
-            segment.token = self.token
-        if faults.reach("fence.kill", token=self.token) != "skip":
-            owners = [segment.owner for segment in self._segments.values()]
-            alive = liveness.kill_and_wait(owners, KILL_SECONDS)
-            if alive:
-                raise FencedError(
-                    f"node {self._node}: trainers {alive} of the superseded incarnation were not gone "
-                    f"{KILL_SECONDS:.0f} s after SIGKILL (a hung device?); nobody may capture before they are"
-                )
-        for segment in self._segments.values():
-            segment.owner = (0, 0)
-            segment.attached = False
-        self._events.emit("smp.fence", token=self.token)
-        return {"token": self.token}
-
-    def _check_token(self, request: dict[str, Any]) -> int:
-        rank, token = protocol.number(request, "rank", _RANKS), protocol.field(request, "token", int)
-        if token != self.token:
-            raise FencedError(
-                f"rank {rank}: token {token} was superseded by {self.token}; this incarnation may not go on"
-            )
-        return rank
-
-    def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
-        rank = self._check_token(request)
-        fields = protocol.field(request, "shape", dict)
-        if sorted(fields) != ["buckets", "layout", "nbytes", "slots", "small_nbytes"] or not all(
-            type(v) is int and v >= 0 for v in fields.values()
-        ):
-            raise ProtocolError(f"rank {rank}: attach with shape {fields}")
-        shape = Shape(**fields)
-        fingerprint = _plain(rank, protocol.field(request, "fingerprint", dict))
-        pid = protocol.number(request, "pid")
-        fresh = protocol.field(request, "fresh", bool)
-        path = path_of(self._job, self._node, rank)
-        with self._allocating.setdefault(rank, threading.Lock()):
-            with self._lock:
-                found = self._reusable(rank, path, shape, fingerprint, fresh)
-            if found is None:  # without the lock: allocating takes seconds, and a node's ranks do it side by side
-                path.unlink(missing_ok=True)
-                segments.create(path, shape, rank, fingerprint)
-                found = Segment(path)
-            with self._lock:
-                if self.ended.is_set():
-                    path.unlink(missing_ok=True)
-                    raise FencedError(f"rank {rank}: the job's SMP on node {self._node} has ended meanwhile")
-                self._segments[rank] = found  # before the token is checked: the next incarnation finds it
-                self._check_token(request)  # once more: a fence may have passed meanwhile
-                found.token = self.token
-                found.owner = (pid, liveness.started(pid))
-                found.attached = True
-        self.persister.told(rank, path, protocol.field(request, "storage", dict) if request.get("storage") else None)
-        return {"path": str(path), "resident_bytes": found.resident_bytes}
-
-    def _reusable(
-        self, rank: int, path: Path, shape: Shape, fingerprint: dict[str, Any], fresh: bool
-    ) -> Segment | None:
-        """The segment that this rank has already, None when one is to be made. Raises ResumeError, SegmentError."""
-        found = self._segments.get(rank)
-        if found is None and path.exists() and not fresh:
-            raise SegmentError(
-                f"rank {rank}: {path} is there but is no segment of this version; "
-                "'ft-plugins end' or --ftp-resume fresh removes it"
-            )
-        if found is None:
-            return None
-        try:
-            _check_same_job(rank, found, shape, fingerprint)
-        except (ResumeError, SegmentError):
-            if not fresh:
-                raise
-            self._segments.pop(rank).close()
-            return None
-        return found
-
-    def _restore(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Open a lineage for one rank's segment: what is newer than its base is void."""
-        rank = self._check_token(request)
-        lineage = protocol.number(request, "lineage")
-        base = None
-        if request.get("base") is not None:
-            parts = protocol.field(request, "base", list)
-            if len(parts) != 2 or not all(type(part) is int and part >= 0 for part in parts):
-                raise ProtocolError(f"rank {rank}: restore of {parts}; expected a lineage and an iteration")
-            base = Version(*parts)
-        found = self._segments.get(rank)
-        if found is None:
-            raise ProtocolError(f"rank {rank}: restore before attach")
-        found.open_lineage(lineage, base, void(found.slots(), base))
-        return {}
-
-    def _shutdown(self, request: dict[str, Any]) -> dict[str, Any]:
-        """This rank has ended in order."""
-        rank = self._check_token(request)
-        self._tier.suspend()  # training is over: nobody is missed any more
-        if rank in self._segments:
-            self._segments[rank].owner = (0, 0)
-        return {}
-
-    # ---- other nodes ----
-
-    def _endpoint(self, request: dict[str, Any]) -> dict[str, Any]:
-        host, port = self._tier.endpoint(
-            protocol.field(request, "address", str), protocol.field(request, "secret_file", str)
-        )
-        return {"host": host, "port": port}
-
-    def _inventory(self, request: dict[str, Any]) -> dict[str, Any]:
-        return self._tier.inventory()
-
-    def _rebuild(self, request: dict[str, Any]) -> dict[str, Any]:
-        rank = self._check_token(request)
-        self._tier.rebuild(rank, self.token, Protection.read(protocol.field(request, "protection", dict)), request)
-        return {}
-
-    def _protect(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._check_token(request)
-        told = Protection.read(protocol.field(request, "protection", dict))
-        with self._lock:
-            for rank in set(self._segments) - {r for r, node in enumerate(told.nodes) if node == self._node}:
-                self._segments.pop(rank).close()  # it has moved to another node, and was restored there
-                path_of(self._job, self._node, rank).unlink(missing_ok=True)
-        return self._tier.protect(told, self.token)
-
-    def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:
-        reason, seconds = protocol.field(request, "reason", str), protocol.field(request, "seconds", float)
-        return self.persister.request(reason, max(0.0, seconds), protocol.field(request, "only_due", bool))
-
-    def _end(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.finish("in order")
-        return {}
-
-    def look_at_trainers(self) -> None:
-        """A trainer that has been stopped for too long is lost: its peers wait for it in a collective."""
-        now = time.monotonic()
-        stopped = {}
-        for rank, segment in list(self._segments.items()):
-            pid, began = segment.owner
-            if began and liveness.is_stopped(pid, began):
-                stopped[rank] = self._stopped.get(rank, now)
-        self._stopped = stopped
-        lost = [rank for rank, since in stopped.items() if now - since > self._silence]
-        if lost and self._declared != self.token:
-            self._declared = self.token
-            self._tier.declare(self.token, [f"rank {rank}" for rank in sorted(lost)])
-
-    def touch(self) -> None:
-        """Now and then, leave the time at the lock file: a sweep asks how long nobody has been here."""
-        if time.monotonic() - self._touched < _TOUCH_SECONDS:
-            return
-        self._touched = time.monotonic()
-        lock = segments.lock_of(self._job, self._node)
-        if lock.exists():
-            os.utime(lock)
-
-    def finish(self, reason: str) -> None:
-        """Remove the segments; the daemon ends."""
-        self._tier.close()
-        self.persister.stop()
-        for segment in self._segments.values():
-            segment.close()
-        self._segments.clear()
-        removed = segments.remove(self._job, self._node)
-        self._events.emit("smp.end", reason=reason, segments=removed)
-        self.ended.set()
-
-
-def _in_words(name: str, request: dict[str, Any], error: OSError) -> FtError:
-    """What the system would not let us do: for good where a segment's file is in question, else perhaps not again."""
-    reason = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    if name == "attach":
-        return SegmentError(f"rank {request.get('rank')}: no segment can be made ({reason}); remove what is in its way")
-    return ProtocolError(f"the SMP could not carry out '{name}' ({reason})")
-
-
-def _plain(rank: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """The fingerprint as a segment's header gives it back. Raises ProtocolError for more than plain values."""
-    try:
-        return dict(json.loads(json.dumps(fingerprint)))
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"rank {rank}: the job's fingerprint holds more than plain values: {error}") from error
-
-
-def _check_same_job(rank: int, found: Segment, shape: Shape, fingerprint: dict[str, Any]) -> None:
-    """Raises ResumeError when a segment holds the state of another job, or of this job laid out otherwise."""
-    before = found.fingerprint
-    if before != fingerprint:
-        differing = ", ".join(
-            f"{key}: {before.get(key)!r} -> {fingerprint.get(key)!r}"
-            for key in sorted(before.keys() | fingerprint.keys())
-            if before.get(key) != fingerprint.get(key)
-        )
-        remedy = (
-            "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
-        )
-        raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
-    same = replace(found.shape, small_nbytes=0) == replace(shape, small_nbytes=0)
-    if same and 2 * found.shape.small_nbytes < shape.small_nbytes:  # twice what is needed is asked for
-        raise ResumeError(
-            f"rank {rank}: there is room for {found.shape.small_nbytes} bytes of small state in memory, now "
-            f"{shape.small_nbytes // 2} are needed at least; --ftp-resume fresh drops it"
-        )
-    if not same:
-        raise ResumeError(
-            f"rank {rank}: the state in memory was laid out otherwise ({found.shape.nbytes} bytes in "
-            f"{found.shape.buckets} buckets, {found.shape.slots} slots, "
-            f"now {shape.nbytes} in {shape.buckets}, {shape.slots} slots: nodes, bucket size or model changed); "
-            "--ftp-resume fresh drops it"
-        )
 
 
 class _Server:
@@ -446,7 +118,7 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
             last_called = True
             process.persister.request("before removal", 0)
         if left <= 0 and not process.persister.busy or left < -_LAST_WRITE_SECONDS:
-            process.finish(f"orphaned for {patience:.0f} s")
+            process.finish_alone(f"orphaned for {patience:.0f} s")
             return
         process.ended.wait(min(left, WATCH_SECONDS) if left > 0 else WATCH_SECONDS)  # a new ft-run may come meanwhile
 
