@@ -71,7 +71,8 @@ def status(
             print(json.dumps(report))
         return
     table = Table(
-        "job", "node", "SMP", "ft-run", "token", "ranks", "host memory", "newest version", "completed", "storage"
+        *("job", "node", "SMP", "ft-run", "token", "ranks", "host memory", "newest version", "completed"),
+        *("survives a lost node", "storage"),
     )
     for report in found:
         table.add_row(*_row(report))
@@ -240,7 +241,7 @@ def _reports(job: str | None, node: str | None) -> Iterator[dict[str, Any]]:
 def _row(report: Mapping[str, Any]) -> list[str]:
     ft_run = "running" if report["ft_run_alive"] else "gone"
     if not report["alive"]:
-        return [report["job"], report["node"], "gone", ft_run, "", "", "", "", "", ""]
+        return [report["job"], report["node"], "gone", ft_run, *[""] * 7]
     segments, newest = report["segments"], smp.newest_common(report)
     return [
         report["job"],
@@ -252,8 +253,18 @@ def _row(report: Mapping[str, Any]) -> list[str]:
         f"{sum(segment['bytes'] for segment in segments) / 2**20:.1f} MiB",
         f"iteration {newest.iteration}, lineage {newest.lineage}" if newest else "none yet",
         str(min((segment["completed"] for segment in segments), default="")),
+        _on_nodes(report.get("node_tier", {})),
         _in_storage(report.get("storage", {})),
     ]
+
+
+def _on_nodes(tier: Mapping[str, Any]) -> str:
+    """Which version could be rebuilt if another node were lost now."""
+    if not tier or not tier["nodes"]:
+        return "no"
+    if not tier["counts"]:
+        return "not yet"
+    return f"iteration {tier['counts'][1]}, lineage {tier['counts'][0]}"
 
 
 def _in_storage(storage: Mapping[str, Any]) -> str:

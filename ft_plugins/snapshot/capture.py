@@ -58,8 +58,8 @@ class Capture:
     ) -> None:
         """`tensors` gives the live tensors by item name, asked again at every version point: none may have moved.
 
-        `committed` is called on the capture thread once the fence is open; `behind` likewise, after each `ask_behind`.
-        Raises InventoryError when tensors and layout do not agree.
+        `committed` is called on the capture thread before the fence opens: it has to be quick. `behind` is called on it
+        after each `ask_behind` and may take its time. Raises InventoryError when tensors and layout do not agree.
         """
         self._segment = segment
         self._layout = layout
@@ -163,16 +163,13 @@ class Capture:
         while True:
             self._work.acquire()
             if self._pending is not None:
-                commit = None
                 try:
-                    commit = self._background(*self._pending)
+                    self._committed(self._background(*self._pending))
                 except BaseException as failure:  # carried to the fence, where the training thread meets it
                     self._failure = failure
                 finally:
                     self._pending = None
                     self._idle.set()
-                if commit is not None:  # only now: nothing that this takes holds up the fence
-                    self._committed(commit)
             elif self._asked:
                 self._asked = False
                 try:
