@@ -48,7 +48,7 @@ class Job:
         self.lost: list[RunningJob] = []
 
     def start(self, name: str, faults: str = "", mbps: int = 80) -> RunningJob:
-        flags = ["--reft", "--ftp-node-name", name, "--ftp-secret-file", str(self.secret), "--ftp-detect-seconds", "3"]
+        flags = ["--reft", "--ftp-node-name", name, "--ftp-secret-file", str(self.secret), "--ftp-detect-seconds", "10"]
         flags += ["--reft-exchange-mbps", str(mbps), *(["--ftp-faults", faults] if faults else [])]
         fields = self.places.pop(0).fields()
         spec = self.jobs(
