@@ -14,6 +14,7 @@ In: what the training script has built, after `prepare()`. Out: a `model.host.Ho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -38,6 +39,9 @@ _ARCHITECTURE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
     *("hidden_dropout", "attention_dropout", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("activation_func", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "window_size"),
+    *("softmax_type", "rotary_interleaved", "multi_latent_attention", "apply_query_key_layer_scaling"),
+    *("moe_router_load_balancing_type", "moe_router_score_function", "moe_router_pre_softmax", "moe_layer_freq"),
     *("mtp_num_layers", "params_dtype", "fp16", "bf16", "sequence_parallel"),
 )
 
@@ -283,4 +287,10 @@ class MegatronCoreHost:
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, torch.dtype) else value
+    """As JSON can say it; a function by its name."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return [_plain(part) for part in value]
+    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", str(value))
