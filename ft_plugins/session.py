@@ -106,7 +106,7 @@ class Session:
                 "reached: call attach after torch.distributed.init_process_group"
             )
         self._collective.agree(failure)
-        own = {key: value for key, value in self._config.block().items() if key not in _OF_A_NODE}
+        own = {key: value for key, value in self._config.model_dump().items() if key not in _OF_A_NODE}
         told = [msgpack.unpackb(part) for part in self._collective.gather(msgpack.packb(own))]
         for rank, block in enumerate(told):
             if block != told[0]:
