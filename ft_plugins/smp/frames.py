@@ -51,17 +51,23 @@ class Part:
 
 @dataclass(frozen=True)
 class Frame:
-    """Bytes `offset .. offset + nbytes` of the slot."""
+    """Bytes `offset .. offset + nbytes` of the slot.
+
+    If any part is as long as the frame and has factor 1, the first one is: the others are added to it.
+    """
 
     offset: int
     nbytes: int
     parts: tuple[Part, ...]
 
     @property
-    def base(self) -> Part | None:
-        """The part that the others are added to: one as long as the frame, with factor 1. None where there is none."""
-        whole = (part for part in self.parts if part.factor == 1 and part.wanted.nbytes == self.nbytes)
-        return next(whole, None)
+    def has_base(self) -> bool:
+        """Whether the first part is such a one; else all are added to zeros."""
+        return bool(self.parts) and _may_be_base(self.parts[0], self.nbytes)
+
+
+def _may_be_base(part: Part, nbytes: int) -> bool:
+    return part.factor == 1 and part.wanted.nbytes == nbytes
 
 
 def copied(rank: int, version: Version, nbytes: int, position: int) -> Iterator[Frame]:
@@ -107,7 +113,9 @@ def _decoded(
         which = next((which for kind, which, _ in rebuild.sources if kind == "parity"), 0)
         in_bucket = (offsets[section.index, stripe, which] + at) % PAYLOAD_LIMIT
         stop = min(first + nbytes, piece.stop, done + PAYLOAD_LIMIT - in_bucket)
-        yield Frame(done - first, stop - done, tuple(_parts(section, rebuild, version, at, stop - done)))
+        parts = _parts(section, rebuild, version, at, stop - done)
+        base_first = sorted(parts, key=lambda part: not _may_be_base(part, stop - done))
+        yield Frame(done - first, stop - done, tuple(base_first))
         done = stop
 
 

@@ -15,7 +15,6 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
@@ -30,6 +29,7 @@ from ..snapshot.segment import Segment, vault_of
 from ..snapshot.slots import Pin, SlotState, Version
 from . import protocol, wire
 from .exchange import Exchange, RatePacer
+from .frames import Data, Parity
 from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, read_report, read_version, told, written
 from .pins import Directive, Report
 from .protection import Protection
@@ -38,7 +38,6 @@ from .vault import Vault, shape_of
 from .wire import Bytes, Peer, Server
 
 _POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
-_READERS = 4  # frames of a rebuild that are under way at once
 
 
 class NodeTier:
@@ -55,6 +54,7 @@ class NodeTier:
         self._server: Server | None = None
         self._secret = b""
         self._vault: Vault | None = None
+        self._memory = Local(segments, lambda: self._vault)
         self._told: Protection | None = None
         self._plan: ExchangePlan | None = None
         self._first: Peer | None = None  # where the agreement is reached
@@ -155,16 +155,16 @@ class NodeTier:
                     segment.unpin(slot.index, ~Pin(0))
                     segment.dirty(slot.index, None, token)
         source = request.get("source")
-        with ThreadPoolExecutor(_READERS, "smp-rebuild") as pool:
-            if source is not None:
-                fetch(segment, version, token, self._reader((str(source[0]), int(source[1]))), pool)
-            else:
-                readers = {position: self._reader(where) for position, where in holders.items()}
-                lost = [int(position) for position in request["lost"]]
-                decode(segment, version, token, told_now.plan(), lost, readers, pool)
+        began = time.monotonic()
+        if source is not None:
+            read_bytes = fetch(segment, version, token, self._reader((str(source[0]), int(source[1]))))
+        else:
+            readers = {position: self._reader(where) for position, where in holders.items()}
+            lost = [int(position) for position in request["lost"]]
+            read_bytes = decode(segment, version, token, told_now.plan(), lost, readers)
         self._events.emit(
             "slot.rebuilt", about=rank, lineage=version.lineage, iteration=version.iteration, decoded=source is None,
-            bytes=segment.shape.nbytes,
+            bytes=segment.shape.nbytes, read_bytes=read_bytes, seconds=time.monotonic() - began,
         )  # fmt: skip
 
     def status(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class NodeTier:
 
     def _reader(self, where: tuple[str, int]) -> Reader:
         if self._server is not None and where == self._server.endpoint:
-            return Local(self._segments, lambda: self._vault)
+            return self._memory
         return Remote(where, self._job, self._secret, 30.0)
 
     def _connect(self, position: int) -> Peer:
@@ -384,16 +384,16 @@ class NodeTier:
         return {"taken": taken, "copies": vault.copied(version, protocol.field(message, "ranks", list))}
 
     def _handle_read(self, message: dict[str, Any]) -> tuple[dict[str, Any], Bytes | None]:
-        local = Local(self._segments, lambda: self._vault)
+        local = self._memory
         version = read_version(message["version"])
         match message.get("what"):
             case "data":
-                at, nbytes = protocol.number(message, "offset"), protocol.number(message, "nbytes", 1 + (1 << 20))
-                return {}, local.data(protocol.number(message, "rank"), version, at, nbytes)
+                at, nbytes = protocol.number(message, "at"), protocol.number(message, "nbytes", 1 + (1 << 20))
+                return {}, local.read(Data(protocol.number(message, "rank"), version, at, nbytes))
             case "parity":
                 section, stripe, which = protocol.field(message, "key", list)
                 at, nbytes = protocol.number(message, "at"), protocol.number(message, "nbytes", 1 + (1 << 20))
-                return {}, local.parity((section, stripe, which), version, at, nbytes)
+                return {}, local.read(Parity((section, stripe, which), version, at, nbytes))
             case "copy" | "slot" as what:
                 rank, at = protocol.number(message, "rank"), protocol.number(message, "offset")
                 whole = np.frombuffer(getattr(local, what)(rank, version), dtype=np.uint8)

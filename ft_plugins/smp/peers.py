@@ -9,18 +9,27 @@ In: reports and requests. Out: directives; bytes, digests checked.
 from __future__ import annotations
 
 import json
+import math
 import os
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ..errors import ProtocolError, SegmentError
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Version
+from ..snapshot.slots import SlotState, Version
+from . import protocol
 from .exchange import copy_of, slot_of
+from .frames import Data, Parity
 from .pins import Directive, Epoch, Report, decide
 from .vault import Vault
 from .wire import Bytes, Peer
@@ -66,9 +75,12 @@ class Coordinator:
 class Local:
     """This node's own memory, as `rebuild.Reader`."""
 
+    over_wire = False
+
     def __init__(self, segments: Mapping[int, Segment], vault: Callable[[], Vault | None]) -> None:
         self._segments = segments
         self._vault = vault
+        self._slots: dict[tuple[int, Version], int] = {}  # where each was found last: looked at first
 
     def _segment(self, rank: int) -> Segment:
         found = self._segments.get(rank)
@@ -82,14 +94,24 @@ class Local:
             raise SegmentError("this node keeps no parity")
         return found
 
-    def data(self, rank: int, version: Version, offset: int, nbytes: int) -> Bytes:
-        """Bytes of a slot's data."""
-        segment = self._segment(rank)
-        return segment.data(slot_of(segment, version))[offset : offset + nbytes]
+    def read(self, wanted: Data | Parity) -> Bytes:
+        """Bytes of a slot's data, or of a parity block, the digests of which are checked. A view."""
+        if isinstance(wanted, Parity):
+            return self._kept().read(wanted.version, wanted.key, wanted.at, wanted.nbytes)
+        segment = self._segment(wanted.rank)
+        if wanted.at + wanted.nbytes > segment.shape.nbytes:
+            raise ProtocolError(f"{wanted.nbytes} bytes at {wanted.at} are not in the slots of rank {wanted.rank}")
+        return segment.data(self._slot_of(segment, wanted.version))[wanted.at : wanted.at + wanted.nbytes]
 
-    def parity(self, key: tuple[int, int, int], version: Version, at: int, nbytes: int) -> Bytes:
-        """Bytes of a parity block, digests checked."""
-        return self._kept().read(version, key, at, nbytes)
+    def _slot_of(self, segment: Segment, version: Version) -> int:
+        """The slot that holds `version` CLEAN now. Each look at a slot costs a digest of its table and small state."""
+        known = self._slots.get((segment.rank, version))
+        if known is not None:
+            slot = segment.slot(known)
+            if slot.version == version and slot.state is SlotState.CLEAN:
+                return known
+        self._slots = {(segment.rank, version): slot_of(segment, version)}
+        return self._slots[segment.rank, version]
 
     def copy(self, rank: int, version: Version) -> bytes:
         """The copy that this node keeps of another node's rank."""
@@ -99,27 +121,38 @@ class Local:
         """Small state and digest table of a rank of this node."""
         return copy_of(self._segment(rank), version)
 
+    def line(self) -> _Within:
+        """For one thread that rebuilds."""
+        return _Within(self)
+
+
+class _Within:
+    """A `rebuild.Line` that leads no further than this node."""
+
+    def __init__(self, memory: Local) -> None:
+        self._memory = memory
+        self._asked: deque[Data | Parity] = deque()
+
+    def ask_for(self, wanted: Data | Parity) -> None:
+        self._asked.append(wanted)
+
+    def take(self, into: Bytes) -> None:
+        into[:] = self._memory.read(self._asked.popleft())
+
+    def close(self) -> None:
+        """There is nobody to hang up on."""
+
+    def release(self) -> None:
+        self._asked.clear()
+
 
 class Remote:
-    """Another node's memory, as `rebuild.Reader`. A connection per thread that reads."""
+    """Another node's memory, as `rebuild.Reader`."""
+
+    over_wire = True
 
     def __init__(self, where: tuple[str, int], job: str, secret: bytes, timeout: float) -> None:
-        self._make = lambda: Peer(where, job, secret, timeout)
-        self._of_thread = threading.local()
-
-    def _ask(self, **fields: Any) -> tuple[dict[str, Any], Bytes]:
-        if not hasattr(self._of_thread, "peer"):
-            self._of_thread.peer = self._make()
-        peer: Peer = self._of_thread.peer
-        return peer.ask("read", **fields)
-
-    def data(self, rank: int, version: Version, offset: int, nbytes: int) -> Bytes:
-        """Bytes of a slot's data."""
-        return self._ask(what="data", rank=rank, version=told(version), offset=offset, nbytes=nbytes)[1]
-
-    def parity(self, key: tuple[int, int, int], version: Version, at: int, nbytes: int) -> Bytes:
-        """Bytes of a parity block."""
-        return self._ask(what="parity", key=list(key), version=told(version), at=at, nbytes=nbytes)[1]
+        self._who = (where, job, secret, timeout)
 
     def copy(self, rank: int, version: Version) -> bytes:
         """The copy that the node keeps of another node's rank."""
@@ -131,11 +164,84 @@ class Remote:
 
     def _whole(self, what: str, rank: int, version: Version) -> bytes:
         found = bytearray()
-        while True:
-            reply, part = self._ask(what=what, rank=rank, version=told(version), offset=len(found))
-            found += part.tobytes()
-            if len(found) >= reply["total"] or not len(part):
-                return bytes(found)
+        with closing(Peer(*self._who)) as peer:
+            while True:
+                reply, part = peer.ask("read", what=what, rank=rank, version=told(version), offset=len(found))
+                found += part.tobytes()
+                if len(found) >= reply["total"] or not len(part):
+                    return bytes(found)
+
+    def line(self) -> Ahead:
+        """For one thread that rebuilds."""
+        return Ahead(*self._who)
+
+
+class Ahead(Peer):
+    """A connection on which several requests are under way: a `rebuild.Line`, for one thread but for `close`.
+
+    The socket blocks, its timeout is the kernel's: one call of the system for a payload that is there.
+    """
+
+    def ask_for(self, wanted: Data | Parity) -> None:
+        """Send a request to read. Raises ProtocolError."""
+        fields: dict[str, Any] = {"version": told(wanted.version), "at": wanted.at, "nbytes": wanted.nbytes}
+        if isinstance(wanted, Parity):
+            fields |= {"what": "parity", "key": list(wanted.key)}
+        else:
+            fields |= {"what": "data", "rank": wanted.rank}
+        with self._named():
+            if self._closed:
+                raise ProtocolError("this side has hung up")
+            if self._connection is None:
+                self._connection = self._connect()
+                self._connection.settimeout(None)
+                pair = struct.pack("@ll", math.ceil(self._timeout), 0)  # seconds, microseconds
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    self._connection.setsockopt(socket.SOL_SOCKET, option, pair)
+            protocol.send(self._connection, {"do": "read", **fields})
+
+    def take(self, into: Bytes) -> None:
+        """Receive the next reply's payload. Raises ProtocolError, also when its digest does not fit, or what the peer
+        refused with."""
+        with self._named():
+            if self._closed or self._connection is None:
+                raise ProtocolError("this side has hung up")
+            reply = protocol.receive(self._connection)
+            if reply is None:
+                raise ProtocolError("it hung up")
+            if reply.get("ok") is True:
+                self._receive(self._connection, reply, into)
+        protocol.raise_refusal(reply)
+
+    @staticmethod
+    def _receive(connection: socket.socket, reply: dict[str, Any], into: Bytes) -> None:
+        announced = protocol.number(reply, "bytes")
+        if announced != len(into):
+            raise ProtocolError(f"it sends {announced} bytes where {len(into)} were asked for")
+        view, done = into.data, 0
+        while done < len(into):
+            count = connection.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            if not count:
+                raise ProtocolError(f"the connection ended after {done} of {len(into)} bytes of a payload")
+            done += count
+        found, expected = xxhash.xxh3_64_intdigest(view), protocol.number(reply, "digest", 1 << 64)
+        if found != expected:
+            raise ProtocolError(f"a payload of {done} bytes has digest {found:016x}; its sender took {expected:016x}")
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of the connection name the peer; what was asked for is void then."""
+        try:
+            yield
+        except (OSError, ProtocolError) as error:
+            self.close()
+            reason = f"no answer in {self._timeout:.0f} s" if isinstance(error, BlockingIOError) else str(error)
+            host, port = self.endpoint
+            raise ProtocolError(f"the SMP at {host}:{port} cannot be read: {reason}") from error
+
+    def release(self) -> None:
+        """The thread that asked is done."""
+        self._drop()
 
 
 def told(value: Version | Report | None) -> list[Any] | None:

@@ -28,9 +28,9 @@ import xxhash
 from .. import faults
 from ..errors import CorruptSlotError, ResumeError, SegmentError
 from ..redundancy.plan import ExchangePlan
-from ..snapshot.segment import Segment
+from ..snapshot.segment import PAGE, Segment
 from ..snapshot.slots import Version, choose
-from .frames import Data, Frame, Parity, Part, copied, decoded
+from .frames import Data, Frame, Parity, copied, decoded
 from .wire import PAYLOAD_LIMIT
 
 THREADS = 2  # that read and add up, for each slot that is rebuilt
@@ -50,8 +50,12 @@ class Line(Protocol):
         """Wait for the next answer; its bytes are in `into`, which has their number, after their digest passed."""
         ...
 
-    def hang_up(self) -> None:
-        """The end, also of what was asked."""
+    def close(self) -> None:
+        """Hang up for good, from any thread: whoever waits for an answer gets an error."""
+        ...
+
+    def release(self) -> None:
+        """The thread that asked is done: give back what the line holds."""
         ...
 
 
@@ -129,10 +133,10 @@ def _write(
     with ThreadPoolExecutor(THREADS, "smp-rebuild") as pool:
         running = [pool.submit(filling.work) for _ in range(THREADS)]
         try:
-            wait(running, return_when=FIRST_EXCEPTION)
+            done, _ = wait(running, return_when=FIRST_EXCEPTION)
         finally:
             filling.stop()
-    for thread in running:
+    for thread in done:  # whoever failed by itself; the others because of it
         thread.result()
     filling.verify_the_rest()
     segment.write_small(index, small)
@@ -173,6 +177,13 @@ class _Filling:
     def work(self) -> None:
         """What each thread does until no frame is left. Raises what a line raises, CorruptSlotError."""
         lines: dict[int, Line] = {}
+        try:
+            self._work(lines)
+        finally:
+            for line in lines.values():
+                line.release()
+
+    def _work(self, lines: dict[int, Line]) -> None:
         scratch: Bytes = np.empty(PAYLOAD_LIMIT, dtype=np.uint8)
         asked: deque[Frame] = deque()
         while True:
@@ -201,30 +212,64 @@ class _Filling:
         return line
 
     def _put_together(self, frame: Frame, lines: Mapping[int, Line], scratch: Bytes) -> None:
-        """Receive the parts, in the order in which they were asked for."""
+        """Receive the parts, in the order in which they were asked for, and add them up in the slot."""
         target = self._data[frame.offset : frame.offset + frame.nbytes]
-        base, begun = frame.base, False
-        late: list[Part] = []  # of the same line, before the base
-        for part in frame.parts:
-            if base is None:
-                break
-            if part is base:
-                lines[part.position].take(target)
-                begun = True
-        del late, begun
-        raise NotImplementedError(scratch)
+        target[::PAGE].max()  # a page that is read first is mapped with its neighbours, for a quarter of the price
+        if frame.has_base:
+            lines[frame.parts[0].position].take(target)
+        else:
+            target.fill(0)
+        for part in frame.parts[frame.has_base :]:
+            nbytes = part.wanted.nbytes
+            lines[part.position].take(scratch[:nbytes])
+            _add(target[part.at : part.at + nbytes], scratch[:nbytes], part.factor)
 
     def _written(self, frame: Frame) -> list[int]:
-        raise NotImplementedError
+        """Count the frame; the buckets, by place, of which nothing is missing any more."""
+        full = []
+        with self._lock:
+            self.wire_bytes += sum(p.wanted.nbytes for p in frame.parts if self._readers[p.position].over_wire)
+            first = max(0, bisect_right(self._starts, frame.offset) - 1)
+            for place in range(first, len(self._buckets)):
+                start, nbytes, _ = self._buckets[place]
+                low, high = max(start, frame.offset), min(start + nbytes, frame.offset + frame.nbytes)
+                if start >= frame.offset + frame.nbytes:
+                    break
+                if low < high:
+                    self._missing[place] -= high - low
+                    if not self._missing[place]:
+                        full.append(place)
+        return full
 
     def _verify(self, place: int) -> None:
-        raise NotImplementedError
+        offset, nbytes, number = self._buckets[place]
+        if xxhash.xxh3_64_intdigest(self._data[offset : offset + nbytes].data) != int(self._digests[number]):
+            raise CorruptSlotError(
+                f"rank {self._rank}: bucket {number} of slot {self._index}, put together for version {self._version}, "
+                "does not match its digest"
+            )
+        self._verified[place] = True
 
     def verify_the_rest(self) -> None:
-        raise NotImplementedError
+        """Verify the buckets that no frame has filled up: those without bytes. Raises CorruptSlotError."""
+        for place, done in enumerate(self._verified):
+            if not done:
+                self._verify(place)
 
     def stop(self) -> None:
-        raise NotImplementedError
+        """Nothing more is read; threads that wait for an answer get an error."""
+        with self._lock:
+            self._stopped = True
+            lines = list(self._lines)
+        for line in lines:
+            line.close()
 
 
-_ = (bisect_right, xxhash, CorruptSlotError)
+def _add(target: Bytes, part: Bytes, factor: int) -> None:
+    """target += factor * part."""
+    if factor == 1:
+        np.bitwise_xor(target, part, out=target)
+        return
+    from ..redundancy import kernels  # here: numba takes a second to import and to compile
+
+    kernels.scale_xor_into(target, part, factor)

@@ -209,6 +209,7 @@ class Reft:
         if restored.small is not None:
             small = codec.decode(restored.small)
             self._host.restore(small)
+        loaded_at = time.perf_counter()
         self._collective.barrier()  # every rank has restored: only now may anything be void
         with Client(self._run_dir) as client:
             client.restore(self._host.rank, self._token, plan.lineage, plan.version)
@@ -221,7 +222,10 @@ class Reft:
         self._capture = Capture(
             segment, self.layout, self._host.tensors, self._token, self._committed, self._look_for_peers
         )
-        self._report_restore(plan, time.perf_counter() - started, verified - started)
+        ended = time.perf_counter()
+        self._report_restore(
+            plan, seconds=ended - started, verify_seconds=verified - started, load_seconds=loaded_at - verified
+        )
         return plan, small
 
     def _report_protection(self, nodes: JobNodes, claimed: list[tuple[str, int]]) -> None:
@@ -243,7 +247,8 @@ class Reft:
     def _report_storage(self, name: str, reason: str) -> None:
         self._events.emit(name, reason=reason)
 
-    def _report_restore(self, plan: RecoveryPlan, seconds: float, verify_seconds: float) -> None:
+    def _report_restore(self, plan: RecoveryPlan, **seconds: float) -> None:
+        """`seconds`: of all, until every slot was whole and verified, and from then until the tensors were loaded."""
         if plan.tier == "none":
             self._events.emit("restore.scratch", reason=plan.reason, completed=plan.completed, lost=plan.lost)
             return
@@ -254,8 +259,7 @@ class Reft:
             tier=plan.tier,
             completed=plan.completed,
             lost=plan.lost,
-            seconds=seconds,
-            verify_seconds=verify_seconds,
+            **seconds,
         )
 
     def before_update(self, step: int) -> float:

@@ -253,7 +253,11 @@ def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    secret = job.folder / "secret"
+    secret.write_text("what the nodes of this job know")
+    secret.chmod(0o600)
     words = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    words += ("--ftp-secret-file", str(secret))
     fault = "--ftp-faults=iteration.forward@iteration=4,rank=1,restart=0:kill"
     nodes = {node: job.start(*words, "--rdzv-id", job.name, fault, node=node) for node in ("a", "b")}
     assert {node: run.end() for node, run in nodes.items()} == {"a": 0, "b": 0}, "".join(

@@ -39,8 +39,9 @@ def all_of(*reports: Report) -> dict[int, Report]:
 
 
 @pytest.mark.parametrize(
-    ("begun", "interval", "named"), [((0, 0, 0), 1, 1), ((0, 0, 0), 4, 4), ((3, 4, 2), 4, 8), ((7, 6, 7), 4, 8), ((9, 8, 8), 1, 10)]
-)  # fmt: skip
+    ("begun", "interval", "named"),
+    [((0, 0, 0), 1, 1), ((0, 0, 0), 4, 4), ((3, 4, 2), 4, 8), ((7, 6, 7), 4, 8), ((9, 8, 8), 1, 10)],
+)
 def test_the_next_turn_that_no_rank_has_begun_is_named(begun: tuple[int, ...], interval: int, named: int) -> None:
     epoch = replace(FRESH, interval=interval)
     assert decide(epoch, Directive(), all_of(*map(Report, begun))) == Directive(v(named), None)
@@ -69,6 +70,12 @@ def test_a_version_that_one_node_missed_is_given_up_for_a_later_one_and_what_cou
     after = decide(FRESH, now, all_of(ready, missed, ready))
     assert after == Directive(v(12), v(4))
     assert decide(FRESH, after, all_of(ready, missed, ready)) == after, "an old report does not end the next one"
+
+
+def test_what_was_missed_before_or_is_still_being_said_of_it_does_not_end_what_is_exchanged_now() -> None:
+    now = Directive(v(12), v(4))
+    late = all_of(Report(13, v(8), counted=v(4)), Report(13, v(8), missed=v(8), counted=v(4)), Report(12, v(8)))
+    assert decide(FRESH, now, late) == now
 
 
 def test_a_missed_version_is_not_named_again_however_little_has_begun() -> None:
@@ -106,6 +113,16 @@ def test_a_restored_version_that_counted_nowhere_does_when_all_have_encoded_it()
     settled = replace(ready, counted=v(10))
     assert decide(RESTORED, counts, all_of(settled, ready, settled)) == counts
     assert decide(RESTORED, counts, all_of(settled, settled, settled)) == Directive(v(12, 2), v(10))
+
+
+def test_training_that_has_begun_nothing_since_it_was_restored_is_named_the_next_turn() -> None:
+    settled = Report(0, counted=v(10))
+    assert decide(RESTORED, Directive(), all_of(settled, settled, settled)) == Directive(v(12, 2), v(10))
+
+
+def test_a_restored_version_that_a_node_cannot_send_is_left_so_that_a_newer_one_can_be() -> None:
+    kept, overwritten = Report(13, v(10), counted=v(10)), Report(13, missed=v(10))
+    assert decide(RESTORED, Directive(v(10), v(10)), all_of(kept, overwritten, kept)) == Directive(v(16, 2), v(10))
 
 
 def test_what_is_named_after_a_recovery_is_of_the_new_lineage() -> None:
@@ -198,11 +215,10 @@ class Slots:
 
 @dataclass
 class Request:
-    """A report on its way to position 0. `sender` is the life of the SMP that waits for the answer, None: nobody does."""
+    """A report on its way to position 0."""
 
     position: int
     report: Report
-    sender: int | None
 
 
 @dataclass
@@ -213,7 +229,6 @@ class Node:
     others: int
     ranks: list[Slots]
     vault: Slots
-    life: int = 0
     directive: Directive = field(default_factory=Directive)
     missed: Version | None = None
     counted: Version | None = None
@@ -226,7 +241,6 @@ class Node:
 
     def start(self) -> None:
         """An SMP that knows nothing but what pins and vault show."""
-        self.life += 1
         self.directive, self.missed, self.running, self.done = Directive(), None, None, {}
         self.gathering, self.taken, self.waiting, self.answer = None, set(), None, None
         kept = set.intersection(*(rank.pinned(Pin.NODE) for rank in self.ranks)) & self.vault.pinned(Pin.NODE)
@@ -349,7 +363,7 @@ class Job:
 
     def beat(self, node: Node) -> None:
         """The SMP sends its report; an answer that it still waited for is given up."""
-        node.waiting, node.answer = Request(node.position, node.report(self.lineage), node.life), None
+        node.waiting, node.answer = Request(node.position, node.report(self.lineage)), None
         if node.position == 0:
             self.decide(node.waiting)  # a call
         else:
@@ -482,7 +496,8 @@ class Job:
             self.check()
         goal = 1 + min(self.sealed.values())
         while min(self.sealed.values()) < goal:
-            assert any([self.train(who) for who, _ in self.ranks() if self.sealed[who] < goal])
+            moved = [self.train(who) for who, _ in self.ranks() if self.sealed[who] < goal]
+            assert any(moved), "the fence lets nobody pass"
             for node in self.nodes:
                 node.poll()
             self.check()
