@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,10 @@ def server() -> Iterator[ForkServer]:
 
 
 class Nodes:
-    """Nodes of one job by name, each at an address of its own; the first two addresses are known to all."""
+    """Nodes of one job by name, each at an address of its own; the first two addresses are known to all.
+
+    The node at the first address leads: nobody else is started before it does.
+    """
 
     size = 3
     words: tuple[str, ...] = ()  # more arguments of the ranks
@@ -63,6 +66,8 @@ class Nodes:
             environment={"NODE": name, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         )
         self.running[name] = self._server.start(spec)
+        if number == 1:
+            self._until(lambda: self._lead("meet", "leading"), f"{name} does not lead")
         return self.running[name]
 
     def met(self, count: int) -> list[dict[str, Any]]:
@@ -72,13 +77,22 @@ class Nodes:
         return lines[(count - 1) * size : count * size]
 
     def waits(self, name: str) -> None:
-        """Wait until the lead, at the first endpoint, says that this node waits as a spare."""
-        lead = f"127.0.0.1:{self._port}"
-        message = {"do": "look", "run": f"meet-{os.getpid()}", "token": ""}
+        """Wait until the lead says that this node waits as a spare."""
+        self._until(lambda: self._lead("look", "names") == [name], f"{name} does not wait")
+
+    def _lead(self, request: str, field: str) -> Any:
+        """What the node at the first endpoint replies; None while it does not answer."""
+        message = {"do": request, "run": f"meet-{os.getpid()}", "token": ""}
+        try:
+            return post.ask(f"127.0.0.1:{self._port}", message, BOUND)[field]
+        except ConnectionError:
+            return None
+
+    def _until(self, holds: Callable[[], Any], otherwise: str) -> None:
         deadline = time.monotonic() + BOUND
-        while post.ask(lead, message, BOUND)["names"] != [name]:
-            assert time.monotonic() < deadline, f"{name} does not wait"
-            time.sleep(0.05)
+        while not holds():
+            assert time.monotonic() < deadline, otherwise
+            time.sleep(0.02)
 
 
 @pytest.fixture
@@ -103,7 +117,7 @@ def test_the_node_that_leads_is_killed_and_a_substitute_takes_its_rank(nodes: No
     for number, name in enumerate(names, 1):
         nodes.start(number, name)
     assert places(nodes.met(1)) == {"a": 0, "b": 1, "c": 2}
-    leads = names[0]  # it has the first endpoint
+    leads = names[0]
     nodes.running.pop(leads).kill()
     nodes.start(4, "0")  # sorts before all others, by name as by address after the first
     found = places(nodes.met(2))

@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -191,7 +192,7 @@ def test_a_substitute_takes_the_vacant_rank_and_the_others_keep_theirs(start: St
 def test_a_surplus_node_waits_until_a_rank_is_vacant(start: Start) -> None:
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
-    spare = start(3, "c", nodes="2:2", join_timeout=0.5, wait_seconds=0.5).tell("join")
+    spare = start(3, "c", nodes="2:2", join_timeout=2, wait_seconds=2).tell("join")
     assert spare.quiet(3 * SILENCE)  # longer than a round may take to be put together
     assert a.ask("num_nodes_waiting") == b.ask("num_nodes_waiting") == 0
     b.kill()
@@ -273,6 +274,19 @@ def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute
     assert found["z"]["names"] == [name if name != lost.name else "z" for name in ("a", "b", "c")]
     assert found["z"]["round"] == 2
     leader(found)
+
+
+def test_a_lead_that_is_slow_for_a_while_is_not_lost(start: Start) -> None:
+    silence = 9.0
+    a, b = (start(number, name, nodes="2:2", detect_seconds=silence) for number, name in ((1, "a"), (2, "b")))
+    assert leader(join(a, b)) == "a"
+    began = time.monotonic()
+    a.kill(signal.SIGSTOP)
+    while time.monotonic() - began < silence / 3 + 1:  # longer than one answer may take
+        assert b.ask("num_nodes_waiting") == 0
+    a.kill(signal.SIGCONT)
+    for _ in range(3):
+        assert b.ask("num_nodes_waiting") == 0
 
 
 def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others(start: Start) -> None:
@@ -421,6 +435,14 @@ def test_those_who_are_done_are_told_when_another_node_is_lost_and_its_substitut
     assert stays.hear() is False
 
 
+def test_those_who_are_done_do_not_take_a_lost_node_for_one_that_is_done(start: Start) -> None:
+    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    join(a, b)
+    a.tell("wait_for_all", WAIT)
+    b.kill()
+    assert a.hear() is False
+
+
 def test_after_the_end_nobody_takes_part_any_more(start: Start) -> None:
     a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
     join(a, b, c)
@@ -469,9 +491,12 @@ def test_a_second_node_of_a_name_is_refused_and_disturbs_nobody(start: Start) ->
 
     agents = threading.Thread(target=live)
     agents.start()
-    kind, text = start(3, "b", nodes="2:2", detect_seconds=1).tell("join").error()
+    second = start(3, "b", nodes="2:2", detect_seconds=1)
+    kind, text = second.tell("join").error()
     stop.set()
     agents.join()
+    assert second.ask("shutdown") is True  # as its agent does then
+    assert not a.ask("is_closed") and not b.ask("is_closed")
     assert kind == "ConfigError" and "node name 'b'" in text and "--ftp-node-name" in text
 
 

@@ -1,0 +1,173 @@
+"""Who comes to lead: stations of several nodes in this process, each at a port of its own, asked over the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+
+from ft_plugins.errors import ProtocolError
+from ft_plugins.launcher import post
+from ft_plugins.launcher.gathering import Place, Roster
+from ft_plugins.launcher.memory import Memory
+from ft_plugins.launcher.post import Post
+from ft_plugins.launcher.rounds import Rules
+from ft_plugins.launcher.search import Search
+from ft_plugins.launcher.station import Identity, Lead, Station
+
+REACH = 5.0
+RULES = Rules(2, 3)
+
+
+@dataclass
+class Node:
+    """A node that is there, and what it remembers."""
+
+    station: Station
+    memory: Memory
+    search: Search
+    port: Post
+
+    @property
+    def endpoint(self) -> str:
+        return self.station.me.endpoint
+
+    def place(self) -> Place:
+        return Place(self.station.me.node, self.endpoint)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., list[Node]]]:
+    """Nodes of these names, whose last round was that of all of them in this order."""
+    made: list[Node] = []
+
+    def nodes(*names: str, silence: float = 60.0) -> list[Node]:
+        listeners = [post.listen_anywhere("127.0.0.1") for _ in names]
+        ends = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+        found = []
+        for name, end, listener in zip(names, ends, listeners, strict=True):
+            station, memory = Station(Identity("job", name, f"token-{name}", end), RULES, silence), Memory("job", None)
+            memory.keep(Roster(1, tuple(Place(*pair) for pair in zip(names, ends, strict=True))))
+            port = Post(listener, station.answer, station.gone, station.tick)
+            found.append(Node(station, memory, Search(station, memory, [], REACH), port))
+        made.extend(found)
+        return found
+
+    yield nodes
+    for node in made:
+        node.port.close()
+
+
+def lead(name: str, generation: int, **fields: Any) -> Lead:
+    return Lead(name, f"token-{name}", "127.0.0.1:1", generation, **fields)
+
+
+def elect(node: Node, candidate: Lead) -> bool:
+    reply = node.station.answer({"do": "elect", "run": "job", "lead": asdict(candidate)})
+    return bool(reply["granted"])
+
+
+def test_the_first_of_the_last_round_leads_and_the_others_find_it(make: Callable[..., list[Node]]) -> None:
+    a, b, c = make("a", "b", "c")
+    for node in (a, b, c):
+        node.station.wake()
+    assert c.search.look(patient=True) is None and b.search.look(patient=True) is None  # a is awake, and before them
+    found = a.search.look(patient=True)
+    assert found is not None and (found.node, found.generation) == ("a", 1)
+    assert [node.search.look(patient=True) for node in (a, b, c)] == [found] * 3
+
+
+def test_a_node_leads_when_those_before_it_are_gone_or_asleep_or_have_been_waited_for(
+    make: Callable[..., list[Node]],
+) -> None:
+    a, b, c = make("a", "b", "c")
+    a.port.close()
+    b.station.wake()
+    assert c.search.look(patient=True) is None
+    assert "refused" in c.search.unreached[a.endpoint]
+    assert make("d", "e")[1].search.look(patient=True) is not None  # d has never been awake
+    found = c.search.look(patient=False)
+    assert found is not None and found.node == "c"
+    assert b.search.look(patient=True) == found
+
+
+def test_a_node_consents_once_a_generation_and_never_beside_a_lead_that_lives_there(
+    make: Callable[..., list[Node]],
+) -> None:
+    a, b = make("a", "b")
+    assert elect(b, lead("x", 3))
+    assert not elect(b, lead("y", 3)) and not elect(b, lead("y", 2))
+    assert elect(b, lead("y", 4))
+    assert a.search.look(patient=True) is not None and a.station.leading is not None
+    assert not elect(a, lead("x", 99))
+
+
+def test_a_node_that_is_refused_by_one_does_not_lead_and_tries_a_later_generation(
+    make: Callable[..., list[Node]],
+) -> None:
+    a, b, c = make("a", "b", "c")
+    known = a.search.meet([b.endpoint, c.endpoint])
+    assert elect(c, lead("x", 1))  # somebody is quicker there
+    assert a.search._claim(known) is None and a.station.leading is None
+    found = a.search.look(patient=True)
+    assert found is not None and found.generation == 2
+
+
+def test_a_node_does_not_take_the_lead_when_another_one_was_elected_meanwhile(
+    make: Callable[..., list[Node]],
+) -> None:
+    [a] = make("a")
+    own = Lead("a", "token-a", a.endpoint, 1)
+    assert elect(a, own)
+    assert elect(a, lead("x", 2))
+    assert not a.station.take_lead(own, None) and a.station.leading is None
+
+
+def test_a_lead_is_found_by_hearsay_wherever_it_is(make: Callable[..., list[Node]]) -> None:
+    a, b = make("a", "b")
+    [c] = make("c")
+    found = c.search.look(patient=True)
+    assert found is not None and found.node == "c"
+    b.search.meet([c.endpoint])
+    assert a.search.best(a.search.meet([b.endpoint])) is None  # b has met c, but does not follow it
+    b.station.follow(found)
+    assert a.search.best(a.search.meet([b.endpoint])) == found
+
+
+def test_of_two_leads_the_one_with_the_newest_round_counts_then_one_at_work_then_the_later() -> None:
+    ascending = [
+        lead("d", 9),
+        lead("c", 8, round=3),
+        lead("a", 9, round=3),
+        lead("b", 9, round=3),
+        lead("a", 1, round=3, complete=True),
+        lead("a", 1, round=4),
+    ]
+    assert sorted(ascending, key=lambda found: found.standing) == ascending
+
+
+def test_a_node_of_another_job_is_none_of_ours(make: Callable[..., list[Node]]) -> None:
+    [a] = make("a")
+    [b] = make("b")
+    b.station.me = Identity("other", "b", "token-b", b.endpoint)
+    assert a.search.meet([b.endpoint]) == {}
+    assert a.search.unreached == {b.endpoint: "it belongs to job 'other'"}
+
+
+def test_the_end_is_told_from_node_to_node(make: Callable[..., list[Node]]) -> None:
+    a, b = make("a", "b")
+    b.station.close("it has succeeded", True)
+    a.search.meet([b.endpoint])
+    assert (a.station.closed, a.station.in_order) == ("it has succeeded", True)
+    a.station.close("no", False)
+    assert a.station.closed == "it has succeeded"  # the first word counts
+
+
+def test_who_does_not_lead_says_so_to_those_who_ask_it_to(make: Callable[..., list[Node]]) -> None:
+    [a] = make("a")
+    assert a.station.answer({"do": "look", "run": "job", "token": "t"})["moved"] is True
+    for request in ({"do": "look"}, {"run": "job"}, {"do": "no", "run": "job"}, {"do": "elect", "run": "job"}):
+        with pytest.raises(ProtocolError):
+            a.station.answer(request)

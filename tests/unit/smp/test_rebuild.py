@@ -1,0 +1,242 @@
+"""A slot is put together from lines that answer late, wrong or not at all: it is CLEAN with every byte right, or DIRTY.
+
+Lines are played by the test; those to other nodes by a server that misbehaves.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+
+from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeError
+from ft_plugins.smp import protocol, rebuild
+from ft_plugins.smp.frames import Data, Parity
+from ft_plugins.smp.peers import Ahead
+from ft_plugins.smp.wire import PAYLOAD_LIMIT, Peer
+from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.slots import SlotState, Version
+
+NBYTES = 7 * PAYLOAD_LIMIT + 12_345
+BUCKET = 3_000_000  # straddles frames
+VERSION = Version(2, 5)
+SMALL = b"small state"
+SECONDS = 20
+
+
+@pytest.fixture
+def segment(job: str) -> Iterator[Segment]:
+    ranges = [*((at, min(BUCKET, NBYTES - at)) for at in range(0, NBYTES, BUCKET)), (NBYTES, 0)]
+    path = path_of(job, "n0", 3)
+    create(path, Shape(NBYTES, 1000, len(ranges), 7, 3), 3, {})
+    made = Segment(path)
+    made.ranges = ranges
+    yield made
+    made.close()
+    remove(job, "n0")
+
+
+class Memory:
+    """A reader of bytes that are in this process."""
+
+    over_wire = True
+
+    def __init__(self, segment: Segment) -> None:
+        self.bytes = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
+        self.digests = [xxhash.xxh3_64_intdigest(self.bytes[at : at + size].tobytes()) for at, size in segment.ranges]
+        self.made: list[Memory.Line] = []
+        self.before: Callable[[Data], None] = lambda wanted: None
+
+    def slot(self, rank: int, version: Version) -> bytes:
+        assert (rank, version) == (3, VERSION)
+        return bytes(msgpack.packb([SMALL, np.array(self.digests, dtype=np.uint64).tobytes()]))
+
+    copy = slot
+
+    def line(self) -> Memory.Line:
+        self.made.append(Memory.Line(self))
+        return self.made[-1]
+
+    class Line:
+        def __init__(self, memory: Memory) -> None:
+            self.memory = memory
+            self.asked: deque[Data] = deque()
+            self.most = 0
+            self.closed = threading.Event()
+            self.released = False
+
+        def ask_for(self, wanted: Data | Parity) -> None:
+            assert isinstance(wanted, Data)
+            self.asked.append(wanted)
+            self.most = max(self.most, len(self.asked))
+
+        def take(self, into: np.ndarray) -> None:
+            wanted = self.asked.popleft()
+            self.memory.before(wanted)
+            into[:] = self.memory.bytes[wanted.at : wanted.at + wanted.nbytes]
+
+        def close(self) -> None:
+            self.closed.set()
+
+        def release(self) -> None:
+            self.released = True
+
+
+def states(segment: Segment) -> set[SlotState]:
+    return {slot.state for slot in segment.slots()}
+
+
+def test_a_slot_is_fetched_whole_with_a_bounded_number_of_frames_under_way(segment: Segment) -> None:
+    memory = Memory(segment)
+    assert rebuild.fetch(segment, VERSION, 9, memory) == NBYTES
+    (slot,) = [slot for slot in segment.slots() if slot.state is SlotState.CLEAN]
+    assert (slot.version, slot.token) == (VERSION, 9)
+    assert (segment.data(slot.index) == memory.bytes).all() and segment.small(slot.index) == SMALL
+    segment.verify(slot.index)
+    assert 0 < len(memory.made) <= rebuild.THREADS
+    assert all(line.most <= rebuild.AHEAD and line.released and not line.asked for line in memory.made)
+
+
+@pytest.mark.parametrize("at", [0, BUCKET, NBYTES - 1])
+def test_a_byte_that_does_not_fit_the_table_leaves_the_slot_dirty(segment: Segment, at: int) -> None:
+    memory = Memory(segment)
+    memory.bytes[at] ^= 1
+    with pytest.raises(CorruptSlotError, match=f"bucket {at // BUCKET} .*does not match its digest"):
+        rebuild.fetch(segment, VERSION, 9, memory)
+    assert SlotState.CLEAN not in states(segment)
+    assert all(line.released for line in memory.made)
+
+
+def test_a_bucket_without_bytes_has_a_digest_too(segment: Segment) -> None:
+    memory = Memory(segment)
+    memory.digests[-1] ^= 1
+    with pytest.raises(CorruptSlotError):
+        rebuild.fetch(segment, VERSION, 9, memory)
+    assert SlotState.CLEAN not in states(segment)
+
+
+def test_who_fails_first_is_told_of_and_the_others_are_woken(segment: Segment) -> None:
+    memory = Memory(segment)
+    waiting = threading.Barrier(2)
+    woken: list[bool] = []
+
+    def fail_or_wait(wanted: Data) -> None:
+        waiting.wait(SECONDS)  # both threads are in an answer
+        if wanted.at == 0:
+            raise ResumeError("the first cause")
+        woken.append(all(line.closed.wait(SECONDS) for line in memory.made))
+        raise ProtocolError("this side has hung up")
+
+    memory.before = fail_or_wait
+    with pytest.raises(ResumeError, match="the first cause"):
+        rebuild.fetch(segment, VERSION, 9, memory)
+    assert woken == [True]
+    assert SlotState.CLEAN not in states(segment) and all(line.released for line in memory.made)
+
+
+def test_another_layout_is_refused_before_anything_is_overwritten(segment: Segment) -> None:
+    memory = Memory(segment)
+    memory.digests.append(0)
+    with pytest.raises(ResumeError, match="laid out otherwise"):
+        rebuild.fetch(segment, VERSION, 9, memory)
+    assert states(segment) == {SlotState.EMPTY}
+
+
+# ---- a line to another node ----
+
+
+class Answering:
+    """A node's SMP that has let the caller in, and answers requests with what the test gives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ours, self.theirs = socket.socketpair()
+        monkeypatch.setattr(Peer, "_connect", lambda peer: ours)
+        self.line = Ahead(("127.0.0.1", 1), "a job", b"a secret of the job", 1.0)
+
+    def answer(self, payload: bytes, digest: int | None = None, **fields: object) -> None:
+        found = xxhash.xxh3_64_intdigest(payload) if digest is None else digest
+        protocol.send(self.theirs, {"ok": True, "bytes": len(payload), "digest": found, **fields})
+        self.theirs.sendall(payload)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
+    found = Answering(monkeypatch)
+    yield found
+    found.theirs.close()
+    found.line.release()
+
+
+WANTED = Data(1, VERSION, 5, 100)
+
+
+def test_answers_come_in_the_order_in_which_was_asked(node: Answering) -> None:
+    node.line.ask_for(WANTED)
+    node.line.ask_for(Parity((2, 3, 1), VERSION, 7, 60))
+    asked = [protocol.receive(node.theirs) for _ in range(2)]
+    told = {"do": "read", "version": [2, 5]}
+    assert asked[0] == {**told, "what": "data", "rank": 1, "at": 5, "nbytes": 100}
+    assert asked[1] == {**told, "what": "parity", "key": [2, 3, 1], "at": 7, "nbytes": 60}
+    node.answer(b"a" * 100)
+    node.answer(b"b" * 60)
+    first, second = np.zeros(100, dtype=np.uint8), np.zeros(60, dtype=np.uint8)
+    node.line.take(first)
+    node.line.take(second)
+    assert first.tobytes() == b"a" * 100 and second.tobytes() == b"b" * 60
+
+
+def test_a_payload_that_does_not_fit_its_digest_is_not_handed_on(node: Answering) -> None:
+    node.line.ask_for(WANTED)
+    node.answer(b"a" * 100, digest=xxhash.xxh3_64_intdigest(b"a" * 99 + b"b"))
+    with pytest.raises(ProtocolError, match="its sender took"):
+        node.line.take(np.zeros(100, dtype=np.uint8))
+    with pytest.raises(ProtocolError, match="hung up"):
+        node.line.take(np.zeros(100, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("nbytes", [0, 99, 101])
+def test_another_number_of_bytes_than_was_asked_for_is_refused(node: Answering, nbytes: int) -> None:
+    node.line.ask_for(WANTED)
+    node.answer(b"a" * nbytes)
+    with pytest.raises(ProtocolError, match=f"it sends {nbytes} bytes where 100 were asked for"):
+        node.line.take(np.zeros(100, dtype=np.uint8))
+
+
+def test_a_refusal_arrives_as_the_error_it_was(node: Answering) -> None:
+    node.line.ask_for(WANTED)
+    protocol.send(node.theirs, protocol.refusal(CorruptSlotError("version 2.5 is not in memory any more")))
+    with pytest.raises(CorruptSlotError, match="not in memory"):
+        node.line.take(np.zeros(100, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("sent", [b"", b"a" * 60], ids=["nothing", "a part"])
+def test_silence_ends_by_itself_and_names_the_node(node: Answering, sent: bytes) -> None:
+    node.line.ask_for(WANTED)
+    if sent:
+        protocol.send(node.theirs, {"ok": True, "bytes": 100, "digest": 1})
+        node.theirs.sendall(sent)
+    with pytest.raises(ProtocolError, match=r"127\.0\.0\.1:1 cannot be read: no answer in 1 s"):
+        node.line.take(np.zeros(100, dtype=np.uint8))
+
+
+def test_a_line_that_is_closed_by_another_thread_wakes_who_waits(node: Answering) -> None:
+    node.line.ask_for(WANTED)
+    failures: list[FtError] = []
+
+    def wait() -> None:
+        try:
+            node.line.take(np.zeros(100, dtype=np.uint8))
+        except FtError as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    node.line.close()
+    waiting.join(SECONDS)
+    assert not waiting.is_alive() and isinstance(failures[0], ProtocolError)
