@@ -13,7 +13,7 @@ In: what every rank's segment and every node's SMP says. Out: `RecoveryPlan`, th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -125,7 +125,7 @@ def plan_recovery(
     `corrupt` slots (rank, version) are not used, nor is a `banned` version, which could not be put together.
     `exchange` is the plan for the job as it is now, `plan_digest` its digest: parity of another plan is of no use.
     """
-    facts = _without_void(facts)
+    facts, nodes = _without_void(facts, nodes)
     own = {rank.rank: {v for v in rank.holds() if (rank.rank, v) not in corrupt} for rank in facts}
     # a segment made just now knows nothing of what its rank had reached; where a rank has moved, its old one does
     reached = {rank.rank: rank.completed for rank in facts if rank.lineage or rank.completed}
@@ -166,15 +166,24 @@ def plan_recovery(
     return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone)
 
 
-def _without_void(facts: Sequence[RankFacts]) -> list[RankFacts]:
+def _without_void(
+    facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]
+) -> tuple[Sequence[RankFacts], Sequence[NodeFacts]]:
     """The facts without the versions that a start from the beginning made void: one rank may have been told, others
     not yet."""
     newest = max(rank.lineage for rank in facts)
     if not any(rank.from_nothing and rank.lineage == newest for rank in facts):
-        return list(facts)
+        return facts, nodes
+
+    def young(versions: Iterable[Version]) -> frozenset[Version]:
+        return frozenset(version for version in versions if version.lineage >= newest)
+
     return [
         replace(rank, slots=tuple(slot for slot in rank.slots if slot.version and slot.version.lineage >= newest))
         for rank in facts
+    ], [
+        replace(node, slots={rank: young(held) for rank, held in node.slots.items()}, parity=young(node.parity))
+        for node in nodes
     ]
 
 
@@ -203,7 +212,7 @@ def _sources(
     if missing:
         if exchange is None:
             return None
-        holders = _holders(version, held, nodes, exchange, plan_digest)
+        holders = _holders(version, corrupt, nodes, exchange, plan_digest)
         gone = tuple(position for position in range(len(exchange.nodes)) if position not in holders)
         for rank in missing:
             section = exchange.section_of_rank[rank]
@@ -231,8 +240,7 @@ def _too_much_lost(
     """The positions of a section which has lost more than parity makes up for, of the newest version that counted, and
     that in words; nothing where there is none."""
     for version in sorted(set().union(*(node.parity for node in nodes)), reverse=True):
-        held = {rank: index for index, node in enumerate(nodes) for rank in node.slots if version in node.slots[rank]}
-        there = _holders(version, held, nodes, exchange, plan_digest)
+        there = _holders(version, (), nodes, exchange, plan_digest)
         for section in exchange.sections:
             gone = tuple(position for position in section.positions if position not in there)
             if len(gone) > exchange.losses:
@@ -245,7 +253,11 @@ def _too_much_lost(
 
 
 def _holders(
-    version: Version, held: Mapping[int, int], nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
+    version: Version,
+    corrupt: Collection[tuple[int, Version]],
+    nodes: Sequence[NodeFacts],
+    exchange: ExchangePlan,
+    plan_digest: int,
 ) -> dict[int, int]:
     """Which node has all that lay at a position: the slots of its ranks and the parity that it kept."""
     found = {}
@@ -253,7 +265,8 @@ def _holders(
         position = node.position
         if position is None or node.plan != plan_digest or version not in node.parity:
             continue
-        if all(held.get(rank) == index for rank in exchange.ranks[position]):
+        ranks = exchange.ranks[position]
+        if all(version in node.slots.get(rank, ()) and (rank, version) not in corrupt for rank in ranks):
             found[position] = index
     return found
 

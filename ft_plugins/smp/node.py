@@ -101,9 +101,11 @@ class NodeTier:
             self._begin(told_now, token)
             assert self._vault is not None
             self._vault.void_after(told_now.base)
+            complete = set(self._vault.versions())
             for segment in self._segments.values():
                 for slot in segment.slots():
-                    segment.unpin(slot.index, Pin.SOURCE)
+                    if slot.version not in complete:  # the base of a recovery before, which never came to count
+                        segment.unpin(slot.index, Pin.NODE)
             if told_now.base is not None:  # kept until it, or a newer one, counts again
                 for rank in told_now.plan().ranks[told_now.position]:
                     self._segments[rank].pin(told_now.base, Pin.NODE)
@@ -312,8 +314,11 @@ class NodeTier:
         running, self._exchange = self._exchange, None
         if running is not None:
             running.stop()
+        complete = set(self._vault.versions()) if self._vault is not None else set()
         for segment in self._segments.values():
             for slot in segment.slots():
+                if slot.version in complete and slot.pins & Pin.SOURCE:  # it may count elsewhere, unheard of here
+                    segment.pin(slot.version, Pin.NODE)
                 segment.unpin(slot.index, Pin.SOURCE)
 
     def _pinned_on_all(self) -> Version | None:

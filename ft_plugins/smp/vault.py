@@ -71,8 +71,9 @@ class Vault:
             path.unlink(missing_ok=True)
             segments.create(path, shape, position, {})
             self._segment = Segment(path)
-            starts = range(0, shape.nbytes, BUCKET)
-            self._segment.ranges = [(start, min(BUCKET, shape.nbytes - start)) for start in starts]
+        starts = range(0, shape.nbytes, BUCKET)  # each time: whoever made the segment may have died over it
+        self._segment.ranges = [(start, min(BUCKET, shape.nbytes - start)) for start in starts]
+        self._closed = False
         self._areas = {(area.section, area.stripe, area.which): area for area in plan.areas[position]}
         self._lock = threading.Lock()
         self._area_locks = {key: threading.Lock() for key in self._areas}
@@ -131,7 +132,8 @@ class Vault:
     def copied(self, version: Version, ranks: Sequence[int]) -> list[int]:
         """Which of the copies of `ranks` are whole here."""
         with self._lock:
-            return [rank for rank in ranks if version in self.versions() or rank in self._whole]
+            whole = set(ranks) if version in self.versions() else self._whole if version == self._version else set()
+            return [rank for rank in ranks if rank in whole]
 
     def take(self, version: Version, key: Key, node: int, at: int, exponent: int, frame: Bytes) -> int:
         """XOR a frame into the parity block `key`, at byte `at` of it; returns how many bytes are taken by then.
@@ -167,8 +169,12 @@ class Vault:
         if total > self._segment.shape.small_nbytes:
             raise ProtocolError(f"a copy of rank {rank} has {total} bytes; room was claimed for less")
         with self._lock:
-            if version != self._version:
+            if version in self.versions():
                 return total
+            if version != self._version:
+                raise ProtocolError(f"version {version} is not gathered here (any more)")
+            if at + len(part) > total:
+                raise ProtocolError(f"{len(part)} bytes at {at} of rank {rank}'s copy, of which {total} were announced")
             held = self._copies.setdefault(rank, bytearray())
             if at == len(held):
                 held += part.tobytes()
@@ -255,6 +261,8 @@ class Vault:
             self._version = None
 
     def close(self) -> None:
-        """Unmap; what is in memory stays."""
-        self.pause()
-        self._segment.close()
+        """Unmap; what is in memory stays. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.pause()
+            self._segment.close()

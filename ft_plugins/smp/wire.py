@@ -219,6 +219,8 @@ class Server:
                     send(connection, {"ok": True, **reply}, data)
             except (FtError, OSError) as error:  # malformed, a dead peer or a stranger: this connection ends
                 self._events.emit("peer.hangup", peer=str(peer[0]), reason=str(error))
+            except (KeyError, TypeError, ValueError) as error:  # a request that lacks a field, or holds another kind
+                self._events.emit("peer.hangup", peer=str(peer[0]), reason=f"{type(error).__name__}: {error}")
             finally:
                 self._places.release()
 

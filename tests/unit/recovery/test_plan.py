@@ -384,7 +384,6 @@ def test_what_was_reached_and_which_lineage_was_opened_is_known_from_where_the_r
     assert (plan.lineage, plan.completed, plan.lost) == (6, 9, 5)
 
 
-@pytest.mark.xfail(strict=True, reason="_holders knows one holder of a rank, the last: two nodes have it after a fetch")
 def test_a_slot_that_lies_on_two_nodes_does_not_hide_the_position_it_belongs_to() -> None:
     """Given nodes that have changed places and a recovery that was struck after rank 1 was fetched, before the SMPs
     were told to protect: its slot lies on both nodes. When the third node is lost then, there is still enough."""
@@ -409,7 +408,6 @@ def test_parity_that_was_complete_on_one_node_only_is_not_what_the_reason_speaks
     assert "of version 4 (lineage 1) the parts of ranks 2, 3 are gone with 2 nodes" in plan.reason
 
 
-@pytest.mark.xfail(strict=True, reason="what a start from the beginning made void is still taken from other nodes")
 def test_what_a_start_from_the_beginning_made_void_does_not_come_back_from_other_nodes() -> None:
     """Given `--ftp-resume fresh`, struck when one rank of three had opened its lineage."""
     exchange, nodes = job("3 nodes", {})

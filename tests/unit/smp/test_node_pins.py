@@ -209,7 +209,6 @@ def test_a_restored_version_does_not_count_before_every_node_has_it(make: Callab
     assert all(node.status("counts") == [1, 1] for node in job.nodes)
 
 
-@pytest.mark.xfail(strict=True, reason="protect() pins each base and lets go of none before a version counts")
 def test_recoveries_that_follow_each_other_leave_capture_its_slots(make: Callable[[int], Job]) -> None:
     job = make(2)
     job.protect()
@@ -226,7 +225,6 @@ def test_recoveries_that_follow_each_other_leave_capture_its_slots(make: Callabl
             assert len(free) >= SLOTS, f"{len(free)} slots are left for capture after {lineage - 1} recoveries"
 
 
-@pytest.mark.xfail(strict=True, reason="protect() lets go of SOURCE pins also of a version that counts on other nodes")
 def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(make: Callable[[int], Job]) -> None:
     """Given a version that all have encoded, and that counts on node 0, when training dies before node 1 has heard."""
     job = make(2)

@@ -695,7 +695,6 @@ def death_between_creation_and_ranges(job: str, plan: ExchangePlan) -> None:
     create(path, shape_of(plan, POSITION, shapes_of(plan), LAYOUT), POSITION, {})
 
 
-@pytest.mark.xfail(strict=True, reason="an SMP that dies between create() and `ranges =` leaves buckets without bytes")
 def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_same(
     make: Callable[..., Vault], job: str
 ) -> None:
@@ -710,14 +709,12 @@ def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_sa
         vault.read(V1, next(iter(sources.parity)), 0, 64)
 
 
-@pytest.mark.xfail(strict=True, reason="take_copy says 'all here' of a version that is not gathered; take() refuses it")
 def test_a_copy_of_a_version_that_is_not_gathered_is_refused_as_a_frame_of_it_is(make: Callable[..., Vault]) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     with pytest.raises(ProtocolError, match="not gathered"):
         vault.take_copy(*sources.part(next(iter(sources.copies)), 0))
 
 
-@pytest.mark.xfail(strict=True, reason="copied() tells of whatever version was gathered last")
 def test_copies_that_are_whole_of_one_version_are_not_of_another(make: Callable[..., Vault]) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     vault.begin(V1)
@@ -726,16 +723,12 @@ def test_copies_that_are_whole_of_one_version_are_not_of_another(make: Callable[
     assert vault.copied(V2, list(sources.copies)) == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Vault.close() fails the second time: a tier whose new vault failed closes twice"
-)
 def test_closing_twice_is_closing(make: Callable[..., Vault]) -> None:
     vault = make(RAIM5)
     vault.close()
     vault.close()
 
 
-@pytest.mark.xfail(strict=True, reason="take_copy bounds what is announced, not what comes: it grows with every part")
 def test_a_copy_does_not_grow_beyond_what_was_announced(make: Callable[..., Vault]) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     vault.begin(V1)

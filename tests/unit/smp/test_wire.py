@@ -764,7 +764,6 @@ def test_a_server_that_has_closed_lets_nobody_in(node: Callable[..., Node], peer
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(strict=True, reason="a handler's KeyError (a request that lacks a field) ends its thread, no event")
 def test_a_request_that_the_handler_stumbles_over_is_answered_by_a_close_and_an_event(
     node: Callable[..., Node], peer: Callable[..., Peer]
 ) -> None:
