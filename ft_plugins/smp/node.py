@@ -37,6 +37,7 @@ from .rebuild import Reader, decode, fetch
 from .vault import Vault, shape_of
 from .wire import Bytes, Peer, Server
 
+_COUNTED = "counted.json"  # in the run directory
 _POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
 
 
@@ -279,6 +280,7 @@ class NodeTier:
                     self._segments[rank].unpin(slot.index, Pin.NODE)
         self._vault.keep(version)
         self._counted = version
+        written(self._run_dir / _COUNTED, told(version))  # pins alone do not tell what counts from what may come to
         self._events.emit(
             "node.counts", lineage=version.lineage, iteration=version.iteration,
             seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
@@ -314,11 +316,8 @@ class NodeTier:
         running, self._exchange = self._exchange, None
         if running is not None:
             running.stop()
-        complete = set(self._vault.versions()) if self._vault is not None else set()
         for segment in self._segments.values():
             for slot in segment.slots():
-                if slot.version in complete and slot.pins & Pin.SOURCE:  # it may count elsewhere, unheard of here
-                    segment.pin(slot.version, Pin.NODE)
                 segment.unpin(slot.index, Pin.SOURCE)
 
     def _pinned_on_all(self) -> Version | None:
@@ -329,7 +328,11 @@ class NodeTier:
             for rank in self._plan.ranks[self._told.position]
         ]
         common = set.intersection(*kept) & set(self._vault.versions())
-        return max((version for version in common if version), default=None)
+        try:
+            counted = read_version(json.loads((self._run_dir / _COUNTED).read_text()))
+        except (OSError, ValueError, ProtocolError):
+            return None
+        return counted if counted in common else None
 
     def declare(self, token: int, lost: list[str]) -> None:
         """Tell the agent, through a file: those are lost, the workers of incarnation `token` have to start again."""
@@ -448,7 +451,7 @@ class NodeTier:
         if self._vault is not None:
             self._vault.close()
             self._vault = None
-        for name in ("endpoint.json", "protection.json"):
+        for name in ("endpoint.json", "protection.json", _COUNTED):
             (self._run_dir / name).unlink(missing_ok=True)
 
 

@@ -186,7 +186,6 @@ def test_an_smp_that_is_replaced_while_iterations_pass_goes_on_with_the_version_
     assert node.begun(1) == 2 and node.tier._missed is None and job.nodes[0].status("exchange") == [1, 1]
 
 
-@pytest.mark.xfail(strict=True, reason="_pinned_on_all takes a base that is complete here for one that counts for all")
 def test_a_restored_version_does_not_count_before_every_node_has_it(make: Callable[..., Job]) -> None:
     """Given a recovery to a version newer than what counted, two nodes that have gathered it and one that has not, when
     an SMP is replaced: what counted is still whole everywhere."""
@@ -226,6 +225,7 @@ def test_recoveries_that_follow_each_other_leave_capture_its_slots(make: Callabl
             assert len(free) >= SLOTS, f"{len(free)} slots are left for capture after {lineage - 1} recoveries"
 
 
+@pytest.mark.xfail(strict=True, reason="suspend() lets go of SOURCE pins also of a version that counts on other nodes")
 def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(make: Callable[..., Job]) -> None:
     """Given a version that all have encoded, and that counts on node 0, when training dies before node 1 has heard."""
     job = make(2)
