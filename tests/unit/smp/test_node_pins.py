@@ -299,3 +299,26 @@ def test_versions_that_one_group_misses_again_and_again_leave_the_other_group_it
         for node in job.nodes:
             free = [slot for slot in node.segment.slots() if not slot.pins]
             assert len(free) >= SLOTS, f"{len(free)} slots are left for capture at iteration {iteration}"
+
+
+@pytest.mark.xfail(strict=True, reason="protect() lets go of a former base only where it is not complete in the vault")
+def test_a_restored_version_that_never_came_to_count_leaves_its_slot_though_it_was_complete_here(
+    make: Callable[..., Job],
+) -> None:
+    job = make(3)
+    job.protect()
+    job.counts(1)
+    for node in job.nodes:
+        node.tier.suspend()
+    job.write(2, 4)
+    job.nodes[2].tier._handle_begin = lambda message: {"wait": True}  # type: ignore[method-assign]
+    job.protect(2, Version(1, 4))
+    wait(lambda: all(Version(1, 4) in node.whole() for node in job.nodes[:2]))
+    for node in job.nodes:
+        node.tier.suspend()
+    job.write(5, 9, 2)
+    job.protect(3, Version(2, 9), HELD_BACK)
+    assert job.whole() == {Version(1, 1)}
+    for node in job.nodes:
+        free = [slot for slot in node.segment.slots() if not slot.pins]
+        assert len(free) >= SLOTS, f"{len(free)} slots are left for capture on {node.name}"
