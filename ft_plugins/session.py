@@ -75,6 +75,14 @@ class Session:
                 failure = error
             self._collective.agree(failure)
             try:
+                self._reft.look_back(self._config.resume)
+            except FtError as error:
+                failure = error
+            self._collective.agree(None if self._may_degrade(failure) else failure)
+            if failure is not None:
+                self._degrade(failure)
+                return
+            try:
                 self._check_room(names)
             except FtError as error:
                 failure = error
@@ -95,6 +103,10 @@ class Session:
             for node in dict.fromkeys(names):
                 held = {rank: Shape(*entry) for rank, entry in enumerate(shapes) if names[rank] == node}
                 print(budget_table(held, node), flush=True)
+        if self._reft is not None:
+            sizes = self._reft.tell_sizes()
+            if sizes and self._host.rank == 0 and self._context.restart == 0:
+                print(f"ft_plugins: {sizes}", flush=True)
 
     def _require_one_job(self) -> None:
         """All ranks were given the same configuration and know of each other. Raises ConfigError on all of them."""

@@ -9,7 +9,7 @@ In: tensors and two functions for small state. Out: a `model.host.Host`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,14 @@ class PlainHost:
         torch.set_rng_state(small["torch"])
         if small["cuda"]:
             torch.cuda.set_rng_state_all(small["cuda"])
+
+    def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """That of the first former rank: the caller's state must not depend on the rank."""
+        return dict(parts[0])
+
+    def admits(self, replicas: int) -> bool:
+        """Any number: the caller knows."""
+        return True
 
     def install(self, hooks: Hooks) -> None:
         """The caller's loop calls the hooks."""

@@ -83,6 +83,12 @@ class ReftConfig(SystemConfig):
         description="how much a node sends to the others at most; 0: as much as the network takes",
         json_schema_extra=_more("megabits per second"),
     )
+    wait_seconds: float = Field(
+        300.0,
+        ge=0,
+        description="with --nnodes MIN:MAX: wait so long for a substitute of a lost node, then go on with fewer",
+        json_schema_extra=_more("seconds"),
+    )
     checkpoint_dir: Folder | None = Field(
         None,
         description="write checkpoints of the snapshots here, and start from them when memory has nothing; unset: none",

@@ -106,6 +106,10 @@ class Gathering:
         self._enough_since: float | None = None
         self._looked = now
 
+    def allow(self, rules: Rules) -> None:
+        """The sizes that are admitted from now on."""
+        self._rules = rules
+
     @property
     def round(self) -> int:
         """The number of the round that is complete or will be next."""

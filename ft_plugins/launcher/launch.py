@@ -231,6 +231,12 @@ def _run(
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
 
 
+def _of_the_job(job: Job) -> dict[str, Any]:
+    """What our rendezvous has to know of a protected job, where --rdzv-conf does not say otherwise."""
+    told = {"node_name": job.node, "run_dir": job.run_dir, "detect_seconds": job.config.detect_seconds}
+    return told | ({"wait_seconds": job.config.reft.wait_seconds} if job.config.reft else {})
+
+
 def _specify(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any], job: Job | None, bounded: bool
 ) -> tuple[RendezvousHandler, WorkerSpec]:
@@ -238,7 +244,7 @@ def _specify(
     told = {}
     if config.rdzv_backend == plugin.BACKEND:
         rendezvous_registry.handler_registry.register(plugin.BACKEND, plugin.create)  # also where none is installed
-        told = {"node_name": job.node, "run_dir": job.run_dir} if job else {}
+        told = _of_the_job(job) if job else {}
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,

@@ -42,6 +42,14 @@ class Memory:
                 json.dump({"run": self._run, "roster": asdict(roster)}, file)
             building.replace(self._path)
 
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of nodes with which the job can be trained, as its ranks have told; () while they have not."""
+        try:
+            found = json.loads((self._path.with_name("sizes.json")).read_text())["sizes"] if self._path else []
+            return tuple(size for size in found if type(size) is int)
+        except (OSError, ValueError, TypeError, KeyError):
+            return ()
+
     def _found(self) -> Roster:
         try:
             found = json.loads(self._path.read_text()) if self._path else {}

@@ -69,6 +69,7 @@ class Rendezvous(RendezvousHandler):
         initial = [str(found) for found in settings.endpoints if found.port] or [endpoint]  # it is alone
         self._search = Search(self._station, self._memory, initial, self._reach)
         self._post = Post(listener, self._station.answer, self._station.gone, self._station.tick)
+        self._sizes: tuple[int, ...] = ()  # as the job's ranks have told
         self._line: Line | None = None
         self._lead: Lead | None = None
         self._round, self._size = 0, 0  # in which this node takes part
@@ -107,6 +108,7 @@ class Rendezvous(RendezvousHandler):
         needed; ConfigError where another node has this one's name, or another job the endpoint.
         """
         self._round, self._spare = 0, False
+        self._learn_sizes()
         self._allow()
         while True:
             lead = self._find()
@@ -120,6 +122,13 @@ class Rendezvous(RendezvousHandler):
     def _allow(self) -> None:
         """A whole patience from now: for a substitute, and for all of them to be there."""
         self._limit = time.monotonic() + self._settings.join + self._settings.rules.wait
+
+    def _learn_sizes(self) -> None:
+        """Take over what ranks of this node have told of the job: with how many nodes it can be trained."""
+        sizes = self._memory.sizes()
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._station.allow(sizes)
 
     def _find(self) -> Lead:
         """The node that leads; in the end this one, if it may."""
@@ -294,6 +303,7 @@ class Rendezvous(RendezvousHandler):
         self._station.wake()
         if now >= self._next_look:
             self._next_look = now + self._rest
+            self._learn_sizes()
             self._waiting = self._nodes_waiting()
         return self._waiting
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
 
@@ -62,6 +62,13 @@ class Rules:
                 f"sizes: expected numbers of nodes from {self.min_nodes} to {self.max_nodes} (--nnodes), found "
                 f"{', '.join(map(str, wrong))}; change one of the two"
             )
+
+    def among(self, sizes: Sequence[int]) -> Rules:
+        """These rules with `sizes` alone, as far as they allow them; the same ones where that leaves nothing."""
+        fitting = [size for size in sizes if self.min_nodes <= size <= self.max_nodes]
+        if self.sizes:
+            fitting = [size for size in fitting if size in self.sizes]
+        return replace(self, sizes=tuple(fitting)) if fitting else self
 
     @property
     def largest(self) -> int:

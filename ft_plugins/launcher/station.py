@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -75,7 +76,7 @@ class Station:
 
     def __init__(self, me: Identity, rules: Rules, silence: float) -> None:
         self.me = me
-        self._rules = rules
+        self._given = self._rules = rules
         self._silence = silence
         self._lock = threading.RLock()
         self._generation = 0  # the newest for which consent was given here, or of which was heard
@@ -90,6 +91,13 @@ class Station:
         self._connections: dict[str, int] = {}  # by token, the newest one
 
     # ---- this node's own part ----
+
+    def allow(self, sizes: Sequence[int]) -> None:
+        """The job can be trained with these numbers of nodes, as its ranks say."""
+        with self._lock:
+            self._rules = self._given.among(sizes)
+            if self._rounds:
+                self._rounds.allow(self._rules)
 
     def wake(self) -> None:
         """This node's agent is at work: those that wait for it to take the lead are right to do so."""

@@ -14,13 +14,24 @@ after_update(k), the framework's own bookkeeping (scheduler, counters), iteratio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from .inventory import Inventory
 from .topology import Topology
+
+SIZES = ("dp", "world_size", "gradient_buckets")  # of a fingerprint, at its top or in a block of it
+
+
+def resizable(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a fingerprint must be equal for a job of another data-parallel size to take the state over."""
+    return {
+        key: resizable(value) if isinstance(value, Mapping) else value
+        for key, value in fingerprint.items()
+        if key not in SIZES
+    }
 
 
 class Hooks(Protocol):
@@ -53,7 +64,17 @@ class Host(Protocol):
 
     def fingerprint(self) -> Mapping[str, Any]:
         """What must be equal for captured state to belong to this job: architecture, precision, parallel sizes and
-        order, optimizer kind, seed, batch sizes, data path with size and digest of its first MiB. Plain values."""
+        order, optimizer kind, seed, batch sizes, data path with size and digest of its first MiB. Plain values; what
+        depends on the data-parallel size stands under one of the keys `SIZES`."""
+        ...
+
+    def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The small state of a rank that takes over from ranks of another data-parallel size: `parts` are the small
+        states of all former ranks at its place in the model, by rank."""
+        ...
+
+    def admits(self, replicas: int) -> bool:
+        """Whether the job can be trained with so many data-parallel replicas and the same global batch."""
         ...
 
     def small_state(self) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Item:
 
     `replicas` are the global ranks that hold identical bytes under the same name, this one included, ascending; a
     tensor that data parallelism shards is unique: a set of one. `layer` is the global layer number where it has one.
+    `piece` says of such a shard which elements of the whole, flattened tensor it is: start, stop, and how many there
+    are; by it a job of another data-parallel size takes it over.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Item:
     replicas: tuple[int, ...]
     layer: int | None = None
     changed_by: frozenset[Span] = frozenset({Span.UPDATE})
+    piece: tuple[int, int, int] | None = None
 
     @property
     def background(self) -> bool:

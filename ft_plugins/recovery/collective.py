@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import msgpack
@@ -103,6 +103,21 @@ class Collective:
         echo = getattr(errors, entries[first][0])(entries[first][1])
         echo.echo = True
         raise echo
+
+    def swap(self, send: Mapping[int, npt.NDArray[np.uint8]], receive: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+        """Send these bytes to these ranks, and have those of others in place when it returns.
+
+        Called by every pair alike, as often and with equal sizes. Nobody else takes part.
+        """
+        pending = [
+            dist.irecv(torch.from_numpy(into), src=rank, group=self._group) for rank, into in sorted(receive.items())
+        ]
+        pending += [
+            dist.isend(torch.from_numpy(data), dst=rank, group=self._group) for rank, data in sorted(send.items())
+        ]
+        for work in pending:
+            if work is not None:  # None: not a member of the group, which all ranks are
+                work.wait()
 
     def connect(self, replica_sets: Iterable[Sequence[int]]) -> None:
         """Make the groups for `exchange_shares`, once for each set that any rank names. Every rank of the job calls.

@@ -10,7 +10,7 @@ In: nodes, sharding groups and segments' shapes of all ranks. Out: `recovery.run
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -50,13 +50,13 @@ class SeenNodes:
     def __init__(self, collective: Collective, nodes: Sequence[str], run_dir: Path) -> None:
         self._collective = collective
         self._run_dir = run_dir
-        self._names, self._ranks = positions(nodes)
+        self._names, self.ranks = positions(nodes)
         self._position = self._names.index(nodes[collective.rank])
-        self._leads = self._ranks[self._position][0] == collective.rank
+        self._leads = self.ranks[self._position][0] == collective.rank
         self.exchange: ExchangePlan | None = None
         self.digest = 0
 
-    def _ask(self, question: Callable[[Client], Any]) -> list[Any]:
+    def ask(self, question: Callable[[Client], Any]) -> list[Any]:
         """The answers of every node's SMP, in the order of the nodes. Raises what any of them refused with."""
         answer: Any = None
         failure: FtError | None = None
@@ -68,7 +68,7 @@ class SeenNodes:
                 failure = error
         self._collective.agree(failure)
         told = self._collective.gather(msgpack.packb(answer))
-        return [msgpack.unpackb(told[ranks[0]], strict_map_key=False) for ranks in self._ranks]
+        return [msgpack.unpackb(told[ranks[0]], strict_map_key=False) for ranks in self.ranks]
 
     def facts(self) -> list[NodeFacts]:
         """What every node's SMP can hand out now. Every rank of the job calls."""
@@ -81,12 +81,18 @@ class SeenNodes:
                 dict(found["completed"]),
                 found["lineage"],
             )
-            for found in self._ask(lambda client: client.inventory())
+            for found in self.ask(lambda client: client.inventory())
         ]
 
     def rebuild(self, plan: RecoveryPlan) -> None:
         """Nothing can be rebuilt. Raises ProtocolError."""
         raise ProtocolError(f"rank {self._collective.rank}: nodes do not protect each other, yet '{plan.table()}'")
+
+    def rebuild_former(
+        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any]
+    ) -> None:
+        """Likewise."""
+        self.rebuild(plan)
 
 
 class JobNodes(SeenNodes):
@@ -105,7 +111,7 @@ class JobNodes(SeenNodes):
         self._config = config
         gathered = collective.gather(msgpack.packb(list(astuple(shape))))
         shapes = tuple(Shape(*msgpack.unpackb(part)) for part in gathered)
-        told = self._ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
+        told = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
         self._protection = Protection(
             lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
             losses=config.losses, position=self._position,
@@ -121,16 +127,29 @@ class JobNodes(SeenNodes):
         if plan.version is None or source.way is Way.OWN:
             raise ProtocolError(f"rank {self._collective.rank}: there is nothing to rebuild in '{plan.table()}'")
         where = self._protection.endpoints[source.node] if source.node is not None else None
-        holders = {position: self._protection.endpoints[node] for position, node in plan.holders.items()}
         with Client(self._config.run_dir) as client:
             client.rebuild(
-                self._collective.rank, self._config.token, plan.version, self._protection, where, holders, plan.gone
+                self._collective.rank, self._config.token, plan.version, self._protection, where,
+                self._holders(plan), plan.gone,
+            )  # fmt: skip
+
+    def rebuild_former(
+        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any]
+    ) -> None:
+        """Have the slot of a rank of the former job, which `protection` tells of, put together on this node."""
+        assert plan.version is not None
+        with Client(self._config.run_dir) as client:
+            client.rebuild(
+                rank, self._config.token, plan.version, protection, None, self._holders(plan), plan.gone, fingerprint
             )
+
+    def _holders(self, plan: RecoveryPlan) -> dict[int, tuple[str, int]]:
+        return {position: self._protection.endpoints[node] for position, node in plan.holders.items()}
 
     def protect(self, lineage: int, base: Version | None) -> list[tuple[str, int]]:
         """Have the SMPs guard each other's slots from now on; what each has claimed for that, in bytes, by node."""
         told = replace(self._protection, lineage=lineage, base=base)
-        found = self._ask(lambda client: client.protect(self._collective.rank, self._config.token, told))
+        found = self.ask(lambda client: client.protect(self._collective.rank, self._config.token, told))
         return [(name, int(answer["bytes"])) for name, answer in zip(self._names, found, strict=True)]
 
 

@@ -152,9 +152,9 @@ def _facts(segment: Segment) -> bytes:
         ]
         for slot in segment.slots()
     ]
-    return bytes(
-        msgpack.packb([segment.rank, slots, segment.lineage, segment.completed, segment.from_nothing])
-    )
+    # a version that was taken over from another size of the job is of a lineage that nobody has opened here
+    lineage = max([segment.lineage, *(slot[2] or 0 for slot in slots)])
+    return bytes(msgpack.packb([segment.rank, slots, lineage, segment.completed, segment.from_nothing]))
 
 
 def _read_facts(payload: bytes) -> RankFacts:

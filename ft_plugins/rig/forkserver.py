@@ -49,6 +49,7 @@ class JobSpec:
     flags: tuple[str, ...] = ()  # --ftp-*, --reft*
     node: str = "node0"
     nnodes: int = 1
+    min_nodes: int = 0  # with which the job can go on; 0: all of them
     endpoint: str = "localhost:0"
     max_restarts: int | None = None  # None: as long as there is progress
     environment: dict[str, str] = field(default_factory=dict)
@@ -202,7 +203,7 @@ def _run(spec: JobSpec) -> dict[str, Any]:
     if rest:
         raise ValueError(f"{spec.name}: {rest} are no flags of ft_plugins")
     launch_config = LaunchConfig(
-        min_nodes=spec.nnodes,
+        min_nodes=spec.min_nodes or spec.nnodes,
         max_nodes=spec.nnodes,
         nproc_per_node=spec.nproc,
         run_id=spec.name,

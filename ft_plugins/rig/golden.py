@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .gpt_runs import GptRun
+
 SHOWN = 12
 
 
@@ -58,3 +60,10 @@ def loss_differences(left: Path, right: Path) -> list[str]:
 def explain(found: list[str]) -> str:
     """The first differences, and how many there are."""
     return "\n".join([f"{len(found)} differences", *found[:SHOWN]])
+
+
+def assert_identical(run: GptRun, golden: GptRun, ranks: int) -> None:
+    """Raises AssertionError naming the first differences between the final states and loss sequences of two runs."""
+    found = state_differences(run.digests, golden.digests, ranks) + loss_differences(run.loss_log, golden.loss_log)
+    if found:
+        raise AssertionError(explain(found))

@@ -121,6 +121,7 @@ class Client:
         fingerprint: Mapping[str, Any],
         *,
         fresh: bool,
+        world_size: int = 0,
         storage: Storage | None = None,
     ) -> Path:
         """Create or find this rank's segment; `storage` says where checkpoints go. Raises BudgetError, ResumeError
@@ -135,6 +136,7 @@ class Client:
             fingerprint=dict(fingerprint),
             pid=os.getpid(),
             fresh=fresh,
+            world_size=world_size,
             storage=asdict(storage) if storage else None,
         )
         return Path(reply["path"])
@@ -167,9 +169,11 @@ class Client:
         source: tuple[str, int] | None,
         holders: Mapping[int, tuple[str, int]],
         lost: Collection[int],
+        former: Mapping[str, Any] | None = None,
     ) -> None:
         """Put this rank's slot back together: from the node at `source`, or (None) from parity, without the positions
-        `lost`; `holders` are the endpoints of those that can be read."""
+        `lost`; `holders` are the endpoints of those that can be read. `former` is the fingerprint of the job at the
+        size that `protection` tells of, where that is another one: then it becomes a segment that is set aside."""
         self._ask(
             "rebuild",
             extra_seconds=protection.shapes[rank].nbytes / _REBUILT_BYTES_PER_SECOND,
@@ -180,7 +184,23 @@ class Client:
             source=list(source) if source else None,
             holders=[[position, *where] for position, where in sorted(holders.items())],
             lost=sorted(lost),
+            former=former is not None,
+            fingerprint=dict(former or {}),
         )
+
+    def resize(self, rank: int, token: int, world_size: int) -> bool:
+        """The job has `world_size` ranks; whether this node has state of it at another size."""
+        return bool(self._ask("resize", rank=rank, token=token, world_size=world_size)["former"])
+
+    def former(self) -> dict[str, Any]:
+        """What this node has of the job at other sizes: `sizes`, `fingerprint`, `parity`, `position`, `plan`,
+        `protection`."""
+        return self._ask("former")
+
+    def settle(self, rank: int, token: int, world_size: int, version: Version | None) -> None:
+        """Of the state at other sizes keep `version` of the job of `world_size` ranks alone; nothing, if it is None."""
+        kept = [version.lineage, version.iteration] if version else None
+        self._ask("settle", rank=rank, token=token, world_size=world_size, version=kept)
 
     def protect(self, rank: int, token: int, protection: Protection) -> dict[str, Any]:
         """Protect this node's slots on other nodes from now on; returns `bytes` claimed and `resident_bytes`."""

@@ -29,6 +29,7 @@ from ..snapshot.segment import Segment, vault_of
 from ..snapshot.slots import Pin, SlotState, Version
 from . import protocol, wire
 from .exchange import Exchange, RatePacer
+from .former import Former
 from .frames import Data, Parity
 from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, read_report, read_version, told, written
 from .pins import Directive, Report
@@ -44,8 +45,11 @@ _POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two 
 class NodeTier:
     """Between `endpoint` and `close` it listens; between `protect` and `suspend` it protects."""
 
-    def __init__(self, run_dir: Path, job: str, node: str, segments: Mapping[int, Segment], events: Events) -> None:
-        """`segments` are the SMP's own, by rank. Goes on with what an SMP before it was told."""
+    def __init__(
+        self, run_dir: Path, job: str, node: str, segments: Mapping[int, Segment], former: Former, events: Events
+    ) -> None:
+        """`segments` are the SMP's own, by rank, `former` those of other sizes of the job. Goes on with what an SMP
+        before it was told."""
         self._run_dir = run_dir
         self._job = job
         self._node = node
@@ -55,7 +59,8 @@ class NodeTier:
         self._server: Server | None = None
         self._secret = b""
         self._vault: Vault | None = None
-        self._memory = Local(segments, lambda: self._vault)
+        self._former = former
+        self._memory = Local(segments, former, lambda: self._vault)
         self._told: Protection | None = None
         self._plan: ExchangePlan | None = None
         self._first: Peer | None = None  # where the agreement is reached
@@ -136,20 +141,44 @@ class NodeTier:
             return {
                 "slots": [[rank, sorted(map(astuple, versions))] for rank, versions in sorted(slots.items())],
                 "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
-                "lineage": max((segment.lineage for segment in self._segments.values()), default=0),
+                "lineage": max([self._former.lineage, *(segment.lineage for segment in self._segments.values())]),
                 "parity": sorted(map(astuple, parity)),
                 "position": self._told.position if self._told else None,
                 "plan": self._told.digest if self._told else 0,
             }
 
-    def rebuild(self, rank: int, token: int, told_now: Protection, request: dict[str, Any]) -> None:
+    @property
+    def ranks(self) -> int:
+        """Of the job that is, or was last, protected; 0 for none yet."""
+        return len(self._told.nodes) if self._told else 0
+
+    @property
+    def counted(self) -> Version | None:
+        """What counts for that job on this node."""
+        return self._counted
+
+    def kept(self) -> dict[str, Any]:
+        """Of the job that was protected last: its parity here, and what one has to know to decode by it."""
+        with self._lock:
+            parity: list[Version] = list(self._vault.versions()) if self._vault else []
+            return {
+                "parity": sorted(map(astuple, parity)),
+                "position": self._told.position if self._told else None,
+                "plan": self._told.digest if self._told else 0,
+                "protection": self._told.block() if self._told else None,
+            }
+
+    def rebuild(
+        self, rank: int, token: int, told_now: Protection, request: dict[str, Any], into: Segment | None = None
+    ) -> None:
         """Put the slot of `rank` back together: from `source` if that is given, else from parity without the `lost`.
 
-        `holders` says where what lay at each position of the plan is now. Raises what `fetch` and `decode` raise.
+        `holders` says where what lay at each position of the plan is now; `into` is the segment, the rank's own if not
+        given. Raises what `fetch` and `decode` raise.
         """
         version = read_version(request.get("version"))
         holders = {int(position): (str(host), int(port)) for position, host, port in request["holders"]}
-        segment = self._segments.get(rank)
+        segment = self._segments.get(rank) if into is None else into
         if segment is None:
             raise ProtocolError(f"rank {rank}: rebuild before attach")
         if any(slot.version == version and slot.state is SlotState.CLEAN for slot in segment.slots()):

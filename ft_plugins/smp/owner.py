@@ -23,9 +23,11 @@ from ..errors import FencedError, FtError, ProtocolError, ResumeError, SegmentEr
 from ..events import Events
 from ..snapshot import segment as segments
 from ..snapshot.segment import Segment, Shape, path_of
-from ..snapshot.slots import Version, void
+from ..snapshot.slots import SlotState, Version, void
 from . import liveness, protocol
+from .former import Former
 from .node import NodeTier
+from .peers import read_version
 from .persister import Persister
 from .protection import Protection
 
@@ -53,6 +55,7 @@ class SnapshotProcess:
         self._declared = -1  # the token under which trainers were declared lost
         self._touched = time.monotonic()
         self._segments: dict[int, Segment] = {}
+        self._world_size = 0  # of the job, as its trainers said last
         self._refused: list[str] = []  # files that are in the place of segments, and are not touched
         self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
         for path in segments.segments_of(job, node):
@@ -65,7 +68,8 @@ class SnapshotProcess:
             self._segments[adopted.rank] = adopted
             self.token = max(self.token, adopted.token)
         self.adopted = len(self._segments)
-        self._tier = NodeTier(run_dir, job, node, self._segments, events)
+        self._aside = Former(job, node)
+        self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events)
         self.persister = Persister(run_dir, job, node, events)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self._segments:
@@ -74,7 +78,7 @@ class SnapshotProcess:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out one request. Errors of this package and of the system become refusals."""
         name = request.get("do")
-        known = protocol.REQUESTS | protocol.NODE_REQUESTS | protocol.STORAGE_REQUESTS
+        known = protocol.REQUESTS | protocol.NODE_REQUESTS | protocol.SIZE_REQUESTS | protocol.STORAGE_REQUESTS
         if not isinstance(name, str) or name not in known:
             return protocol.refusal(ProtocolError(f"'{name}' is no request; known are {sorted(known)}"))
         faults.reach(f"smp.{name}.before", adopted=self.adopted)
@@ -174,6 +178,7 @@ class SnapshotProcess:
         shape = Shape(**fields)
         fingerprint = _plain(rank, protocol.field(request, "fingerprint", dict))
         pid = protocol.number(request, "pid")
+        world_size = protocol.number(request, "world_size", _RANKS) if "world_size" in request else 0
         fresh = protocol.field(request, "fresh", bool)
         path = path_of(self._job, self._node, rank)
         with self._allocating.setdefault(rank, threading.Lock()):
@@ -181,7 +186,7 @@ class SnapshotProcess:
                 found = self._reusable(rank, path, shape, fingerprint, fresh)
             if found is None:  # without the lock: allocating takes seconds, and a node's ranks do it side by side
                 path.unlink(missing_ok=True)
-                segments.create(path, shape, rank, fingerprint)
+                segments.create(path, shape, rank, fingerprint, world_size)
                 found = Segment(path)
             with self._lock:
                 if self.ended.is_set():
@@ -253,8 +258,64 @@ class SnapshotProcess:
 
     def _rebuild(self, request: dict[str, Any]) -> dict[str, Any]:
         rank = self._check_token(request)
-        self._tier.rebuild(rank, self.token, Protection.read(protocol.field(request, "protection", dict)), request)
+        told = Protection.read(protocol.field(request, "protection", dict))
+        into = None
+        if protocol.field(request, "former", bool):
+            if rank >= len(told.shapes):
+                raise ProtocolError(f"rank {rank} was not in the former job of {len(told.shapes)} ranks")
+            fingerprint = _plain(rank, protocol.field(request, "fingerprint", dict))
+            into = self._aside.make(len(told.shapes), rank, told.shapes[rank], fingerprint)
+        self._tier.rebuild(rank, self.token, told, request, into)
         return {}
+
+    # ---- the job at another size ----
+
+    def _resize(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The job has so many ranks now: what is of another size is set aside."""
+        self._check_token(request)
+        world_size = protocol.number(request, "world_size", _RANKS)
+        with self._lock:
+            self._world_size = world_size
+            left = self._aside.exchange(self._segments, world_size)
+            self.persister.let_go(left)
+        if left:
+            self._events.emit("smp.resize", ranks=world_size, set_aside=sorted(left))
+        return {"former": bool(self._aside)}
+
+    def _former(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What of other sizes this node can hand out, and the parity that belongs to it."""
+        with self._lock:
+            found = [one for held in self._aside.sizes().values() for one in held.values()]
+            fingerprint = found[0].fingerprint if found else None
+            return {"sizes": self._aside.facts(), "fingerprint": fingerprint, **self._tier.kept()}
+
+    def _settle(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Of what is set aside keep that version of that size alone; nothing, if none is named."""
+        self._check_token(request)
+        with self._lock:
+            if request.get("version") is None:
+                self._aside.drop()
+            else:
+                self._aside.keep(protocol.number(request, "world_size", _RANKS), read_version(request["version"]))
+        return {}
+
+    def _drop_former(self) -> None:
+        """Remove what was set aside once the state is safe without it: on several nodes when a version counts, on one
+        when every rank holds two versions of its own, the first of which all ranks must have."""
+        if not self._aside or self._tier.counted is None and self._tier.ranks == self._world_size:
+            return
+        if self._tier.ranks != self._world_size and not self._went_on():
+            return
+        with self._lock:
+            self._events.emit("smp.settled", segments=self._aside.drop())
+
+    def _went_on(self) -> bool:
+        held = [
+            sum(slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == found.lineage
+                for slot in found.slots() if found.lineage_token == self.token)
+            for found in list(self._segments.values())
+        ]  # fmt: skip
+        return bool(held) and min(held) > 1
 
     def _protect(self, request: dict[str, Any]) -> dict[str, Any]:
         self._check_token(request)
@@ -275,6 +336,7 @@ class SnapshotProcess:
 
     def look_at_trainers(self) -> None:
         """A trainer that has been stopped for too long is lost: its peers wait for it in a collective."""
+        self._drop_former()
         now = time.monotonic()
         stopped = {}
         for rank, segment in list(self._segments.items()):

@@ -29,6 +29,7 @@ from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
 from .exchange import copy_of, slot_of
+from .former import Former
 from .frames import Data, Parity
 from .pins import Directive, Epoch, Report, decide
 from .vault import Vault
@@ -77,16 +78,12 @@ class Local:
 
     over_wire = False
 
-    def __init__(self, segments: Mapping[int, Segment], vault: Callable[[], Vault | None]) -> None:
+    def __init__(self, segments: Mapping[int, Segment], former: Former, vault: Callable[[], Vault | None]) -> None:
+        """`former` is looked at for what `segments` do not have: no version is of two sizes of the job."""
         self._segments = segments
+        self._former = former
         self._vault = vault
-        self._slots: dict[tuple[int, Version], int] = {}  # where each was found last: looked at first
-
-    def _segment(self, rank: int) -> Segment:
-        found = self._segments.get(rank)
-        if found is None:
-            raise SegmentError(f"rank {rank} has no segment on this node")
-        return found
+        self._found: tuple[int, Version, Segment, int] | None = None  # the slot that was read last: looked at first
 
     def _kept(self) -> Vault:
         found = self._vault()
@@ -98,20 +95,33 @@ class Local:
         """Bytes of a slot's data, or of a parity block, the digests of which are checked. A view."""
         if isinstance(wanted, Parity):
             return self._kept().read(wanted.version, wanted.key, wanted.at, wanted.nbytes)
-        segment = self._segment(wanted.rank)
+        segment, index = self._slot(wanted.rank, wanted.version)
         if wanted.at + wanted.nbytes > segment.shape.nbytes:
             raise ProtocolError(f"{wanted.nbytes} bytes at {wanted.at} are not in the slots of rank {wanted.rank}")
-        return segment.data(self._slot_of(segment, wanted.version))[wanted.at : wanted.at + wanted.nbytes]
+        return segment.data(index)[wanted.at : wanted.at + wanted.nbytes]
 
-    def _slot_of(self, segment: Segment, version: Version) -> int:
-        """The slot that holds `version` CLEAN now. Each look at a slot costs a digest of its table and small state."""
-        known = self._slots.get((segment.rank, version))
-        if known is not None:
+    def _slot(self, rank: int, version: Version) -> tuple[Segment, int]:
+        """Where `version` lies CLEAN now. Each look at a slot costs a digest of its table and small state.
+
+        Raises SegmentError, CorruptSlotError.
+        """
+        if self._found is not None and self._found[:2] == (rank, version):
+            segment, known = self._found[2:]
             slot = segment.slot(known)
             if slot.version == version and slot.state is SlotState.CLEAN:
-                return known
-        self._slots = {(segment.rank, version): slot_of(segment, version)}
-        return self._slots[segment.rank, version]
+                return segment, known
+        own = self._segments.get(rank)
+        try:
+            if own is None:
+                raise SegmentError(f"rank {rank} has no segment on this node")
+            found = own, slot_of(own, version)
+        except SegmentError:
+            aside = self._former.find(rank, version)
+            if aside is None:
+                raise
+            found = aside, slot_of(aside, version)
+        self._found = (rank, version, *found)
+        return found
 
     def copy(self, rank: int, version: Version) -> bytes:
         """The copy that this node keeps of another node's rank."""
@@ -119,7 +129,7 @@ class Local:
 
     def slot(self, rank: int, version: Version) -> bytes:
         """Small state and digest table of a rank of this node."""
-        return copy_of(self._segment(rank), version)
+        return copy_of(self._slot(rank, version)[0], version)
 
     def line(self) -> _Within:
         """For one thread that rebuilds."""

@@ -106,6 +106,13 @@ class Persister:
             if storage is not None:
                 self._start()
 
+    def let_go(self, ranks: Sequence[int]) -> None:
+        """These ranks' segments are of another size of the job now."""
+        with self._lock:
+            for rank in ranks:
+                self._segments.pop(rank, None)
+                self._inodes.pop(rank, None)
+
     def request(self, reason: str, seconds: float, only_due: bool = False) -> dict[str, Any]:
         """Have the newest version written, and wait for that up to `seconds`.
 

@@ -28,6 +28,7 @@ import xxhash
 from .. import faults
 from ..errors import CorruptSlotError, ResumeError, SegmentError
 from ..redundancy.plan import ExchangePlan
+from ..snapshot import manifest
 from ..snapshot.segment import PAGE, Segment
 from ..snapshot.slots import Version, choose
 from .frames import Data, Frame, Parity, copied, decoded
@@ -127,6 +128,8 @@ def _write(
             f"rank {segment.rank}: version {version} has {len(digests)} buckets, this segment {segment.shape.buckets}: "
             "the state was laid out otherwise"
         )
+    if not any(nbytes for _, nbytes in segment.ranges):  # of a former rank: no trainer has claimed it
+        segment.ranges = manifest.read(manifest.split(small)[0]).ranges
     index = choose(segment.slots())
     segment.dirty(index, version, token)
     filling = _Filling(segment, version, index, digests, frames, readers)

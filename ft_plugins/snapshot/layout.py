@@ -138,13 +138,13 @@ def plan_layout(inventory: Inventory, nodes: Sequence[str], bucket_bytes: int) -
             own = parts[replicas.index(inventory.rank)]
             streams.append(ReplicaStream(replicas, background, items, tuple(offsets), nbytes, parts, offset))
             offset += _aligned(own.stop - own.start)
-    synchronous = [piece for stream in streams if not stream.background for piece in _pieces(stream, inventory.rank)]
-    background_pieces = [piece for stream in streams if stream.background for piece in _pieces(stream, inventory.rank)]
+    synchronous = [piece for stream in streams if not stream.background for piece in pieces_of(stream, inventory.rank)]
+    behind = [piece for stream in streams if stream.background for piece in pieces_of(stream, inventory.rank)]
     return Layout(
         inventory.rank,
         tuple(streams),
         _buckets(synchronous, bucket_bytes),
-        _buckets(background_pieces, bucket_bytes),
+        _buckets(behind, bucket_bytes),
         offset,
     )
 
@@ -153,7 +153,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _pieces(stream: ReplicaStream, rank: int) -> list[Piece]:
+def pieces_of(stream: ReplicaStream, rank: int) -> list[Piece]:
     """The parts of the stream's items that lie in the rank's share. Padding between items belongs to no piece."""
     own = stream.share_of(rank)
     pieces = []

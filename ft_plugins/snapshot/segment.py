@@ -6,7 +6,8 @@ dies at any instruction leaves the old version or none, never a torn one. A head
 as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once by the SMP and reused over restarts.
 
     file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
-    header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, fingerprint
+    header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, size of the job,
+             fingerprint
     slot   = header page (state, version, token, small size, cursor, seal, pins) | digest table | small state | data
 
 In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery), `jobs` and `remove` (sweep).
@@ -19,7 +20,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ from ..errors import BudgetError, CorruptSlotError, SegmentError
 from .slots import SLOTS, Pin, Slot, SlotState, Version, check_transition, may_pin
 
 SHM = Path("/dev/shm")
-_NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+|-parity)(\.new)?|\.lock)")
+_NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+(of\d+)?|-parity)(\.new)?|\.lock)")
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
 PAGE = 4096
-_MAGIC = int.from_bytes(b"FTPSEG02", "little")
+_MAGIC = int.from_bytes(b"FTPSEG03", "little")
 _FINGERPRINT = 1024  # offset in the header page: length, then JSON
 _FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
 
@@ -59,6 +60,7 @@ _HEADER = {
             "attached",
             "slots",
             "from_nothing",
+            "world_size",
         ]
     )
 }
@@ -107,6 +109,11 @@ def path_of(job: str, node: str, rank: int) -> Path:
     return SHM / f"ftp-{job}@{node}-r{rank}"  # no name holds an '@', so two jobs never share a file
 
 
+def set_aside(job: str, node: str, rank: int, world_size: int) -> Path:
+    """The file of a segment of the job as it was with another number of ranks, kept until its state is taken over."""
+    return SHM / f"ftp-{job}@{node}-r{rank}of{world_size}"
+
+
 def vault_of(job: str, node: str) -> Path:
     """The file in which a node keeps parity of other nodes' slots."""
     return SHM / f"ftp-{job}@{node}-parity"
@@ -129,8 +136,11 @@ def check_room(nbytes: int, who: str, mount: Path = SHM) -> None:
         )
 
 
-def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) -> None:
-    """Allocate a segment and fault all of its pages in. Raises BudgetError when the memory is not there."""
+def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], world_size: int = 0) -> None:
+    """Allocate a segment and fault all of its pages in; `world_size` is the job's, 0 where that does not matter.
+
+    Raises BudgetError when the memory is not there.
+    """
     text = json.dumps(fingerprint, sort_keys=True).encode()
     if len(text) > _FINGERPRINT_ROOM:
         raise SegmentError(f"rank {rank}: the job's fingerprint has {len(text)} bytes; at most {_FINGERPRINT_ROOM} fit")
@@ -154,6 +164,7 @@ def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) 
                 ("layout", shape.layout),
                 ("slots", shape.slots),
                 ("rank", rank),
+                ("world_size", world_size),
                 ("magic", _MAGIC),
             ):
                 words[_HEADER[name]] = value
@@ -227,6 +238,11 @@ class Segment:
         return self._word("rank")
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks of the job whose state this is; 0 where nobody said."""
+        return self._word("world_size")
+
+    @property
     def token(self) -> int:
         """The fencing token of the incarnation that may write."""
         return self._word("token")
@@ -286,6 +302,23 @@ class Segment:
             return dict(json.loads(self.bytes[start : start + min(length, _FINGERPRINT_ROOM)].tobytes()))
         except (ValueError, TypeError) as error:
             raise SegmentError(f"segment {self.path}: the job's fingerprint in it is damaged ({error})") from error
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Give the memory of these slots back to the system: they are empty from then on."""
+        for index in slots:
+            self._map.madvise(mmap.MADV_REMOVE, self._slot_start(index), self.shape.slot_room)
+
+    def claim(self) -> None:
+        """Have all memory again, after `release`. Raises BudgetError."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.posix_fallocate(fd, 0, self.shape.total)
+        except OSError as error:
+            raise BudgetError(
+                f"rank {self.rank}: {self.path.parent} could not give {self.shape.total} bytes: {error.strerror}"
+            ) from error
+        finally:
+            os.close(fd)
 
     def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int]) -> None:
         """Grow `lineage` from `base`: the slots in `voided` can no longer be restored. Idempotent; void first, so
@@ -440,6 +473,12 @@ def segments_of(job: str, node: str) -> list[Path]:
     return [ranks[rank] for rank in sorted(filter(str.isdecimal, ranks), key=int)]
 
 
+def former_segments_of(job: str, node: str) -> list[Path]:
+    """The segments that are set aside on a node."""
+    prefix = path_of(job, node, 0).name[:-1]
+    return sorted(p for p in SHM.glob(f"{prefix}*of*") if re.fullmatch(r"\d+of\d+", p.name.removeprefix(prefix)))
+
+
 def jobs() -> list[tuple[str, str]]:
     """The (job, node) of everything of this user in shared memory: segments, half-made ones, locks."""
     found = set()
@@ -453,9 +492,10 @@ def jobs() -> list[tuple[str, str]]:
 def remove(job: str, node: str) -> int:
     """Remove the segments of a job on a node, half-made ones too, and their lock file. Returns how many segments."""
     prefix = path_of(job, node, 0).name[:-1]
-    half_made = [p for p in SHM.glob(f"{prefix}*.new") if p.stem.removeprefix(prefix).isdecimal()]
+    half_made = [p for p in SHM.glob(f"{prefix}*.new") if re.fullmatch(r"\d+(of\d+)?", p.stem.removeprefix(prefix))]
     vault = vault_of(job, node)
-    paths = [*segments_of(job, node), *half_made, *filter(Path.exists, [vault, vault.with_name(vault.name + ".new")])]
+    vaults = filter(Path.exists, [vault, vault.with_name(vault.name + ".new")])
+    paths = [*segments_of(job, node), *former_segments_of(job, node), *half_made, *vaults]
     for path in [*paths, lock_of(job, node)]:
         path.unlink(missing_ok=True)
     return len(paths)

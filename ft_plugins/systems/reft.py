@@ -27,13 +27,17 @@ from ..model.host import Host
 from ..recovery.collective import Collective
 from ..recovery.nodes import JobNodes, NodeTierConfig, SeenNodes
 from ..recovery.plan import RecoveryPlan, choose_source
+from ..recovery.refill import refill
 from ..recovery.run import agree_on_version, load_tensors
+from ..recovery.sizes import admissible, words, write
 from ..recovery.storage import StorageTier
+from ..recovery.takeover import FormerJob, Takeover
 from ..redundancy.plan import unprotected
 from ..smp.client import Client
-from ..snapshot import codec
+from ..snapshot import codec, manifest
 from ..snapshot.capture import Capture, Commit
 from ..snapshot.layout import Layout, plan_layout
+from ..snapshot.manifest import Manifest
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment, Shape, path_of
 from ..snapshot.slots import Pin, Version, slots_for
@@ -76,6 +80,7 @@ class Reft:
         self._token = token
         self._events = events
         self.layout: Layout = plan_layout(host.inventory(), nodes, self._config.bucket_mib << 20)
+        self._takeover: Takeover | None = None
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
@@ -114,8 +119,9 @@ class Reft:
             print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
         return 0
 
-    def _job_nodes(self) -> SeenNodes | None:
-        """The nodes of a job that has several. Every rank calls. Raises ConfigError, ProtocolError."""
+    def _job_nodes(self, shape: Shape) -> SeenNodes | None:
+        """The nodes of a job that has several; `shape` is this rank's. Every rank calls. Raises ConfigError,
+        ProtocolError."""
         if len(set(self._nodes)) == 1:
             return None
         if not self._losses:
@@ -133,7 +139,7 @@ class Reft:
             self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
             self._token,
         )  # fmt: skip
-        return JobNodes(self._collective, self._nodes, self._groups, self._mapped().shape, config)
+        return JobNodes(self._collective, self._nodes, self._groups, shape, config)
 
     @property
     def claimed(self) -> bool:
@@ -158,6 +164,62 @@ class Reft:
                         f"replicas {replicas} do, but names others; the replicas of a parameter must be built alike"
                     )
 
+    def look_back(self, mode: str) -> None:
+        """Find state of this job at another data-parallel size, to be taken over by `claim` and `resume`.
+
+        Every rank of the job calls, before any claims memory. `mode` is `--ftp-resume`: what it passes over is left
+        alone, `fresh` removes it. Raises ResumeError, ProtectionError, on all ranks alike.
+        """
+        rank, token = self._host.rank, self._token
+        seen = SeenNodes(self._collective, self._nodes, self._run_dir)
+        size = self._collective.world_size
+        if not any(seen.ask(lambda client: client.resize(rank, token, size))) or mode == "storage":
+            return
+        nodes = seen if mode == "fresh" else self._job_nodes(self.shape) or seen
+        former = FormerJob(self._collective, nodes, token, self._run_dir, self._report_corrupt)
+        if mode == "fresh":
+            former.drop()
+            return
+        if self._host.topology().ep > 1:
+            error = ResumeError(
+                "state of another data-parallel size cannot be taken over where experts are parallel (ep > 1); start "
+                "with the former number of nodes, or --ftp-resume fresh starts from the beginning"
+            )
+            error.echo = rank != 0
+            raise error
+        self._takeover = former.find(self._host.fingerprint())
+        if self._takeover is not None:
+            former.settle(self._takeover)
+
+    def tell_sizes(self) -> str:
+        """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node."""
+        named = self._losses if "redundancy" in self._config.model_fields_set else 0
+        sizes = admissible(self._host.topology(), self._nodes, self._host.admits, named)
+        if self._nodes.index(self._nodes[self._host.rank]) == self._host.rank:
+            write(self._run_dir, sizes)
+        count = len(set(self._nodes))
+        return words(sizes, count) if count > 1 and sizes else ""
+
+    def _take_over(self, found: Takeover) -> None:
+        """Fill a slot with the state of another size. Every rank of the job calls. Raises ResumeError."""
+        began = time.perf_counter()
+        members = SeenNodes(self._collective, self._nodes, self._run_dir).ranks
+        moved = refill(
+            found, self._mapped(), self._manifest, members, self._collective, self._run_dir, self._token,
+            self._host.merged,
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+        self._events.emit(
+            "restore.resized", ranks=found.world_size, iteration=found.version.iteration,
+            lineage=found.version.lineage, bytes=moved, seconds=seconds,
+        )  # fmt: skip
+        if self._host.rank == 0:
+            print(
+                f"ft_plugins: iteration {found.version.iteration} of {found.world_size} ranks taken over by "
+                f"{self._collective.world_size}, {seconds:.1f} s",
+                flush=True,
+            )
+
     def claim(self, fresh: bool) -> Shape:
         """Have the SMP create or find this rank's segment, and map every page of it.
 
@@ -167,7 +229,10 @@ class Reft:
         fingerprint = dict(self._host.fingerprint())
         faults.reach("attach.before")
         with Client(self._run_dir) as client:
-            path = client.attach(self._host.rank, self._token, shape, fingerprint, fresh=fresh, storage=self._storage)
+            path = client.attach(
+                self._host.rank, self._token, shape, fingerprint, fresh=fresh,
+                world_size=self._collective.world_size, storage=self._storage,
+            )  # fmt: skip
         faults.reach("attach.after")
         self._segment = Segment(path, populate=True)
         self._segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in self.layout.buckets]
@@ -196,7 +261,9 @@ class Reft:
         segment = self._mapped()
         started = time.perf_counter()
         faults.reach("restore.begin")
-        nodes = self._job_nodes()
+        if self._takeover is not None:
+            self._take_over(self._takeover)
+        nodes = self._job_nodes(segment.shape)
         found = agree_on_version(segment, self._collective, self._report_corrupt, nodes)
         try:
             plan = self._choose(found, mode, loaded)
@@ -207,7 +274,7 @@ class Reft:
         restored = load_tensors(plan, segment, self.layout, self._host.tensors(), self._collective)
         small: dict[str, Any] | None = None
         if restored.small is not None:
-            small = codec.decode(restored.small)
+            small = codec.decode(manifest.split(restored.small)[1])
             self._host.restore(small)
         loaded_at = time.perf_counter()
         self._collective.barrier()  # every rank has restored: only now may anything be void
@@ -301,7 +368,18 @@ class Reft:
             faults.reach("shutdown.after")
 
     def _small(self) -> bytes:
-        return codec.encode(self._host.small_state())
+        return manifest.join(self._encoded_manifest, codec.encode(self._host.small_state()))
+
+    @cached_property
+    def _manifest(self) -> Manifest:
+        """What lies where in this rank's slots."""
+        topology = self._host.topology()
+        at = topology.coords(self._host.rank)
+        return manifest.manifest_of(self.layout, self._collective.world_size, (at.pp, at.tp))
+
+    @cached_property
+    def _encoded_manifest(self) -> bytes:
+        return manifest.write(self._manifest)
 
     def _mapped(self) -> Segment:
         if self._segment is None:

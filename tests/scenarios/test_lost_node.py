@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.golden import explain, loss_differences, state_differences
+from ft_plugins.rig.forkserver import ForkServer, RunningJob
+from ft_plugins.rig.golden import assert_identical
 from ft_plugins.rig.gpt_runs import Configuration, GptRun
-from ft_plugins.rig.journal import wait_for
+from ft_plugins.rig.multinode import BOUND, MultiNodeJob, Spec
 from ft_plugins.rig.nodes import Place, destroy, freeze, network
 
-Spec = Callable[..., JobSpec]
-BOUND = 280
 ARGV = ("--order", "tp-cp-ep-pp-dp")
 ITERATIONS = 10
 
@@ -28,54 +26,6 @@ ITERATIONS = 10
 def places() -> Iterator[list[Place]]:
     with network([11, 12, 13, 14, 5, 25]) as found:
         yield found
-
-
-class Job:
-    """A job on several nodes."""
-
-    def __init__(
-        self, server: ForkServer, jobs: Spec, run: GptRun, ranks: int, count: int, endpoint: str, *flags: str
-    ) -> None:
-        self.server = server
-        self.jobs = jobs
-        self.run = run
-        self.nproc = ranks // count
-        self.count = count
-        self.endpoint = endpoint
-        self.flags = flags
-        self.nodes: dict[str, RunningJob] = {}
-        self.secret = run.folder / "secret"
-        self.secret.write_text("what the nodes of this job know")
-        self.secret.chmod(0o600)
-
-    def start(self, name: str, place: Place, *more: str) -> RunningJob:
-        known = {k: v for k, v in vars(self.run.spec(**place.fields())).items() if k not in ("name", "flags")}
-        flags = (
-            *self.run.spec().flags, "--ftp-node-name", name, "--ftp-secret-file", str(self.secret),
-            "--ftp-detect-seconds", "5", *self.flags, *more,
-        )  # fmt: skip
-        spec = self.jobs(
-            **{**known, "node": name, "nnodes": self.count, "endpoint": self.endpoint, "nproc": self.nproc,
-               "flags": flags, "rendezvous": "ft_plugins"}
-        )  # fmt: skip
-        self.nodes[name] = self.server.start(spec)
-        return self.nodes[name]
-
-    def until_counts(self, iteration: int) -> None:
-        for job in self.nodes.values():
-            wait_for(
-                job.spec.run_dir / "events.jsonl",
-                lambda lines: any(e["name"] == "node.counts" and e["iteration"] >= iteration for e in lines),
-                BOUND,
-            )
-
-    def destroy(self, name: str) -> None:
-        destroy(self.nodes.pop(name))
-
-    def wait(self) -> None:
-        for job in self.nodes.values():
-            outcome = job.wait(BOUND)
-            assert outcome["status"] == "succeeded", job.tail()
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +43,6 @@ def golden(megatron_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
         return made[configuration, ranks]
 
     return run
-
-
-def assert_identical(run: GptRun, golden: GptRun, ranks: int) -> None:
-    found = state_differences(run.digests, golden.digests, ranks) + loss_differences(run.loss_log, golden.loss_log)
-    assert not found, explain(found)
 
 
 def restored(job: RunningJob) -> set[tuple[str, int]]:
@@ -141,7 +86,7 @@ def test_a_lost_node_is_rebuilt_on_a_fresh_one(
     run = GptRun("lost", tmp_path, configuration, protected=True, argv=ARGV, iterations=ITERATIONS)
     # the port differs from story to story: a node that was cut off may still hold the one before
     port = 29400 + STORIES.index(story)
-    job = Job(megatron_server, jobs, run, 8, 4, ",".join(f"{place.address}:{port}" for place in places[:2]))
+    job = MultiNodeJob(megatron_server, jobs, run, 8, 4, ",".join(f"{place.address}:{port}" for place in places[:2]))
     for index, place in enumerate(places[:4]):
         job.start(f"n{index}", place)
     job.until_counts(2)
@@ -206,7 +151,7 @@ def test_as_many_nodes_as_parity_makes_up_for_are_rebuilt(
     configuration = Configuration(bf16=True, distributed_optimizer=True, interleaved=False)
     run = GptRun("lost", tmp_path, configuration, protected=True, argv=(*ARGV, *losses.argv), iterations=ITERATIONS)
     endpoint = ",".join(f"{place.address}:29410" for place in places)
-    job = Job(megatron_server, jobs, run, losses.ranks, losses.count, endpoint, *losses.flags)
+    job = MultiNodeJob(megatron_server, jobs, run, losses.ranks, losses.count, endpoint, *losses.flags)
     for index in range(losses.count):
         job.start(f"n{index}", places[index])
     job.until_counts(2)
@@ -226,7 +171,7 @@ def test_more_lost_nodes_than_parity_makes_up_for_end_the_job_with_the_reason(
     """Nothing is in storage: what is refused is a silent start from the beginning."""
     configuration = Configuration(bf16=True, distributed_optimizer=True, interleaved=False)
     run = GptRun("lost", tmp_path, configuration, protected=True, argv=ARGV, iterations=100)
-    job = Job(megatron_server, jobs, run, 8, 4, ",".join(f"{place.address}:29420" for place in places))
+    job = MultiNodeJob(megatron_server, jobs, run, 8, 4, ",".join(f"{place.address}:29420" for place in places))
     for index, place in enumerate(places[:4]):
         job.start(f"n{index}", place)
     job.until_counts(2)

@@ -23,7 +23,11 @@ from typing import Any
 import torch
 from megatron import core
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_micro_batch_size,
+    update_num_microbatches,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ... import faults
@@ -152,6 +156,18 @@ class MegatronCoreHost:
             "position": {name: entry.read() for name, entry in self._position.items()},
             "rng": rng_state(),
         }
+
+    def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """That of the first replica, as in Megatron's own checkpoints; scalars of what each rank updated, from all."""
+        scalars: dict[str, Any] = {}
+        for part in parts:
+            scalars |= part["scalars"]
+        return {**parts[0], "scalars": scalars}
+
+    def admits(self, replicas: int) -> bool:
+        """As Megatron's calculator of microbatches demands it."""
+        batch = get_current_global_batch_size()
+        return batch is None or batch % (get_micro_batch_size() * replicas) == 0
 
     def _scalers(self) -> list[Any]:
         return [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers]

@@ -48,6 +48,7 @@ class Trained:
     main: torch.Tensor  # what the inner optimizer updates: the parameter, its fp32 master, or this rank's shard
     sharded: bool
     state: Mapping[str, Any]  # the inner optimizer's, per parameter
+    piece: tuple[int, int, int] | None = None  # of the flattened parameter, where it is sharded: `Item.piece`
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,14 @@ def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator
                 f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that no model chunk has; "
                 "give the host all chunks of this rank"
             )
-        yield Trained(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main])
+        piece = _piece(optimizer, parameter) if sharded else None
+        yield Trained(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main], piece)
+
+
+def _piece(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+    """Which elements of the flattened parameter this rank updates: start, stop, of how many."""
+    owned = optimizer._get_model_param_range_map(parameter)["param"]
+    return int(owned.start), int(owned.end), parameter.numel()
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -160,14 +168,15 @@ def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int
 
 
 def _of_trained(one: Trained, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[Held]:
+    piece = one.piece
     if one.main is one.parameter:
-        yield _held(one.name, Role.PARAMETER, replicas, layers, _UPDATE, one.main.detach)
+        yield _held(one.name, Role.PARAMETER, replicas, layers, _UPDATE, one.main.detach, piece)
     else:
-        yield _held(f"{one.name}:main", Role.MAIN_PARAMETER, replicas, layers, _UPDATE, one.main.detach)
+        yield _held(f"{one.name}:main", Role.MAIN_PARAMETER, replicas, layers, _UPDATE, one.main.detach, piece)
     for key, value in one.state.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             read = lambda state=one.state, key=key: state[key]  # noqa: E731
-            yield _held(f"{one.name}:{key}", Role.MOMENT, replicas, layers, _UPDATE, read)
+            yield _held(f"{one.name}:{key}", Role.MOMENT, replicas, layers, _UPDATE, read, piece)
 
 
 def _held(
@@ -177,12 +186,15 @@ def _held(
     layers: Mapping[str, int],
     changed_by: frozenset[Span],
     read: Callable[[], torch.Tensor],
+    piece: tuple[int, int, int] | None = None,
 ) -> Held:
     tensor = read()
+    if piece is not None and piece[1] - piece[0] != tensor.numel():
+        piece = None  # not laid out as its parameter is: it stays where it is
     if not tensor.is_contiguous():
         raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-    item = Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, _layer_of(name, layers), changed_by)
+    item = Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, _layer_of(name, layers), changed_by, piece)
     return Held(item, read)
 
 

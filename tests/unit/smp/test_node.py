@@ -16,6 +16,7 @@ import xxhash
 
 from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events
+from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.wire import Peer
@@ -55,7 +56,8 @@ class Node:
     def _start(self) -> NodeTier:
         events = Events(self.name)
         events.subscribe(self.seen.append)
-        return NodeTier(self.run_dir, self.cluster.job, self.name, self.segments, events)
+        former = Former(self.cluster.job, self.name)
+        return NodeTier(self.run_dir, self.cluster.job, self.name, self.segments, former, events)
 
     def write(self, iteration: int, lineage: int = 1) -> None:
         """What a capture of each rank leaves."""

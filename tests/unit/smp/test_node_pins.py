@@ -16,6 +16,7 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event, Events
+from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.pins import Directive
 from ft_plugins.smp.protection import Protection
@@ -47,7 +48,8 @@ class Node:
     def _start(self) -> NodeTier:
         events = Events(self.name)
         events.subscribe(self.seen.append)
-        return NodeTier(self.run_dir, self.job, self.name, {self.position: self.segment}, events)
+        former = Former(self.job, self.name)
+        return NodeTier(self.run_dir, self.job, self.name, {self.position: self.segment}, former, events)
 
     def write(self, iteration: int, lineage: int = 1) -> None:
         """What a capture leaves."""

@@ -1,0 +1,65 @@
+"""With how many nodes the job could go on: the sizes at which its state can be taken over and the batch divided. Pure.
+
+Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks of a node stay as they are; what
+was asked for by name (`--reft-redundancy`) can be had at every size that is admitted.
+
+In: the topology as it is, the host's word on the number of replicas. Out: numbers of nodes, ascending.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..model.topology import Topology
+from ..redundancy.plan import unprotected
+
+FILE = "sizes.json"  # in the run directory, read by the rendezvous
+_MOST = 1024  # nodes
+
+
+def admissible(
+    topology: Topology, nodes: Sequence[str], admits: Callable[[int], bool], losses: int
+) -> tuple[int, ...]:
+    """The admissible numbers of nodes; `losses` of which must be survivable. () where nodes have unequal ranks.
+
+    `nodes[rank]` is the node of each rank now.
+    """
+    names = set(nodes)
+    per_node = len(nodes) // len(names)
+    if any(nodes.count(name) != per_node for name in names) or topology.ep > 1:
+        return ()
+    model = topology.tp * topology.pp * topology.cp
+    found = []
+    for count in range(1, max(_MOST, len(names)) + 1):
+        ranks = count * per_node
+        if ranks % model or not admits(ranks // model):
+            continue
+        if losses and count <= len(names) and _cannot(topology, ranks, per_node, losses):
+            continue
+        found.append(count)
+    return tuple(found)
+
+
+def _cannot(topology: Topology, ranks: int, per_node: int, losses: int) -> bool:
+    """Whether a lost node could not be survived with so many ranks. More nodes than now can only help."""
+    model = topology.tp * topology.pp * topology.cp
+    groups = replace(topology, dp=ranks // model, nodes=()).sharding_groups().values()
+    return bool(unprotected([f"node{rank // per_node}" for rank in range(ranks)], groups, losses))
+
+
+def words(sizes: Sequence[int], now: int) -> str:
+    """For people: the sizes around the present one."""
+    fewer = [str(size) for size in sizes if size < now][-4:]
+    more = [str(size) for size in sizes if size > now][:4]
+    shown = ", ".join([*fewer, str(now), *more])
+    return f"with {now} nodes now; it could go on with {shown} nodes (--nnodes MIN:MAX says which are wanted)"
+
+
+def write(run_dir: Path, sizes: Sequence[int]) -> None:
+    """Tell the rendezvous of this node."""
+    building = run_dir / f"{FILE}.new"
+    building.write_text(json.dumps({"sizes": list(sizes)}))
+    building.replace(run_dir / FILE)

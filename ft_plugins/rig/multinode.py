@@ -1,0 +1,83 @@
+"""A protected job of the GPT example on several emulated nodes, whose nodes come and go as a test tells.
+
+Invariant: every node is what a user has: an agent, an SMP, workers, a place of its own in the network. All nodes know
+the job's secret from a file of mode 0600, and lost ones are missed after five seconds.
+
+In: a run, the fork server, places. Out: running nodes, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from .forkserver import ForkServer, JobSpec, RunningJob
+from .gpt_runs import GptRun
+from .journal import wait_for
+from .nodes import Place, destroy
+
+BOUND = 280.0  # seconds for anything that is waited for
+DETECT_SECONDS = "5"
+
+Spec = Callable[..., JobSpec]
+
+
+class MultiNodeJob:
+    """A job of `ranks` on `count` nodes; it can go on with `min_nodes`, with all of them unless given."""
+
+    def __init__(
+        self,
+        server: ForkServer,
+        jobs: Spec,
+        run: GptRun,
+        ranks: int,
+        count: int,
+        endpoint: str,
+        *flags: str,
+        min_nodes: int = 0,
+    ) -> None:
+        self.run = run
+        self.nodes: dict[str, RunningJob] = {}
+        self._server = server
+        self._jobs = jobs
+        self._flags = flags
+        self._fields = {
+            "nproc": ranks // count,
+            "nnodes": count,
+            "min_nodes": min_nodes,
+            "endpoint": endpoint,
+            "rendezvous": "ft_plugins",
+        }
+        self._secret: Path = run.folder / "secret"
+        self._secret.write_text("what the nodes of this job know")
+        self._secret.chmod(0o600)
+
+    def start(self, name: str, place: Place, *more: str) -> RunningJob:
+        """Start a node of the job, or a substitute."""
+        known = {k: v for k, v in vars(self.run.spec(**place.fields())).items() if k not in ("name", "flags")}
+        flags = (
+            *self.run.spec().flags, "--ftp-node-name", name, "--ftp-secret-file", str(self._secret),
+            "--ftp-detect-seconds", DETECT_SECONDS, *self._flags, *more,
+        )  # fmt: skip
+        spec = self._jobs(**{**known, **self._fields, "node": name, "flags": flags})
+        self.nodes[name] = self._server.start(spec)
+        return self.nodes[name]
+
+    def until_counts(self, iteration: int) -> None:
+        """Until a version of at least this iteration counts for the node tier on every node."""
+        for job in self.nodes.values():
+            wait_for(
+                job.spec.run_dir / "events.jsonl",
+                lambda lines: any(e["name"] == "node.counts" and e["iteration"] >= iteration for e in lines),
+                BOUND,
+            )
+
+    def destroy(self, name: str) -> None:
+        """Lose a node whole: all of its processes and memory."""
+        destroy(self.nodes.pop(name))
+
+    def wait(self) -> None:
+        """Until every node has ended in order. Raises AssertionError with the output of one that did not."""
+        for job in self.nodes.values():
+            outcome = job.wait(BOUND)
+            assert outcome["status"] == "succeeded", job.tail()

@@ -1,0 +1,108 @@
+"""What lies where in a rank's slot, in words that outlive the job's size: static, and captured with every version.
+
+Invariant: a slot whose rank, node or whole job is gone can be read by anyone who has its small state: which items,
+which elements of which whole tensors they are, at which bytes. It names no node.
+
+In: `Layout`, the rank's place in the model. Out: bytes, which stand before the host's own small state; `Manifest`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import astuple, dataclass
+
+import msgpack
+
+from ..errors import SegmentError
+from .layout import Layout, pieces_of
+
+_LARGEST = 1 << 28  # bytes of a manifest
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes `start .. stop` of the whole tensor `name`, flattened, lie at `offset` of the slot's data area.
+
+    `whole` is the size of that tensor (bytes), `role` the `model.inventory.Role`; `shared`: other ranks hold it too.
+    """
+
+    name: str
+    dtype: str
+    role: str
+    shared: bool
+    whole: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The slot of `rank` in a job of `world_size` ranks.
+
+    `place` says which part of the model this is, the same for all replicas: (pipeline stage, tensor rank). `ranges` are
+    the segment's: offset and bytes of each bucket.
+    """
+
+    rank: int
+    world_size: int
+    place: tuple[int, int]
+    ranges: tuple[tuple[int, int], ...]
+    held: tuple[Held, ...]
+
+
+def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Manifest:
+    """The manifest of every version that is captured by `layout`."""
+    held = []
+    for stream in layout.streams:
+        items = {item.name: item for item in stream.items}
+        for piece in pieces_of(stream, layout.rank):
+            item = items[piece.item]
+            first, _, elements = item.piece or (0, 0, 1)
+            width = item.nbytes // (item.piece[1] - item.piece[0]) if item.piece else 0
+            whole = elements * width if item.piece else item.nbytes
+            start = first * width + piece.item_offset
+            held.append(
+                Held(item.name, item.dtype, item.role.value, len(item.replicas) > 1, whole, start,
+                     start + piece.nbytes, piece.offset)
+            )  # fmt: skip
+    ranges = tuple((bucket.offset, bucket.nbytes) for bucket in layout.buckets)
+    return Manifest(layout.rank, world_size, place, ranges, tuple(held))
+
+
+def write(manifest: Manifest) -> bytes:
+    """As bytes."""
+    held = [list(astuple(one)) for one in manifest.held]
+    fields = [manifest.rank, manifest.world_size, manifest.place, manifest.ranges, held]
+    return zlib.compress(msgpack.packb(fields))
+
+
+def read(encoded: bytes) -> Manifest:
+    """From bytes. Raises SegmentError for anything else."""
+    try:
+        inflater = zlib.decompressobj()
+        plain = inflater.decompress(encoded, _LARGEST)
+        rank, world_size, place, ranges, held = msgpack.unpackb(plain, use_list=False)
+        stage, tensor_rank = place
+        return Manifest(
+            int(rank), int(world_size), (int(stage), int(tensor_rank)),
+            tuple((int(offset), int(nbytes)) for offset, nbytes in ranges), tuple(Held(*one) for one in held),
+        )  # fmt: skip
+    except (zlib.error, ValueError, TypeError, msgpack.UnpackException) as error:
+        raise SegmentError(f"what a slot says of its contents cannot be read ({error})") from error
+
+
+def join(encoded: bytes, state: bytes) -> bytes:
+    """The small state of a slot: the manifest, then the host's own."""
+    return bytes(msgpack.packb([encoded, state]))
+
+
+def split(small: bytes) -> tuple[bytes, bytes]:
+    """`join`, taken apart. Raises SegmentError."""
+    try:
+        encoded, state = msgpack.unpackb(small)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise SegmentError(
+            f"the small state of a slot cannot be read ({error}); was it written by an older ft_plugins?"
+        ) from error
+    return bytes(encoded), bytes(state)

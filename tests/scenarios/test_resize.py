@@ -1,0 +1,80 @@
+"""No substitute comes for a lost node: the job goes on with fewer, from memory, and with all of them when one is back.
+
+Real megatron-core at TP2 x PP2 on emulated nodes, each one replica: DP4 -> DP3 -> DP4. It ends as jobs of these sizes
+end, bit for bit, that go on from each other by checkpoints of Megatron's own at the same iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig.forkserver import ForkServer, RunningJob
+from ft_plugins.rig.golden import assert_identical
+from ft_plugins.rig.gpt_runs import Configuration, GptRun
+from ft_plugins.rig.journal import wait_for
+from ft_plugins.rig.multinode import BOUND, MultiNodeJob, Spec
+from ft_plugins.rig.nodes import Place, network
+
+REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
+ARGV = ("--order", "tp-cp-ep-pp-dp")
+BATCH = ("--global-batch", "24")
+ITERATIONS = 60
+PER_NODE = 4
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[list[Place]]:
+    with network([11, 12, 13, 14, 5]) as found:
+        yield found
+
+
+def resized(job: RunningJob, seconds: float) -> int:
+    """The iteration at which state of another size was taken over, in this node's next incarnation."""
+    found = wait_for(
+        job.spec.run_dir / "events.jsonl", lambda lines: [e for e in lines if e["name"] == "restore.resized"], seconds
+    )
+    return int(found[-1]["iteration"])
+
+
+@pytest.mark.parametrize(
+    "distributed",
+    [pytest.param(True, id="distopt"), pytest.param(False, id="replicated", marks=pytest.mark.all_configurations)],
+)
+def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place], distributed: bool
+) -> None:
+    configuration = Configuration(bf16=True, distributed_optimizer=distributed, interleaved=False)
+    argv = (*ARGV, *BATCH)
+    run = GptRun("resize", tmp_path, configuration, protected=True, argv=argv, iterations=ITERATIONS)
+    endpoint = ",".join(f"{place.address}:29430" for place in places[:4])
+    job = MultiNodeJob(megatron_server, jobs, run, 4 * PER_NODE, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=3)
+    for index in range(4):
+        job.start(f"n{index}", places[index])
+    job.until_counts(4)
+    job.destroy("n3")
+    first = resized(job.nodes["n0"], BOUND)
+    job.until_counts(first + 2)
+    fresh = job.start("s", places[4])
+    second = resized(fresh, BOUND)
+    job.wait()
+    assert 4 <= first < second < ITERATIONS
+    for each in job.nodes.values():
+        assert not [event for event in each.events("restore.scratch") if event.fields["completed"]]
+
+    folder = tmp_path / "reference"  # one loss log for all three
+    folder.mkdir()
+
+    def reference(name: str, ranks: int, *words: str) -> GptRun:
+        found = GptRun(name, folder, configuration, argv=(*argv, *words), iterations=ITERATIONS)
+        started = megatron_server.start(found.spec(entry=REFERENCE, nproc=ranks))
+        assert started.wait(BOUND)["status"] == "succeeded", started.tail()
+        return found
+
+    four, three = tmp_path / "four", tmp_path / "three"
+    reference("r1", 16, "--stop-at", str(first), "--to-checkpoint", str(four))
+    reference("r2", 12, "--from-checkpoint", str(four), "--stop-at", str(second), "--to-checkpoint", str(three))
+    last = reference("r3", 16, "--from-checkpoint", str(three))
+    assert_identical(run, last, 16)

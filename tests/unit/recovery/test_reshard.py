@@ -1,0 +1,141 @@
+"""State taken over at another data-parallel size: every byte of the new slots is the right one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.errors import ResumeError, SegmentError
+from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.recovery.reshard import plan_moves
+from ft_plugins.snapshot import manifest
+from ft_plugins.snapshot.layout import Layout, plan_layout
+from ft_plugins.snapshot.manifest import Manifest, manifest_of
+
+WIDTH = 4  # bytes of an element
+Tensors = dict[str, np.ndarray]
+
+
+def inventory(rank: int, size: int, whole: dict[str, int], sharded: set[str], padding: int) -> Inventory:
+    """`whole` elements by name. Sharded tensors lie in one flat buffer, padded to the size, cut in equal parts."""
+    items = []
+    flat = sum(whole[name] for name in sharded)
+    step = -(-(flat + padding) // size)
+    at = 0
+    for name, elements in whole.items():
+        if name in sharded:
+            start = min(max(rank * step - at, 0), elements)
+            stop = min(max((rank + 1) * step - at, 0), elements)
+            at += elements
+            if stop > start:
+                items.append(
+                    Item(name, "float32", (stop - start,), (stop - start) * WIDTH, Role.MOMENT, (rank,),
+                         piece=(start, stop, elements))
+                )  # fmt: skip
+        else:
+            items.append(
+                Item(name, "float32", (elements,), elements * WIDTH, Role.PARAMETER, tuple(range(size)))
+            )
+    items.append(Item("buffer", "uint8", (5,), 5, Role.BUFFER, (rank,), changed_by=frozenset(Span)))
+    return Inventory.of(rank, items)
+
+
+def slot(layout: Layout, tensors: Tensors) -> np.ndarray:
+    """What capture would put there."""
+    data = np.zeros(layout.nbytes, dtype=np.uint8)
+    items = {item.name: item for stream in layout.streams for item in stream.items}
+    for piece in (piece for bucket in layout.buckets for piece in bucket.pieces):
+        whole = items[piece.item].piece
+        first = (whole[0] if whole else 0) * WIDTH + piece.item_offset
+        data[piece.offset : piece.offset + piece.nbytes] = tensors[piece.item][first : first + piece.nbytes]
+    return data
+
+
+def job(size: int, nodes: int, whole: dict[str, int], sharded: set[str], padding: int) -> list[tuple[Layout, Manifest]]:
+    names = [f"n{rank * nodes // size}" for rank in range(size)]
+    layouts = [plan_layout(inventory(rank, size, whole, sharded, padding), names, 256) for rank in range(size)]
+    return [(layout, manifest.read(manifest.write(manifest_of(layout, size, (0, 0))))) for layout in layouts]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 90), min_size=1, max_size=6), st.data(), st.integers(1, 6), st.integers(1, 6),
+    st.integers(0, 9), st.integers(0, 9),
+)  # fmt: skip
+def test_every_byte_of_a_slot_comes_from_where_it_was(
+    elements: list[int], data: st.DataObject, before: int, now: int, padding: int, other_padding: int
+) -> None:
+    whole = {f"t{index}": count for index, count in enumerate(elements)}
+    sharded = {name for name in whole if data.draw(st.booleans())}
+    generator = np.random.default_rng(7)
+    tensors = {name: generator.integers(0, 256, count * WIDTH, dtype=np.uint8) for name, count in whole.items()}
+    tensors["buffer"] = generator.integers(0, 256, 5, dtype=np.uint8)
+    former = job(before, data.draw(st.integers(1, before)), whole, sharded, padding)
+    slots = {found.rank: slot(layout, tensors) for layout, found in former}
+    for layout, mine in job(now, data.draw(st.integers(1, now)), whole, sharded, other_padding):
+        made = np.zeros(layout.nbytes, dtype=np.uint8)
+        moves = plan_moves([found for _, found in former], mine)
+        for move in moves:
+            made[move.target : move.target + move.nbytes] = slots[move.rank][move.source : move.source + move.nbytes]
+        assert np.array_equal(made, slot(layout, tensors))
+        assert sum(move.nbytes for move in moves) == sum(held.stop - held.start for held in mine.held)
+
+
+def test_neighbouring_moves_are_one() -> None:
+    (_, alone), = job(1, 1, {"a": 64, "b": 64}, set(), 0)
+    _, (_, second) = job(2, 2, {"a": 64, "b": 64}, set(), 0)
+    assert [move.nbytes for move in plan_moves([alone], second) if move.nbytes > 5] == [256]
+
+
+def test_a_buffer_is_that_of_the_first_former_rank() -> None:
+    whole = {"a": 8}
+    former = [found for _, found in job(2, 2, whole, set(), 0)]
+    (_, mine), = job(1, 1, whole, set(), 0)
+    assert {move.rank for move in plan_moves(former, mine) if move.nbytes == 5} == {0}
+
+
+def test_another_model_is_refused_by_name() -> None:
+    former = [found for _, found in job(2, 2, {"a": 8}, set(), 0)]
+    (_, mine), = job(1, 1, {"a": 9}, set(), 0)
+    with pytest.raises(ResumeError, match="'a' has 36 bytes of float32.*32 bytes"):
+        plan_moves(former, mine)
+    (_, mine), = job(1, 1, {"b": 8}, set(), 0)
+    with pytest.raises(ResumeError, match="nothing of that name"):
+        plan_moves(former, mine)
+
+
+def test_a_missing_rank_is_told() -> None:
+    former = [found for _, found in job(3, 3, {"a": 300}, {"a"}, 0)]
+    (_, mine), = job(1, 1, {"a": 300}, {"a"}, 0)
+    with pytest.raises(ResumeError, match="does not make up a whole"):
+        plan_moves([former[0], former[2]], mine)
+    with pytest.raises(ResumeError, match="nowhere"):
+        plan_moves(former[:2], mine)
+
+
+def test_unique_state_of_which_nothing_is_known_is_not_taken_over() -> None:
+    """Two ranks hold different things under one name: neither is the whole."""
+    former = [found for _, found in job(2, 2, {"a": 64}, set(), 0)]
+
+
+    def lonely(found: Manifest) -> Manifest:
+        held = [replace(one, shared=False, start=0, stop=one.whole) if one.name == "a" else one for one in found.held]
+        return replace(found, held=tuple(held))
+
+    own = [lonely(found) for found in former]
+    (_, mine), = job(1, 1, {"a": 64}, set(), 0)
+    with pytest.raises(ResumeError, match="does not make up a whole"):
+        plan_moves(own, mine)
+
+
+def test_a_manifest_that_is_none_is_refused() -> None:
+    for wrong in (b"", b"nothing", manifest.write(job(1, 1, {"a": 1}, set(), 0)[0][1])[:-9]):
+        with pytest.raises(SegmentError):
+            manifest.read(wrong)
+    with pytest.raises(SegmentError):
+        manifest.split(b"\x01")
+    assert manifest.split(manifest.join(b"a", b"b")) == (b"a", b"b")
