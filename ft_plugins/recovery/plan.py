@@ -42,8 +42,8 @@ class NodeFacts:
     """What a node's SMP can hand out before recovery; nodes are numbered as they stand now.
 
     `parity` are the versions that are complete in what it keeps for the `position` at which it stood then, by the plan
-    with digest `plan`. `completed` is what the ranks whose segments are there had reached, as in `RankFacts`; `lineage`
-    the newest that was opened there.
+    with digest `plan`; `counted` is the one that counts, as far as it has heard. `completed` is what the ranks whose
+    segments are there had reached, as in `RankFacts`; `lineage` the newest that was opened there.
     """
 
     slots: Mapping[int, frozenset[Version]]  # by rank
@@ -52,6 +52,7 @@ class NodeFacts:
     plan: int = 0
     completed: Mapping[int, int] = field(default_factory=dict)
     lineage: int = 0
+    counted: Version | None = None
 
 
 class Way(str, Enum):
@@ -164,6 +165,11 @@ def plan_recovery(
     if exchange is None and (why := _elsewhere(own, nodes)):
         reason, state_lost = f"{reason}; {why}", True
     return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone)
+
+
+def counted(nodes: Sequence[NodeFacts], base: Version | None) -> Version | None:
+    """The newest version that counts on any node, as far as going back to `base` leaves it: not all may have heard."""
+    return max((node.counted for node in nodes if node.counted and base and node.counted <= base), default=None)
 
 
 def _without_void(

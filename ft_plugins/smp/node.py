@@ -37,7 +37,7 @@ from .rebuild import Reader, decode, fetch
 from .vault import Vault, shape_of
 from .wire import Bytes, Peer, Server
 
-_COUNTED = "counted.json"  # in the run directory
+_COUNTED, _TOLD = "counted.json", "protection.json"  # in the run directory
 _POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
 
 
@@ -102,17 +102,29 @@ class NodeTier:
             self._begin(told_now, token)
             assert self._vault is not None
             self._vault.void_after(told_now.base)
-            complete = set(self._vault.versions())
-            for segment in self._segments.values():
-                for slot in segment.slots():
-                    if slot.version not in complete:  # the base of a recovery before, which never came to count
-                        segment.unpin(slot.index, Pin.NODE)
-            if told_now.base is not None:  # kept until it, or a newer one, counts again
-                for rank in told_now.plan().ranks[told_now.position]:
-                    self._segments[rank].pin(told_now.base, Pin.NODE)
-            self._counted = self._pinned_on_all()
+            self._keep(told_now)
+            written(self._run_dir / _TOLD, {**told_now.block(), "token": token})  # what it says to be kept is
             self._run()
             return {"bytes": self._vault.nbytes, "resident_bytes": self._vault.resident_bytes}
+
+    def _keep(self, told_now: Protection) -> None:
+        """Of all that an incarnation before has kept, what counts on any node stays, and what was restored.
+
+        A node that had not heard that a version counts has let go of nothing of it.
+        """
+        assert self._vault is not None
+        kept = {version for version in (told_now.base, told_now.counted) if version is not None}
+        for segment in self._segments.values():
+            for version in kept:
+                segment.pin(version, Pin.NODE)
+            for slot in segment.slots():
+                segment.unpin(slot.index, Pin.SOURCE if slot.version in kept else Pin.NODE | Pin.SOURCE)
+        self._counted = None
+        if told_now.counted in self._vault.versions():
+            assert told_now.counted is not None
+            self._vault.keep(told_now.counted)
+            written(self._run_dir / _COUNTED, told(told_now.counted))
+            self._counted = self._pinned_on_all()
 
     def _begin(self, told_now: Protection, token: int) -> None:
         plan = told_now.plan()
@@ -126,7 +138,6 @@ class NodeTier:
         self._first = self._connect(0)
         self._coordinator = Coordinator(told_now.epoch(), told_now.detect_seconds) if told_now.position == 0 else None
         self._directive, self._missed = Directive(), None
-        written(self._run_dir / "protection.json", {**told_now.block(), "token": token})
 
     def inventory(self) -> dict[str, Any]:
         """What this node can hand out: complete versions of each rank's slots, and of its parity."""
@@ -138,6 +149,7 @@ class NodeTier:
                 "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
                 "lineage": max((segment.lineage for segment in self._segments.values()), default=0),
                 "parity": sorted(map(astuple, parity)),
+                "counted": told(self._counted),
                 "position": self._told.position if self._told else None,
                 "plan": self._told.digest if self._told else 0,
             }
@@ -256,6 +268,7 @@ class NodeTier:
                 self._count(directive.counts)
             if directive.exchange != self._directive.exchange:
                 self._end_exchange()
+                self._let_go_of_sources(directive.exchange)
                 self._missed = None
                 self._began = time.monotonic()
                 if directive.exchange is not None:
@@ -316,9 +329,13 @@ class NodeTier:
         running, self._exchange = self._exchange, None
         if running is not None:
             running.stop()
+
+    def _let_go_of_sources(self, but: Version | None) -> None:
+        """What was being sent need not be kept any more; `but` is to be sent now, an SMP before may have pinned it."""
         for segment in self._segments.values():
             for slot in segment.slots():
-                segment.unpin(slot.index, Pin.SOURCE)
+                if slot.version != but:
+                    segment.unpin(slot.index, Pin.SOURCE)
 
     def _pinned_on_all(self) -> Version | None:
         """What counts here by the pins: kept by all ranks and complete in the vault."""
@@ -415,7 +432,7 @@ class NodeTier:
         try:
             where = json.loads((self._run_dir / "endpoint.json").read_text())
             self._listen(where["address"], where["port"], where["secret_file"])
-            block = json.loads((self._run_dir / "protection.json").read_text())
+            block = json.loads((self._run_dir / _TOLD).read_text())
             token = block.pop("token")
             with self._lock:
                 told_before = Protection.read(block)
@@ -429,7 +446,10 @@ class NodeTier:
             self._events.emit("node.refused", reason=f"what the SMP before was told cannot be used: {error}")
 
     def suspend(self) -> None:
-        """Stop exchanging and watching; what is here stays and can be read. Idempotent."""
+        """Stop exchanging and watching; what is here stays and can be read. Idempotent.
+
+        What was being sent stays pinned until `protect`: it may count on another node.
+        """
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             if self._first is not None:
@@ -451,7 +471,7 @@ class NodeTier:
         if self._vault is not None:
             self._vault.close()
             self._vault = None
-        for name in ("endpoint.json", "protection.json", _COUNTED):
+        for name in ("endpoint.json", _TOLD, _COUNTED):
             (self._run_dir / name).unlink(missing_ok=True)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError
-from ft_plugins.recovery.plan import NodeFacts, RankFacts, Source, Way, choose_source, plan_recovery
+from ft_plugins.recovery.plan import NodeFacts, RankFacts, Source, Way, choose_source, counted, plan_recovery
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
 from ft_plugins.snapshot.slots import SLOTS, Slot, SlotState, Version, void
 
@@ -406,6 +406,26 @@ def test_parity_that_was_complete_on_one_node_only_is_not_what_the_reason_speaks
     plan = plan_recovery(facts_of(exchange, nodes), (), nodes, exchange, DIGEST)
     assert plan.version is None and plan.gone == (2, 3)
     assert "of version 4 (lineage 1) the parts of ranks 2, 3 are gone with 2 nodes" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("heard", "base", "kept"),
+    [
+        ((4, 6, None), 9, 6),
+        ((4, 6, None), 6, 6),
+        ((4, 6, None), 5, 4),  # 6 counts, cannot be put together any more, and is void
+        ((None, None, None), 9, None),
+        ((4, 6, None), None, None),
+    ],
+)
+def test_the_newest_version_that_counts_on_any_node_is_kept_unless_it_is_void(
+    heard: tuple[int | None, ...], base: int | None, kept: int | None
+) -> None:
+    def version(iteration: int | None) -> Version | None:
+        return None if iteration is None else Version(1, iteration)
+
+    nodes = [NodeFacts({}, counted=version(iteration)) for iteration in heard]
+    assert counted(nodes, version(base)) == version(kept)
 
 
 def test_what_a_start_from_the_beginning_made_void_does_not_come_back_from_other_nodes() -> None:

@@ -129,7 +129,11 @@ class Cluster:
     def protect(self, lineage: int = 1, base: Version | None = None) -> None:
         names = tuple(self.nodes[rank // PER_NODE].name for rank in range(len(self.shapes)))
         endpoints = tuple(node.endpoint for node in self.nodes)
-        self.protection = replace(self.protection, lineage=lineage, base=base, nodes=names, endpoints=endpoints)
+        heard = [node.tier.inventory()["counted"] for node in self.nodes]
+        counted = max((Version(*version) for version in heard if version and base), default=None)
+        self.protection = replace(
+            self.protection, lineage=lineage, base=base, nodes=names, endpoints=endpoints, counted=counted
+        )
         for node in self.nodes:
             node.tier.protect(replace(self.protection, position=node.position), lineage)
 
