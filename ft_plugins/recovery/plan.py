@@ -188,7 +188,12 @@ def _without_void(
         replace(rank, slots=tuple(slot for slot in rank.slots if slot.version and slot.version.lineage >= newest))
         for rank in facts
     ], [
-        replace(node, slots={rank: young(held) for rank, held in node.slots.items()}, parity=young(node.parity))
+        replace(
+            node,
+            slots={rank: young(held) for rank, held in node.slots.items()},
+            parity=young(node.parity),
+            counted=node.counted if node.counted and node.counted.lineage >= newest else None,
+        )
         for node in nodes
     ]
 
@@ -243,18 +248,20 @@ def _elsewhere(own: Mapping[int, Collection[Version]], nodes: Sequence[NodeFacts
 def _too_much_lost(
     nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
 ) -> tuple[tuple[int, ...], str]:
-    """The positions of a section which has lost more than parity makes up for, of the newest version that counted, and
-    that in words; nothing where there is none."""
-    for version in sorted(set().union(*(node.parity for node in nodes)), reverse=True):
-        there = _holders(version, (), nodes, exchange, plan_digest)
-        for section in exchange.sections:
-            gone = tuple(position for position in section.positions if position not in there)
-            if len(gone) > exchange.losses:
-                ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
-                return gone, (
-                    f"of version {version} the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} "
-                    f"nodes of a sharding group, {NAMES[exchange.losses]} makes up for {exchange.losses}"
-                )
+    """The positions of a section which has lost more than parity makes up for, of the version that counts, and that in
+    words; nothing where there is none."""
+    version = max((node.counted for node in nodes if node.counted), default=None)
+    if version is None:
+        return (), ""
+    there = _holders(version, (), nodes, exchange, plan_digest)
+    for section in exchange.sections:
+        gone = tuple(position for position in section.positions if position not in there)
+        if len(gone) > exchange.losses:
+            ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
+            return gone, (
+                f"of version {version} the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} "
+                f"nodes of a sharding group, {NAMES[exchange.losses]} makes up for {exchange.losses}"
+            )
     return (), ""
 
 

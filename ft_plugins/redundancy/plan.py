@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import TopologyError
+from .field import ORDER
 from .parity import Placement, place
 
 NAMES = {1: "RAIM5", 2: "RAIM6"}  # by losses
@@ -172,6 +173,11 @@ def unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: i
             return (
                 f"{NAMES[losses]} needs the ranks of each sharding group on at least {needed} nodes, but ranks {ranks} "
                 f"stand on {found}; spread data parallelism over the nodes (Megatron-LM: an order with dp last)"
+            )
+        if losses == 2 and found > ORDER + losses:
+            return (
+                f"{NAMES[losses]} has factors for {ORDER + losses} nodes in a sharding group, but the {len(group)} "
+                f"ranks of the one with rank {group[0]} stand on {found}; {NAMES[1]} has no such bound"
             )
     return ""
 
