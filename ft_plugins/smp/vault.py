@@ -83,11 +83,11 @@ class Vault:
         self._wanted: dict[tuple[Key, int], int] = {}
         self._copies: dict[int, bytearray] = {}
         self._whole: set[int] = set()  # ranks whose copy is whole
-        for sends in plan.sends:
-            for send in sends:
-                if send.area.position == position:
-                    key = (send.area.section, send.area.stripe, send.area.which)
-                    self._wanted[key, send.node] = send.stop - send.start
+        self._exponents: dict[tuple[Key, int], int] = {}  # by which each source is multiplied
+        for send in plan.gathered_on(position):
+            source = (send.area.section, send.area.stripe, send.area.which), send.node
+            self._wanted[source], self._exponents[source] = send.stop - send.start, send.exponent
+        self._copied = frozenset(plan.copies_on(position))  # the ranks whose copies belong here
 
     @property
     def resident_bytes(self) -> int:
@@ -164,7 +164,7 @@ class Vault:
 
     def take_copy(self, version: Version, rank: int, at: int, total: int, part: Bytes) -> int:
         """Take a part of a rank's copy; returns how many bytes of it are here."""
-        if rank not in self._plan.copies_on(self._position):
+        if rank not in self._copied:
             raise ProtocolError(f"no copy of rank {rank} belongs to this node")
         if total > self._segment.shape.small_nbytes:
             raise ProtocolError(f"a copy of rank {rank} has {total} bytes; room was claimed for less")
@@ -186,8 +186,7 @@ class Vault:
     def _seal_if_complete(self) -> None:
         """Digests of the parity, then the seal. Called with the lock held."""
         version = self._version
-        copies = set(self._plan.copies_on(self._position))
-        if version is None or self._taken != self._wanted or self._whole != copies:
+        if version is None or self._whole != self._copied or self._taken != self._wanted:
             return
         data, table = self._segment.data(self._index), self._segment.digests(self._index)
         for number, (offset, nbytes) in enumerate(self._segment.ranges):
