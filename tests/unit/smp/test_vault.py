@@ -382,10 +382,10 @@ def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make: Callabl
 
 
 def test_beginning_a_version_takes_no_longer_for_more_parity_each_frame_clears_what_it_comes_to(
-    make: Callable[..., Vault],
+    make: Callable[..., Vault], plan: ExchangePlan
 ) -> None:
     """Beats and directives wait for it: gigabytes are not touched under their lock."""
-    vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
+    vault, first, second = make(plan), Sources(plan, V1), Sources(plan, V2)
     for slot in range(2):
         vault._segment.data(slot)[:] = 0xEE
     vault.begin(V1)
