@@ -47,6 +47,7 @@ class Session:
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose position part is still to be restored
         self._state = False  # whether an earlier incarnation has left segments
+        self._silent: Reft | None = None  # that captures no more
         self._unprotected: int | None = None  # steps since protection was lost; None while it holds
         if host.rank == 0 and context.restart == 0:
             print(config.table(), flush=True)
@@ -189,6 +190,8 @@ class Session:
             self._guarded(lambda reft: reft.iteration_end(step))
         elif self._unprotected is not None:
             self._unprotected += 1
+            if self._silent is not None:
+                self._silent.reached(step)
             if self._unprotected >= self._config.max_unprotected_steps:
                 raise ProtectionError(
                     f"rank {self._host.rank}: iteration {step}: nothing has protected this job for "
@@ -215,6 +218,7 @@ class Session:
             raise
         except Exception as error:
             reft, self._reft = self._reft, None
+            self._silent = None if over else reft
             self._collective.tell_all(DEGRADED)
             self._degrade(error)
             with contextlib.suppress(FtError, OSError, RuntimeError):  # of a capture that had failed: reported already

@@ -206,6 +206,8 @@ def test_a_failed_capture_costs_protection_not_training_for_as_long_as_allowed(
     assert "capture.bucket.begin" in lost.fields["reason"] and lost.fields["max_steps"] == 4
     assert [event.fields["iteration"] for event in node.events("capture.commit")] == [1, 2]
     assert live(0)["resumed"] == 2, "what was captured before is still there"
+    (restored,) = node.events("restore.done")
+    assert (restored.fields["completed"], restored.fields["lost"]) == (7, 5), "what ran without protection is lost too"
 
 
 def test_training_ends_well_when_the_loss_of_protection_was_short_enough(
