@@ -197,7 +197,7 @@ def test_a_restored_version_does_not_count_before_every_node_has_it(make: Callab
         node.tier.suspend()
     job.write(2, 4)
     slow = job.nodes[2]
-    slow.tier._handle_begin = lambda message: {"wait": True}  # type: ignore[method-assign]  # it takes nothing yet
+    slow.tier._answers.begin = lambda vault, message: {"wait": True}  # type: ignore[method-assign]  # it takes nothing yet
     job.protect(2, Version(1, 4))
     wait(lambda: all(Version(1, 4) in node.whole() for node in job.nodes[:2]))
     assert Version(1, 4) not in slow.whole() and job.whole() == {Version(1, 1)}
@@ -263,7 +263,7 @@ def test_what_is_complete_on_two_nodes_of_three_does_not_count_however_often_an_
     job.protect()
     job.counts(1)
     slow = job.nodes[2]
-    slow.tier._handle_begin = lambda message: {"wait": True}  # type: ignore[method-assign]
+    slow.tier._answers.begin = lambda vault, message: {"wait": True}  # type: ignore[method-assign]
     job.begin(2)
     wait(lambda: all(Version(1, 2) in node.whole() for node in job.nodes[:2]))
     for _ in range(2):
@@ -313,7 +313,7 @@ def test_a_restored_version_that_never_came_to_count_leaves_its_slot_though_it_w
     for node in job.nodes:
         node.tier.suspend()
     job.write(2, 4)
-    job.nodes[2].tier._handle_begin = lambda message: {"wait": True}  # type: ignore[method-assign]
+    job.nodes[2].tier._answers.begin = lambda vault, message: {"wait": True}  # type: ignore[method-assign]
     job.protect(2, Version(1, 4))
     wait(lambda: all(Version(1, 4) in node.whole() for node in job.nodes[:2]))
     for node in job.nodes:
