@@ -24,7 +24,8 @@ from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeEr
 from .events import Event, Events, file_sink
 from .model.host import Host
 from .recovery.collective import Collective
-from .snapshot.segment import Shape, check_room
+from .snapshot.room import check_room
+from .snapshot.segment import Shape
 from .systems.reft import DEGRADED, PeerDegraded, Reft, budget_table
 
 _OF_A_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
