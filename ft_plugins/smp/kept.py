@@ -17,6 +17,7 @@ from ..errors import ProtocolError
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Pin, Slot, SlotState, Version
 from .peers import read_version, told, written
+from .pins import Directive
 from .protection import Protection
 from .vault import Vault
 
@@ -31,11 +32,14 @@ class Kept:
         self._segments = segments
         self._ranks: Sequence[int] = ()
         self._vault: Vault | None = None
+        self._base: Version | None = None  # what this incarnation restored
+        self._counted_before: Version | None = None  # on any node, when it did
         self.counted: Version | None = None  # on this node, as far as it has heard
 
     def go_on(self, told_now: Protection, vault: Vault) -> bool:
         """Go on as all is found. False where the segment of a rank is missing."""
         self._ranks, self._vault = told_now.plan().ranks[told_now.position], vault
+        self._base, self._counted_before = told_now.base, told_now.counted
         whole = all(rank in self._segments for rank in self._ranks)
         self.counted = self._found() if whole else None
         return whole
@@ -103,12 +107,20 @@ class Kept:
             return None if newest > version and not _may_come(slots, version) else False
         return True
 
-    def let_go_of_sources(self, but: Version | None) -> None:
-        """What was being sent need not be kept any more; `but` is to be sent now, an SMP before may have pinned it."""
+    def turn_to(self, directive: Directive) -> None:
+        """Another version is to be sent now; an SMP before may have pinned it. What was being sent need not be kept.
+
+        Nor what was restored, where a node cannot send it and a newer one is named: capture needs its slot.
+        """
+        version, base = directive.exchange, self._base
+        left = version is not None and base is not None and version > base
+        left = left and base not in (directive.counts, self.counted, self._counted_before)
         for segment in self._segments.values():
             for slot in segment.slots():
-                if slot.version != but:
+                if slot.version != version:
                     segment.unpin(slot.index, Pin.SOURCE)
+                if left and slot.version == base:
+                    segment.unpin(slot.index, Pin.NODE)
 
     def forget(self) -> None:
         """The end: nothing counts any more."""

@@ -99,14 +99,13 @@ class NodeTier:
         """
         self.suspend()
         with self._lock:
-            self._begin(told_now, token)
-            assert self._vault is not None
-            self._kept.begin(told_now, self._vault)
+            vault = self._begin(told_now, token)
+            self._kept.begin(told_now, vault)
             written(self._run_dir / _TOLD, {**told_now.block(), "token": token})  # what it says to be kept is
             self._run()
-            return {"bytes": self._vault.nbytes, "resident_bytes": self._vault.resident_bytes}
+            return {"bytes": vault.nbytes, "resident_bytes": vault.resident_bytes}
 
-    def _begin(self, told_now: Protection, token: int) -> None:
+    def _begin(self, told_now: Protection, token: int) -> Vault:
         plan = told_now.plan()
         if told_now.position >= len(plan.nodes) or plan.nodes[told_now.position] != self._node:
             raise ProtocolError(f"node {self._node} was told that it is position {told_now.position} of {plan.nodes}")
@@ -118,6 +117,7 @@ class NodeTier:
         self._first = self._connect(0)
         self._coordinator = Coordinator(told_now.epoch(), told_now.detect_seconds) if told_now.position == 0 else None
         self._directive, self._missed = Directive(), None
+        return self._vault
 
     def inventory(self) -> dict[str, Any]:
         """What this node can hand out: complete versions of each rank's slots, and of its parity."""
@@ -149,9 +149,10 @@ class NodeTier:
         source = request.get("source")
         began = time.monotonic()
         if source is not None:
-            read_bytes = fetch(segment, version, token, self._reader((str(source[0]), int(source[1]))))
+            holder = self._reader((str(source[0]), int(source[1])), told_now.detect_seconds)
+            read_bytes = fetch(segment, version, token, holder)
         else:
-            readers = {position: self._reader(where) for position, where in holders.items()}
+            readers = {at: self._reader(where, told_now.detect_seconds) for at, where in holders.items()}
             lost = [int(position) for position in request["lost"]]
             read_bytes = decode(segment, version, token, told_now.plan(), lost, readers)
         self._events.emit(
@@ -162,18 +163,17 @@ class NodeTier:
     def status(self) -> dict[str, Any]:
         """For people: what counts, what is being exchanged, with whom."""
         with self._lock:
-            plan = self._plan
             return {
-                "nodes": list(plan.nodes) if plan else [],
+                "nodes": list(self._plan.nodes) if self._plan else [],
                 "counts": told(self._kept.counted),
                 "exchange": told(self._directive.exchange),
                 "parity_bytes": self._vault.nbytes if self._vault else 0,
             }
 
-    def _reader(self, where: tuple[str, int]) -> Reader:
+    def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
         if self._server is not None and where == self._server.endpoint:
             return self._memory
-        return Remote(where, self._job, self._secret, 30.0)
+        return Remote(where, self._job, self._secret, timeout)
 
     def _connect(self, position: int) -> Peer:
         assert self._told is not None
@@ -241,7 +241,7 @@ class NodeTier:
                 )  # fmt: skip
             if directive.exchange != self._directive.exchange:
                 self._end_exchange()
-                self._kept.let_go_of_sources(directive.exchange)
+                self._kept.turn_to(directive)
                 self._missed = None
                 self._began = time.monotonic()
                 if directive.exchange is not None:
@@ -252,15 +252,16 @@ class NodeTier:
         """Pin the version to be exchanged as its ranks seal it, and begin to send; whether some have not yet."""
         with self._lock:
             version = self._directive.exchange
+            if self._exchange is not None and self._exchange.corrupt:
+                self._missed = self._exchange.version  # it can never be sent from here
             if version is None or self._exchange is not None or self._missed == version or self._stop.is_set():
                 return False
             assert self._plan is not None and self._told is not None
-            match self._kept.source(version):
-                case None:
-                    self._missed = version
-                    return False
-                case False:
-                    return True
+            pinned = self._kept.source(version)
+            if pinned is None:
+                self._missed = version
+            if not pinned:
+                return pinned is False
             self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
             self._exchange = Exchange(
                 self._plan, self._told.position, version, self._told.lineage, self._segments, self._connect,
@@ -306,8 +307,7 @@ class NodeTier:
             token = block.pop("token")
             with self._lock:
                 told_before = Protection.read(block)
-                self._begin(told_before, token)
-                if self._vault is not None and self._kept.go_on(told_before, self._vault):
+                if self._kept.go_on(told_before, self._begin(told_before, token)):
                     self._run()
         except FileNotFoundError:
             return

@@ -305,6 +305,7 @@ def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Callable[..., Cluster]
     job.nodes[1].tier._lock.release()
     wait(lambda: any(event.name == "slot.corrupt" for event in job.nodes[1].seen))
     assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes), "the version never counts"
+    wait(lambda: all(node.tier.status()["exchange"] == [1, 3] for node in job.nodes))  # nobody waits for it for ever
     (fresh,) = job.substitute(0)
     index = next(s.index for s in victim.slots() if s.version == Version(1, 1))
     victim.data(index)[54321] ^= 1  # and one of the version that counts, on a node that is needed

@@ -324,3 +324,26 @@ def test_a_restored_version_that_never_came_to_count_leaves_its_slot_though_it_w
     for node in job.nodes:
         free = [slot for slot in node.segment.slots() if not slot.pins]
         assert len(free) >= SLOTS, f"{len(free)} slots are left for capture on {node.name}"
+
+
+def test_a_restored_version_that_one_node_cannot_send_is_left_for_a_newer_one_and_leaves_its_slot(
+    make: Callable[..., Job],
+) -> None:
+    """Given a slot of it that went bad after it had been verified: what counted stays until something newer does."""
+    job = make(3)
+    job.protect()
+    job.counts(1)
+    for node in job.nodes:
+        node.tier.suspend()
+    job.write(2, 4)
+    struck = job.nodes[1].segment
+    (index,) = [slot.index for slot in struck.slots() if slot.version == Version(1, 4)]
+    struck.data(index)[77] ^= 1
+    job.protect(2, Version(1, 4), HELD_BACK)
+    job.begin(5, 2)
+    job.write(6, 9, 2)
+    assert job.whole() == {Version(1, 1)}
+    for node in job.nodes:
+        free = [slot for slot in node.segment.slots() if not slot.pins]
+        assert len(free) >= SLOTS, f"{len(free)} slots are left for capture on {node.name}"
+        assert Version(2, 5) in {slot.version for slot in node.segment.slots()}
