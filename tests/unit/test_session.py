@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -369,6 +370,8 @@ def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
     assert rebuilt.fields["decoded"] and rebuilt.fields["about"] == lost
     for node in three:
         until_counts(node, 4)
+        told = json.loads((node.run_dir / "protection.json").read_text())
+        assert told["counted"] == told["base"] == [1, 4], "all are told what counts on any, the fresh one too"
 
 
 def test_ranks_that_moved_to_other_nodes_take_their_slots_along_even_when_one_is_lost(
