@@ -24,7 +24,8 @@ from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeEr
 from .events import Event, Events, file_sink
 from .model.host import Host
 from .recovery.collective import Collective
-from .snapshot.segment import Shape, check_room
+from .snapshot.room import check_room
+from .snapshot.segment import Shape
 from .systems.reft import DEGRADED, PeerDegraded, Reft, budget_table
 
 _OF_A_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
@@ -47,6 +48,7 @@ class Session:
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose position part is still to be restored
         self._state = False  # whether an earlier incarnation has left segments
+        self._silent: Reft | None = None  # that captures no more
         self._unprotected: int | None = None  # steps since protection was lost; None while it holds
         if host.rank == 0 and context.restart == 0:
             print(config.table(), flush=True)
@@ -201,6 +203,8 @@ class Session:
             self._guarded(lambda reft: reft.iteration_end(step))
         elif self._unprotected is not None:
             self._unprotected += 1
+            if self._silent is not None:
+                self._silent.reached(step)
             if self._unprotected >= self._config.max_unprotected_steps:
                 raise ProtectionError(
                     f"rank {self._host.rank}: iteration {step}: nothing has protected this job for "
@@ -227,6 +231,7 @@ class Session:
             raise
         except Exception as error:
             reft, self._reft = self._reft, None
+            self._silent = None if over else reft
             self._collective.tell_all(DEGRADED)
             self._degrade(error)
             with contextlib.suppress(FtError, OSError, RuntimeError):  # of a capture that had failed: reported already

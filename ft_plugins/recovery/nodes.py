@@ -26,7 +26,7 @@ from ..smp.protection import Protection
 from ..snapshot.segment import Shape
 from ..snapshot.slots import Version
 from .collective import Collective
-from .plan import NodeFacts, RecoveryPlan, Way
+from .plan import NodeFacts, RecoveryPlan, Way, counted
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class SeenNodes:
                 found["plan"],
                 dict(found["completed"]),
                 found["lineage"],
+                Version(*found["counted"]) if found["counted"] else None,
             )
             for found in self.ask(lambda client: client.inventory())
         ]
@@ -148,7 +149,7 @@ class JobNodes(SeenNodes):
 
     def protect(self, lineage: int, base: Version | None) -> list[tuple[str, int]]:
         """Have the SMPs guard each other's slots from now on; what each has claimed for that, in bytes, by node."""
-        told = replace(self._protection, lineage=lineage, base=base)
+        told = replace(self._protection, lineage=lineage, base=base, counted=counted(self.facts(), base))
         found = self.ask(lambda client: client.protect(self._collective.rank, self._config.token, told))
         return [(name, int(answer["bytes"])) for name, answer in zip(self._names, found, strict=True)]
 

@@ -42,8 +42,8 @@ class NodeFacts:
     """What a node's SMP can hand out before recovery; nodes are numbered as they stand now.
 
     `parity` are the versions that are complete in what it keeps for the `position` at which it stood then, by the plan
-    with digest `plan`. `completed` is what the ranks whose segments are there had reached, as in `RankFacts`; `lineage`
-    the newest that was opened there.
+    with digest `plan`; `counted` is the one that counts, as far as it has heard. `completed` is what the ranks whose
+    segments are there had reached, as in `RankFacts`; `lineage` the newest that was opened there.
     """
 
     slots: Mapping[int, frozenset[Version]]  # by rank
@@ -52,6 +52,7 @@ class NodeFacts:
     plan: int = 0
     completed: Mapping[int, int] = field(default_factory=dict)
     lineage: int = 0
+    counted: Version | None = None
 
 
 class Way(str, Enum):
@@ -166,6 +167,11 @@ def plan_recovery(
     return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone)
 
 
+def counted(nodes: Sequence[NodeFacts], base: Version | None) -> Version | None:
+    """The newest version that counts on any node, as far as going back to `base` leaves it: not all may have heard."""
+    return max((node.counted for node in nodes if node.counted and base and node.counted <= base), default=None)
+
+
 def _without_void(
     facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]
 ) -> tuple[Sequence[RankFacts], Sequence[NodeFacts]]:
@@ -182,7 +188,12 @@ def _without_void(
         replace(rank, slots=tuple(slot for slot in rank.slots if slot.version and slot.version.lineage >= newest))
         for rank in facts
     ], [
-        replace(node, slots={rank: young(held) for rank, held in node.slots.items()}, parity=young(node.parity))
+        replace(
+            node,
+            slots={rank: young(held) for rank, held in node.slots.items()},
+            parity=young(node.parity),
+            counted=node.counted if node.counted and node.counted.lineage >= newest else None,
+        )
         for node in nodes
     ]
 
@@ -237,18 +248,20 @@ def _elsewhere(own: Mapping[int, Collection[Version]], nodes: Sequence[NodeFacts
 def _too_much_lost(
     nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
 ) -> tuple[tuple[int, ...], str]:
-    """The positions of a section which has lost more than parity makes up for, of the newest version that counted, and
-    that in words; nothing where there is none."""
-    for version in sorted(set().union(*(node.parity for node in nodes)), reverse=True):
-        there = _holders(version, (), nodes, exchange, plan_digest)
-        for section in exchange.sections:
-            gone = tuple(position for position in section.positions if position not in there)
-            if len(gone) > exchange.losses:
-                ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
-                return gone, (
-                    f"of version {version} the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} "
-                    f"nodes of a sharding group, {NAMES[exchange.losses]} makes up for {exchange.losses}"
-                )
+    """The positions of a section which has lost more than parity makes up for, of the version that counts, and that in
+    words; nothing where there is none."""
+    version = max((node.counted for node in nodes if node.counted), default=None)
+    if version is None:
+        return (), ""
+    there = _holders(version, (), nodes, exchange, plan_digest)
+    for section in exchange.sections:
+        gone = tuple(position for position in section.positions if position not in there)
+        if len(gone) > exchange.losses:
+            ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
+            return gone, (
+                f"of version {version} the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} "
+                f"nodes of a sharding group, {NAMES[exchange.losses]} makes up for {exchange.losses}"
+            )
     return (), ""
 
 

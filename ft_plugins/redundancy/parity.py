@@ -18,8 +18,10 @@ In: sizes, then the nodes that are lost. Out: `Placement`, `Rebuild`s.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar, overload
 
 from ..errors import ResumeError, TopologyError
 from .field import ORDER, power, solve, times
@@ -28,6 +30,31 @@ ALIGNMENT = 64  # bytes: blocks end on cache lines
 NAMES = "PQ"  # of the parities
 TABLE_ROWS = 64
 TABLE_PIECES = 8
+T = TypeVar("T")
+
+
+class OnDemand(Sequence[T]):
+    """`count` items, each of which is made when it is first asked for: nobody needs all of a large job's."""
+
+    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+        self._count = count
+        self._make = make
+        self._made: dict[int, T] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        if isinstance(index, slice):
+            return tuple(self[each] for each in range(*index.indices(self._count)))
+        place = range(self._count)[index]  # IndexError beyond the end, as of any sequence
+        if place not in self._made:
+            self._made[place] = self._make(place)
+        return self._made[place]
 
 
 @dataclass(frozen=True)
@@ -59,7 +86,27 @@ class Placement:
     sizes: tuple[int, ...]
     losses: int
     block: int
-    stripes: tuple[Stripe, ...]
+
+    @cached_property
+    def stripes(self) -> Sequence[Stripe]:
+        """By index."""
+        return OnDemand(len(self.sizes), self._stripe)
+
+    def _stripe(self, index: int) -> Stripe:
+        pieces = (self.piece(index, node) for node in range(len(self.sizes)))
+        return Stripe(index, self._parity_of(index), tuple(piece for piece in pieces if piece is not None))
+
+    def _parity_of(self, stripe: int) -> tuple[int, ...]:
+        return tuple((stripe + which) % len(self.sizes) for which in range(self.losses))
+
+    def piece(self, stripe: int, node: int) -> Piece | None:
+        """What `node` gives to a stripe; None if it keeps its parity."""
+        parity = self._parity_of(stripe)
+        if node in parity:
+            return None
+        start = min((stripe - node - 1) % len(self.sizes) * self.block, self.sizes[node])
+        stop = min(start + self.block, self.sizes[node])
+        return Piece(node, start, stop, node - sum(keeper < node for keeper in parity))
 
     def parity_bytes(self, node: int) -> int:
         """Bytes of parity that `node` keeps."""
@@ -113,17 +160,7 @@ def place(sizes: Sequence[int], losses: int = 1) -> Placement:
     _check(sizes, losses)
     cuts = nodes - losses
     block = -(-max(sizes) // (cuts * ALIGNMENT)) * ALIGNMENT
-    stripes = []
-    for index in range(nodes):
-        data: list[Piece] = []
-        for node, size in enumerate(sizes):
-            number = (index - node - 1) % nodes
-            if number < cuts:
-                start = min(number * block, size)
-                data.append(Piece(node, start, min(start + block, size), len(data)))
-        parity = tuple((index + which) % nodes for which in range(losses))
-        stripes.append(Stripe(index, parity, tuple(data)))
-    return Placement(tuple(sizes), losses, block, tuple(stripes))
+    return Placement(tuple(sizes), losses, block)
 
 
 def _check(sizes: Sequence[int], losses: int) -> None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import TopologyError
-from .parity import Placement, place
+from .field import ORDER
+from .parity import OnDemand, Piece, Placement, place
 
 NAMES = {1: "RAIM5", 2: "RAIM6"}  # by losses
 
@@ -102,18 +103,42 @@ class ExchangePlan:
         return areas[-1].offset + areas[-1].nbytes if areas else 0
 
     @cached_property
-    def sends(self) -> tuple[tuple[Send, ...], ...]:
+    def area_of(self) -> dict[tuple[int, int, int], Area]:
+        """By section, stripe and which."""
+        return {(area.section, area.stripe, area.which): area for kept in self.areas for area in kept}
+
+    @cached_property
+    def sends(self) -> Sequence[tuple[Send, ...]]:
         """By position, what its node sends: n-1 blocks in each of its sections, twice that for two losses."""
-        found: list[list[Send]] = [[] for _ in self.nodes]
-        areas = {(area.section, area.stripe, area.which): area for kept in self.areas for area in kept}
+        return OnDemand(len(self.nodes), self._sends_of)
+
+    def _sends_of(self, position: int) -> tuple[Send, ...]:
+        return tuple(
+            self._send(section, stripe, which, piece)
+            for section, node in self._sections_at[position]
+            for stripe in range(len(section.positions))
+            if (piece := section.placement.piece(stripe, node)) is not None
+            for which in range(section.placement.losses)
+        )
+
+    def _send(self, section: Section, stripe: int, which: int, piece: Piece) -> Send:
+        exponent = piece.coefficient if which else 0
+        return Send(self.area_of[section.index, stripe, which], piece.node, piece.start, piece.stop, exponent)
+
+    def gathered_on(self, position: int) -> Iterator[Send]:
+        """What other nodes send to the one at `position`."""
+        for area in self.areas[position]:
+            section = self.sections[area.section]
+            for piece in section.placement.stripes[area.stripe].data:
+                yield self._send(section, area.stripe, area.which, piece)
+
+    @cached_property
+    def _sections_at(self) -> tuple[tuple[tuple[Section, int], ...], ...]:
+        """By position, the sections that its node is in, and as which of their nodes."""
+        found: list[list[tuple[Section, int]]] = [[] for _ in self.nodes]
         for section in self.sections:
-            for stripe in section.placement.stripes:
-                for piece in stripe.data:
-                    for which in range(len(stripe.parity)):
-                        area = areas[section.index, stripe.index, which]
-                        exponent = piece.coefficient if which else 0
-                        send = Send(area, piece.node, piece.start, piece.stop, exponent)
-                        found[section.positions[piece.node]].append(send)
+            for node, position in enumerate(section.positions):
+                found[position].append((section, node))
         return tuple(map(tuple, found))
 
     @cached_property
@@ -135,7 +160,14 @@ class ExchangePlan:
 
     def copies_on(self, position: int) -> tuple[int, ...]:
         """The ranks whose small state and digest table the node at `position` keeps."""
-        return tuple(sorted(rank for rank in self.position_of_rank if position in self.copy_holders(rank)))
+        return tuple(
+            sorted(
+                extent.rank
+                for section, node in self._sections_at[position]
+                for step in range(1, self.losses + 1)
+                for extent in section.streams[(node - step) % len(section.positions)]
+            )
+        )
 
     def table(self) -> str:
         """The plan for people."""
@@ -147,7 +179,7 @@ class ExchangePlan:
                 f"  group {section.index}: ranks {ranks} on {where}; blocks of {section.placement.block} bytes"
             )
         for position, node in enumerate(self.nodes):
-            sent = sum(send.stop - send.start for send in self.sends[position])
+            sent = sum(s.placement.losses * s.placement.sizes[n] for s, n in self._sections_at[position])
             lines.append(f"  {node}: keeps {self.parity_bytes(position)} bytes of parity, sends {sent} per version")
         return "\n".join(lines)
 
@@ -172,6 +204,11 @@ def unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: i
             return (
                 f"{NAMES[losses]} needs the ranks of each sharding group on at least {needed} nodes, but ranks {ranks} "
                 f"stand on {found}; spread data parallelism over the nodes (Megatron-LM: an order with dp last)"
+            )
+        if losses == 2 and found > ORDER + losses:
+            return (
+                f"{NAMES[losses]} has factors for {ORDER + losses} nodes in a sharding group, but the {len(group)} "
+                f"ranks of the one with rank {group[0]} stand on {found}; {NAMES[1]} has no such bound"
             )
     return ""
 

@@ -151,6 +151,8 @@ class Exchange:
             if self._verified is None:
                 try:
                     for rank in self._plan.ranks[self._position]:
+                        if self._stop.is_set():
+                            return False
                         segment = self._segments[rank]
                         segment.verify(slot_of(segment, self._version))
                     self._verified = True

@@ -105,13 +105,12 @@ def _decoded(
         first += extent.nbytes
     blocks = {piece.start: (stripe.index, piece) for stripe in section.placement.stripes for piece in stripe.data
               if piece.node == own and piece.stop > piece.start}  # fmt: skip
-    offsets = {(area.section, area.stripe, area.which): area.offset for kept in plan.areas for area in kept}
     done = first
     while done < first + nbytes:
         stripe, piece = blocks[done // section.placement.block * section.placement.block]
         rebuild, at = needed[stripe], done - piece.start
         which = next((which for kind, which, _ in rebuild.sources if kind == "parity"), 0)
-        in_bucket = (offsets[section.index, stripe, which] + at) % PAYLOAD_LIMIT
+        in_bucket = (plan.area_of[section.index, stripe, which].offset + at) % PAYLOAD_LIMIT
         stop = min(first + nbytes, piece.stop, done + PAYLOAD_LIMIT - in_bucket)
         parts = _parts(section, rebuild, version, at, stop - done)
         base_first = sorted(parts, key=lambda part: not _may_be_base(part, stop - done))

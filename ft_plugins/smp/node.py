@@ -20,25 +20,24 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.segment import Segment, vault_of
 from ..snapshot.slots import Pin, SlotState, Version
-from . import protocol, wire
+from . import wire
+from .answers import Answers
 from .exchange import Exchange, RatePacer
 from .former import Former
-from .frames import Data, Parity
-from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, read_report, read_version, told, written
+from .kept import Kept
+from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, read_version, told, written
 from .pins import Directive, Report
 from .protection import Protection
 from .rebuild import Reader, decode, fetch
 from .vault import Vault, shape_of
-from .wire import Bytes, Peer, Server
+from .wire import Peer, Server
 
-_COUNTED = "counted.json"  # in the run directory
+_TOLD = "protection.json"  # in the run directory
 _POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
 
 
@@ -61,6 +60,8 @@ class NodeTier:
         self._vault: Vault | None = None
         self._former = former
         self._memory = Local(segments, former, lambda: self._vault)
+        self._answers = Answers(self._memory, self._gathering, self._take_beat)
+        self._kept = Kept(run_dir, segments)
         self._told: Protection | None = None
         self._plan: ExchangePlan | None = None
         self._first: Peer | None = None  # where the agreement is reached
@@ -68,7 +69,6 @@ class NodeTier:
         self._exchange: Exchange | None = None
         self._directive = Directive()
         self._missed: Version | None = None
-        self._counted: Version | None = None
         self._began = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -93,7 +93,7 @@ class NodeTier:
         self._secret = wire.read_secret(Path(secret_file))
         if self._server is not None:
             self._server.close()
-        self._server = Server(address, port, self._job, self._secret, self._handle, self._events)
+        self._server = Server(address, port, self._job, self._secret, self._answers.handle, self._events)
         where = {"address": address, "port": self._server.endpoint[1], "secret_file": secret_file}
         written(self._run_dir / "endpoint.json", where)
 
@@ -104,22 +104,13 @@ class NodeTier:
         """
         self.suspend()
         with self._lock:
-            self._begin(told_now, token)
-            assert self._vault is not None
-            self._vault.void_after(told_now.base)
-            complete = set(self._vault.versions())
-            for segment in self._segments.values():
-                for slot in segment.slots():
-                    if slot.version not in complete:  # the base of a recovery before, which never came to count
-                        segment.unpin(slot.index, Pin.NODE)
-            if told_now.base is not None:  # kept until it, or a newer one, counts again
-                for rank in told_now.plan().ranks[told_now.position]:
-                    self._segments[rank].pin(told_now.base, Pin.NODE)
-            self._counted = self._pinned_on_all()
+            vault = self._begin(told_now, token)
+            self._kept.begin(told_now, vault)
+            written(self._run_dir / _TOLD, {**told_now.block(), "token": token})  # what it says to be kept is
             self._run()
-            return {"bytes": self._vault.nbytes, "resident_bytes": self._vault.resident_bytes}
+            return {"bytes": vault.nbytes, "resident_bytes": vault.resident_bytes}
 
-    def _begin(self, told_now: Protection, token: int) -> None:
+    def _begin(self, told_now: Protection, token: int) -> Vault:
         plan = told_now.plan()
         if told_now.position >= len(plan.nodes) or plan.nodes[told_now.position] != self._node:
             raise ProtocolError(f"node {self._node} was told that it is position {told_now.position} of {plan.nodes}")
@@ -131,18 +122,17 @@ class NodeTier:
         self._first = self._connect(0)
         self._coordinator = Coordinator(told_now.epoch(), told_now.detect_seconds) if told_now.position == 0 else None
         self._directive, self._missed = Directive(), None
-        written(self._run_dir / "protection.json", {**told_now.block(), "token": token})
+        return self._vault
 
     def inventory(self) -> dict[str, Any]:
         """What this node can hand out: complete versions of each rank's slots, and of its parity."""
         with self._lock:
-            slots = {rank: _clean(segment) for rank, segment in self._segments.items()}
-            parity: list[Version] = list(self._vault.versions()) if self._vault else []
             return {
-                "slots": [[rank, sorted(map(astuple, versions))] for rank, versions in sorted(slots.items())],
+                "slots": [[rank, _clean(segment)] for rank, segment in sorted(self._segments.items())],
                 "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
                 "lineage": max([self._former.lineage, *(segment.lineage for segment in self._segments.values())]),
-                "parity": sorted(map(astuple, parity)),
+                "parity": sorted(map(astuple, self._vault.versions() if self._vault else ())),
+                "counted": told(self._kept.counted),
                 "position": self._told.position if self._told else None,
                 "plan": self._told.digest if self._told else 0,
             }
@@ -155,9 +145,9 @@ class NodeTier:
     @property
     def counted(self) -> Version | None:
         """What counts for that job on this node."""
-        return self._counted
+        return self._kept.counted
 
-    def kept(self) -> dict[str, Any]:
+    def parity(self) -> dict[str, Any]:
         """Of the job that was protected last: its parity here, and what one has to know to decode by it."""
         with self._lock:
             parity: list[Version] = list(self._vault.versions()) if self._vault else []
@@ -181,17 +171,17 @@ class NodeTier:
         segment = self._segments.get(rank) if into is None else into
         if segment is None:
             raise ProtocolError(f"rank {rank}: rebuild before attach")
-        if any(slot.version == version and slot.state is SlotState.CLEAN for slot in segment.slots()):
-            for slot in segment.slots():  # asked again after an SMP was replaced over it, or what is there is corrupt
-                if slot.version == version:
-                    segment.unpin(slot.index, ~Pin(0))
-                    segment.dirty(slot.index, None, token)
+        for slot in segment.slots():  # asked again after an SMP was replaced over it, or what is there is corrupt
+            if slot.version == version:
+                segment.unpin(slot.index, ~Pin(0))
+                segment.dirty(slot.index, None, token)
         source = request.get("source")
         began = time.monotonic()
         if source is not None:
-            read_bytes = fetch(segment, version, token, self._reader((str(source[0]), int(source[1]))))
+            holder = self._reader((str(source[0]), int(source[1])), told_now.detect_seconds)
+            read_bytes = fetch(segment, version, token, holder)
         else:
-            readers = {position: self._reader(where) for position, where in holders.items()}
+            readers = {at: self._reader(where, told_now.detect_seconds) for at, where in holders.items()}
             lost = [int(position) for position in request["lost"]]
             read_bytes = decode(segment, version, token, told_now.plan(), lost, readers)
         self._events.emit(
@@ -202,18 +192,17 @@ class NodeTier:
     def status(self) -> dict[str, Any]:
         """For people: what counts, what is being exchanged, with whom."""
         with self._lock:
-            plan = self._plan
             return {
-                "nodes": list(plan.nodes) if plan else [],
-                "counts": told(self._counted),
+                "nodes": list(self._plan.nodes) if self._plan else [],
+                "counts": told(self._kept.counted),
                 "exchange": told(self._directive.exchange),
                 "parity_bytes": self._vault.nbytes if self._vault else 0,
             }
 
-    def _reader(self, where: tuple[str, int]) -> Reader:
+    def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
         if self._server is not None and where == self._server.endpoint:
             return self._memory
-        return Remote(where, self._job, self._secret, 30.0)
+        return Remote(where, self._job, self._secret, timeout)
 
     def _connect(self, position: int) -> Peer:
         assert self._told is not None
@@ -254,7 +243,7 @@ class NodeTier:
     def _beat(self, told_now: Protection) -> tuple[Directive, list[int]]:
         report = self._report()
         if self._coordinator is not None:
-            return self._coordinator.beat(told_now.position, report), self._coordinator.lost()
+            return self._take_beat(told_now.position, report)
         assert self._first is not None
         reply, _ = self._first.ask("beat", epoch=told_now.lineage, position=told_now.position, report=told(report))
         directive = Directive(read_maybe(reply.get("exchange")), read_maybe(reply.get("counts")))
@@ -262,81 +251,49 @@ class NodeTier:
 
     def _report(self) -> Report:
         with self._lock:
-            told_now, plan = self._told, self._plan
-            assert told_now is not None and plan is not None and self._vault is not None
-            begun = 0
-            for rank in plan.ranks[told_now.position]:
-                for slot in self._segments[rank].slots():
-                    if slot.version is not None and slot.version.lineage == told_now.lineage:
-                        begun = max(begun, slot.version.iteration)
+            told_now = self._told
+            assert told_now is not None and self._vault is not None
             running = self._exchange
-            encoded = None
-            if running is not None and running.done and running.version in self._vault.versions():
-                encoded = running.version
             exchange = running.version if running is not None else None
-            return Report(begun, exchange, self._missed, encoded, self._counted)
+            encoded = exchange if running is not None and running.done and exchange in self._vault.versions() else None
+            return Report(self._kept.begun(told_now.lineage), exchange, self._missed, encoded, self._kept.counted)
 
     def _follow(self, directive: Directive) -> None:
         with self._lock:
-            if self._told is None or self._stop.is_set():
+            if self._told is None or self._vault is None or self._stop.is_set():
                 return
-            assert self._vault is not None
-            if directive.counts is not None and directive.counts != self._counted:
-                self._count(directive.counts)
+            counts = directive.counts
+            if counts is not None and counts != self._kept.counted and self._kept.count(counts):
+                self._events.emit(
+                    "node.counts", lineage=counts.lineage, iteration=counts.iteration,
+                    seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
+                )  # fmt: skip
             if directive.exchange != self._directive.exchange:
                 self._end_exchange()
+                self._kept.turn_to(directive)
                 self._missed = None
                 self._began = time.monotonic()
                 if directive.exchange is not None:
                     self._vault.begin(directive.exchange)
             self._directive = directive
 
-    def _count(self, version: Version) -> None:
-        """`version` is complete on all nodes: it takes the place of what counted before."""
-        assert self._plan is not None and self._told is not None and self._vault is not None
-        if version not in self._vault.versions():
-            return  # not here: a fresh node, until its part is rebuilt
-        ranks = self._plan.ranks[self._told.position]
-        slots = {}
-        for rank in ranks:
-            found = [slot for slot in self._segments[rank].slots() if slot.version == version]
-            if not found or self._segments[rank].pin(version, Pin.NODE) is None:
-                return
-            slots[rank] = found[0].index
-        for rank in ranks:
-            for slot in self._segments[rank].slots():
-                if slot.index != slots[rank]:
-                    self._segments[rank].unpin(slot.index, Pin.NODE)
-        self._vault.keep(version)
-        self._counted = version
-        written(self._run_dir / _COUNTED, told(version))  # pins alone do not tell what counts from what may come to
-        self._events.emit(
-            "node.counts", lineage=version.lineage, iteration=version.iteration,
-            seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
-        )  # fmt: skip
-
     def _poll(self) -> bool:
         """Pin the version to be exchanged as its ranks seal it, and begin to send; whether some have not yet."""
         with self._lock:
             version = self._directive.exchange
+            if self._exchange is not None and self._exchange.corrupt:
+                self._missed = self._exchange.version  # it can never be sent from here
             if version is None or self._exchange is not None or self._missed == version or self._stop.is_set():
                 return False
             assert self._plan is not None and self._told is not None
-            ranks = self._plan.ranks[self._told.position]
-            for rank in ranks:
-                segment = self._segments[rank]
-                slots = segment.slots()
-                if segment.pin(version, Pin.SOURCE) is not None:
-                    continue
-                newest = max((slot.version for slot in slots if slot.version is not None), default=version)
-                if newest > Version(version.lineage, version.iteration) and not _may_come(slots, version):
-                    self._missed = version
-                    return False
-                return True
+            pinned = self._kept.source(version)
+            if pinned is None:
+                self._missed = version
+            if not pinned:
+                return pinned is False
             self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
             self._exchange = Exchange(
-                self._plan, self._told.position, version, self._told.lineage,
-                {rank: self._segments[rank] for rank in ranks}, self._connect,
+                self._plan, self._told.position, version, self._told.lineage, self._segments, self._connect,
                 RatePacer(self._told.exchange_mbps * 1e6 / 8), self._events,
             )  # fmt: skip
             return False
@@ -345,23 +302,6 @@ class NodeTier:
         running, self._exchange = self._exchange, None
         if running is not None:
             running.stop()
-        for segment in self._segments.values():
-            for slot in segment.slots():
-                segment.unpin(slot.index, Pin.SOURCE)
-
-    def _pinned_on_all(self) -> Version | None:
-        """What counts here by the pins: kept by all ranks and complete in the vault."""
-        assert self._plan is not None and self._told is not None and self._vault is not None
-        kept = [
-            {slot.version for slot in self._segments[rank].slots() if slot.pins & Pin.NODE}
-            for rank in self._plan.ranks[self._told.position]
-        ]
-        common = set.intersection(*kept) & set(self._vault.versions())
-        try:
-            counted = read_version(json.loads((self._run_dir / _COUNTED).read_text()))
-        except (OSError, ValueError, ProtocolError):
-            return None
-        return counted if counted in common else None
 
     def declare(self, token: int, lost: list[str]) -> None:
         """Tell the agent, through a file: those are lost, the workers of incarnation `token` have to start again."""
@@ -370,72 +310,20 @@ class NodeTier:
 
     # ---- requests of other nodes' SMPs ----
 
-    def _handle(self, message: dict[str, Any], payload: Bytes) -> tuple[dict[str, Any], Bytes | None]:
-        match message.get("do"):
-            case "beat":
-                return self._handle_beat(message), None
-            case "begin":
-                return self._handle_begin(message), None
-            case "take":
-                vault = self._of_this_epoch(message)
-                section, stripe, which = protocol.field(message, "key", list)
-                done = vault.take(
-                    read_version(message["version"]), (section, stripe, which), protocol.number(message, "node"),
-                    protocol.number(message, "at"), protocol.number(message, "exponent", 255), payload,
-                )  # fmt: skip
-                return {"taken": done}, None
-            case "copy":
-                vault = self._of_this_epoch(message)
-                done = vault.take_copy(
-                    read_version(message["version"]), protocol.number(message, "rank"),
-                    protocol.number(message, "at"), protocol.number(message, "total"), payload,
-                )  # fmt: skip
-                return {"taken": done}, None
-            case "read":
-                return self._handle_read(message)
-        raise ProtocolError(f"'{message.get('do')}' is no request between SMPs")
-
-    def _of_this_epoch(self, message: Mapping[str, Any]) -> Vault:
+    def _gathering(self, epoch: Any) -> Vault:
+        """The vault, if this node gathers in that epoch. Raises ProtocolError."""
         with self._lock:
             if self._told is None or self._vault is None or self._stop.is_set():
                 raise ProtocolError(f"node {self._node} does not gather parity now")
-            if message.get("epoch") != self._told.lineage:
-                raise ProtocolError(f"an exchange of lineage {message.get('epoch')}; this is {self._told.lineage}")
+            if epoch != self._told.lineage:
+                raise ProtocolError(f"an exchange of lineage {epoch}; this is {self._told.lineage}")
             return self._vault
 
-    def _handle_beat(self, message: dict[str, Any]) -> dict[str, Any]:
-        self._of_this_epoch(message)
+    def _take_beat(self, position: int, report: Report) -> tuple[Directive, list[int]]:
         coordinator = self._coordinator
         if coordinator is None:
             raise ProtocolError(f"node {self._node} is not at position 0")
-        directive = coordinator.beat(protocol.number(message, "position"), read_report(message["report"]))
-        return {"exchange": told(directive.exchange), "counts": told(directive.counts), "lost": coordinator.lost()}
-
-    def _handle_begin(self, message: dict[str, Any]) -> dict[str, Any]:
-        vault = self._of_this_epoch(message)
-        version = read_version(message["version"])
-        nodes = [(int(section), int(node)) for section, node in protocol.field(message, "nodes", list)]
-        taken = vault.taken(version, nodes)
-        if taken is None:
-            return {"wait": True}
-        return {"taken": taken, "copies": vault.copied(version, protocol.field(message, "ranks", list))}
-
-    def _handle_read(self, message: dict[str, Any]) -> tuple[dict[str, Any], Bytes | None]:
-        local = self._memory
-        version = read_version(message["version"])
-        match message.get("what"):
-            case "data":
-                at, nbytes = protocol.number(message, "at"), protocol.number(message, "nbytes", 1 + (1 << 20))
-                return {}, local.read(Data(protocol.number(message, "rank"), version, at, nbytes))
-            case "parity":
-                section, stripe, which = protocol.field(message, "key", list)
-                at, nbytes = protocol.number(message, "at"), protocol.number(message, "nbytes", 1 + (1 << 20))
-                return {}, local.read(Parity((section, stripe, which), version, at, nbytes))
-            case "copy" | "slot" as what:
-                rank, at = protocol.number(message, "rank"), protocol.number(message, "offset")
-                whole = np.frombuffer(getattr(local, what)(rank, version), dtype=np.uint8)
-                return {"total": len(whole)}, whole[at : at + wire.PAYLOAD_LIMIT]
-        raise ProtocolError(f"read of '{message.get('what')}'")
+        return coordinator.beat(position, report), coordinator.lost()
 
     # ---- begin and end ----
 
@@ -444,13 +332,11 @@ class NodeTier:
         try:
             where = json.loads((self._run_dir / "endpoint.json").read_text())
             self._listen(where["address"], where["port"], where["secret_file"])
-            block = json.loads((self._run_dir / "protection.json").read_text())
+            block = json.loads((self._run_dir / _TOLD).read_text())
             token = block.pop("token")
             with self._lock:
                 told_before = Protection.read(block)
-                self._begin(told_before, token)
-                if all(rank in self._segments for rank in told_before.plan().ranks[told_before.position]):
-                    self._counted = self._pinned_on_all()
+                if self._kept.go_on(told_before, self._begin(told_before, token)):
                     self._run()
         except FileNotFoundError:
             return
@@ -458,7 +344,10 @@ class NodeTier:
             self._events.emit("node.refused", reason=f"what the SMP before was told cannot be used: {error}")
 
     def suspend(self) -> None:
-        """Stop exchanging and watching; what is here stays and can be read. Idempotent."""
+        """Stop exchanging and watching; what is here stays and can be read. Idempotent.
+
+        What was being sent stays pinned until `protect`: it may count on another node.
+        """
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             if self._first is not None:
@@ -480,14 +369,11 @@ class NodeTier:
         if self._vault is not None:
             self._vault.close()
             self._vault = None
-        for name in ("endpoint.json", "protection.json", _COUNTED):
+        self._kept.forget()
+        for name in ("endpoint.json", _TOLD):
             (self._run_dir / name).unlink(missing_ok=True)
 
 
-def _clean(segment: Segment) -> set[Version]:
-    return {slot.version for slot in segment.slots() if slot.state is SlotState.CLEAN and slot.version}
-
-
-def _may_come(slots: Any, version: Version) -> bool:
-    """Whether `version` is being captured, or is sealed and not yet too old to be pinned."""
-    return any(slot.version == version and slot.state is SlotState.DIRTY for slot in slots)
+def _clean(segment: Segment) -> list[tuple[int, ...]]:
+    slots = segment.slots()
+    return sorted({astuple(slot.version) for slot in slots if slot.state is SlotState.CLEAN and slot.version})

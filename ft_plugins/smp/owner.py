@@ -287,7 +287,7 @@ class SnapshotProcess:
         with self._lock:
             found = [one for held in self._aside.sizes().values() for one in held.values()]
             fingerprint = found[0].fingerprint if found else None
-            return {"sizes": self._aside.facts(), "fingerprint": fingerprint, **self._tier.kept()}
+            return {"sizes": self._aside.facts(), "fingerprint": fingerprint, **self._tier.parity()}
 
     def _settle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Of what is set aside keep that version of that size alone; nothing, if none is named."""

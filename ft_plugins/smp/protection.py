@@ -37,6 +37,7 @@ class Protection:
     interval: int  # iterations between two versions that are exchanged
     exchange_mbps: float  # megabits per second that this node sends at most; 0: no limit
     detect_seconds: float
+    counted: Version | None = None  # the newest that counts on any node: kept on all of them until a newer one does
 
     def plan(self) -> ExchangePlan:
         """Who sends what to whom. Raises TopologyError."""
@@ -59,6 +60,7 @@ class Protection:
         found = asdict(self)
         found["shapes"] = [list(astuple(shape)) for shape in self.shapes]
         found["base"] = list(astuple(self.base)) if self.base else None
+        found["counted"] = list(astuple(self.counted)) if self.counted else None
         return found
 
     @classmethod
@@ -66,7 +68,8 @@ class Protection:
         """From plain values. Raises ProtocolError for anything else."""
         try:
             values = dict(block)
-            values["base"] = Version(*values["base"]) if values.get("base") else None
+            for name in ("base", "counted"):
+                values[name] = Version(*values[name]) if values.get(name) else None
             values["shapes"] = tuple(Shape(*shape) for shape in values["shapes"])
             return _ADAPTER.validate_python(values)
         except (ValidationError, TypeError, KeyError) as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 import msgpack
@@ -34,15 +35,19 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(struct.pack(">I", len(payload)) + payload)
 
 
-def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """Read one frame; None when the peer has closed between frames. Raises ProtocolError for anything else."""
-    head = _read(connection, 4)
+def receive(connection: socket.socket, until: float | None = None) -> dict[str, Any] | None:
+    """Read one frame; None when the peer has closed between frames. Raises ProtocolError for anything else.
+
+    `until` is the moment (monotonic) by which all of it has to be here; TimeoutError where it is not. None: each wait
+    takes what the connection's own timeout allows.
+    """
+    head = _read(connection, 4, until)
     if not head:
         return None
     (length,) = struct.unpack(">I", head)
     if length > FRAME_LIMIT:
         raise ProtocolError(f"a frame of {length} bytes was announced; the limit is {FRAME_LIMIT}")
-    payload = _read(connection, length)
+    payload = _read(connection, length, until)
     if payload is None or len(payload) < length:
         raise ProtocolError(f"the connection ended inside a frame of {length} bytes")
     try:
@@ -54,10 +59,14 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
     return message
 
 
-def _read(connection: socket.socket, length: int) -> bytes | None:
+def _read(connection: socket.socket, length: int, until: float | None) -> bytes | None:
     """`length` bytes, fewer if the peer closes; None for none at all."""
     received = bytearray()
     while len(received) < length:
+        if until is not None:
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left)
         part = connection.recv(min(length - len(received), 1 << 16))
         if not part:
             break

@@ -81,13 +81,15 @@ class Vault:
         self._index = -1
         self._taken: dict[tuple[Key, int], int] = {}  # bytes taken of each source, by area and node of the section
         self._wanted: dict[tuple[Key, int], int] = {}
+        self._open: set[tuple[Key, int]] = set()  # sources of which bytes are missing
+        self._cleared: dict[Key, int] = {}  # bytes of each area, from its start, that hold nothing older
         self._copies: dict[int, bytearray] = {}
         self._whole: set[int] = set()  # ranks whose copy is whole
-        for sends in plan.sends:
-            for send in sends:
-                if send.area.position == position:
-                    key = (send.area.section, send.area.stripe, send.area.which)
-                    self._wanted[key, send.node] = send.stop - send.start
+        self._exponents: dict[tuple[Key, int], int] = {}  # by which each source is multiplied
+        for send in plan.gathered_on(position):
+            source = (send.area.section, send.area.stripe, send.area.which), send.node
+            self._wanted[source], self._exponents[source] = send.stop - send.start, send.exponent
+        self._copied = frozenset(plan.copies_on(position))  # the ranks whose copies belong here
 
     @property
     def resident_bytes(self) -> int:
@@ -102,7 +104,10 @@ class Vault:
     # ---- gathering ----
 
     def begin(self, version: Version) -> None:
-        """Gather `version` from now on, from nothing, unless it is complete here or is being gathered already."""
+        """Gather `version` from now on, from nothing, unless it is complete here or is being gathered already.
+
+        Quick, however large the vault is: each frame clears what it is the first to come to.
+        """
         with ExitStack() as frames:
             for lock in self._area_locks.values():  # none of the version before is being XORed in any more
                 frames.enter_context(lock)
@@ -112,8 +117,9 @@ class Vault:
             self._version = version
             self._index = choose(self._segment.slots())
             self._segment.dirty(self._index, version, 0)
-            self._segment.data(self._index)[:] = 0
             self._taken = dict.fromkeys(self._wanted, 0)
+            self._open = {source for source, nbytes in self._wanted.items() if nbytes}
+            self._cleared = dict.fromkeys(self._areas, 0)
             self._copies = {}
             self._whole = set()
             self._seal_if_complete()
@@ -138,40 +144,50 @@ class Vault:
     def take(self, version: Version, key: Key, node: int, at: int, exponent: int, frame: Bytes) -> int:
         """XOR a frame into the parity block `key`, at byte `at` of it; returns how many bytes are taken by then.
 
-        Raises ProtocolError for a frame that no plan has.
+        Raises ProtocolError for a frame that this plan does not have.
         """
         area = self._areas.get(key)
         if area is None or (key, node) not in self._wanted or at + len(frame) > self._wanted[key, node]:
             raise ProtocolError(f"{len(frame)} bytes at {at} of node {node} do not belong to parity {key} of this node")
+        if exponent != self._exponents[key, node]:
+            raise ProtocolError(
+                f"node {node} enters parity {key} multiplied by 2**{exponent}; by the plan of this node that is "
+                f"2**{self._exponents[key, node]}"
+            )
         with self._area_locks[key]:
             with self._lock:
-                if version in self.versions():
-                    return self._wanted[key, node]
                 if version != self._version:
+                    if version in self.versions():
+                        return self._wanted[key, node]
                     raise ProtocolError(f"version {version} is not gathered here (any more)")
                 done, index = self._taken[key, node], self._index
             if at != done:  # it came twice, or too early
                 return done
-            target = self._segment.data(index)[area.offset + at : area.offset + at + len(frame)]
-            self._add(target, frame, power(exponent))
+            parity = self._segment.data(index)[area.offset : area.offset + area.nbytes]
+            if at + len(frame) > self._cleared[key]:
+                parity[self._cleared[key] : at + len(frame)] = 0
+                self._cleared[key] = at + len(frame)
+            self._add(parity[at : at + len(frame)], frame, power(exponent))
             faults.reach("vault.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
             with self._lock:
                 if version != self._version:
                     raise ProtocolError(f"version {version} is not gathered here any more")
-                self._taken[key, node] = at + len(frame)
-                self._seal_if_complete()
-                return at + len(frame)
+                self._taken[key, node] = done = at + len(frame)
+                if done == self._wanted[key, node]:
+                    self._open.discard((key, node))
+                    self._seal_if_complete()
+                return done
 
     def take_copy(self, version: Version, rank: int, at: int, total: int, part: Bytes) -> int:
         """Take a part of a rank's copy; returns how many bytes of it are here."""
-        if rank not in self._plan.copies_on(self._position):
+        if rank not in self._copied:
             raise ProtocolError(f"no copy of rank {rank} belongs to this node")
         if total > self._segment.shape.small_nbytes:
             raise ProtocolError(f"a copy of rank {rank} has {total} bytes; room was claimed for less")
         with self._lock:
-            if version in self.versions():
-                return total
             if version != self._version:
+                if version in self.versions():
+                    return total
                 raise ProtocolError(f"version {version} is not gathered here (any more)")
             if at + len(part) > total:
                 raise ProtocolError(f"{len(part)} bytes at {at} of rank {rank}'s copy, of which {total} were announced")
@@ -186,10 +202,11 @@ class Vault:
     def _seal_if_complete(self) -> None:
         """Digests of the parity, then the seal. Called with the lock held."""
         version = self._version
-        copies = set(self._plan.copies_on(self._position))
-        if version is None or self._taken != self._wanted or self._whole != copies:
+        if version is None or self._open or self._whole != self._copied:
             return
         data, table = self._segment.data(self._index), self._segment.digests(self._index)
+        for key, area in self._areas.items():  # beyond the end of the longest source
+            data[area.offset + self._cleared[key] : area.offset + area.nbytes] = 0
         for number, (offset, nbytes) in enumerate(self._segment.ranges):
             table[number] = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data)
         small = msgpack.packb({rank: bytes(copy) for rank, copy in self._copies.items()})

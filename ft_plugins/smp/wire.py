@@ -13,12 +13,15 @@ In: requests by name. Out: replies; a `ProtocolError` for whatever does not fit.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
+import select
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +40,7 @@ SECRET_LIMIT = 4096
 _NONCE = 32
 _CONNECTIONS = 4096
 _ACCEPT_PAUSE_SECONDS = 0.1
+_STRANGER_SECONDS = 10.0  # until a peer has proved who it is, however it spreads its bytes
 
 Bytes = npt.NDArray[np.uint8]
 Handler = Callable[[dict[str, Any], Bytes], tuple[dict[str, Any], "Bytes | None"]]
@@ -109,7 +113,8 @@ class Peer:
         self._secret = secret
         self._timeout = timeout
         self._connection: socket.socket | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for the time of a request
+        self._making = threading.Lock()  # never for long
         self._closed = False
 
     def ask(self, name: str, payload: Bytes | None = None, **fields: Any) -> tuple[dict[str, Any], Bytes]:
@@ -133,34 +138,66 @@ class Peer:
         return found
 
     def _connect(self) -> socket.socket:
-        connection = socket.create_connection(self.endpoint, timeout=self._timeout)
+        """A connection on which both sides have proved who they are, in the time of one answer. `close` reaches it from
+        its first moment."""
+        until = time.monotonic() + self._timeout
+        connection = self._call()
         try:
+            _until_answered(connection, self._timeout)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(self._timeout)
             ours = secrets.token_bytes(_NONCE)
             protocol.send(connection, {"job": self._job, "nonce": ours})
-            answer = protocol.receive(connection) or {}
+            answer = protocol.receive(connection, until) or {}
             theirs = protocol.field(answer, "nonce", bytes)
             expected = _proof(self._secret, "server", self._job, ours, theirs)
             if not hmac.compare_digest(protocol.field(answer, "proof", bytes), expected):
                 raise ProtocolError("it does not know the secret of this job (--ftp-secret-file differs between nodes)")
             protocol.send(connection, {"proof": _proof(self._secret, "client", self._job, ours, theirs)})
+            connection.settimeout(self._timeout)
         except BaseException:
-            connection.close()
+            self._drop()
             raise
         return connection
 
+    def _call(self) -> socket.socket:
+        """A connection that is being made."""
+        connection = socket.socket(socket.AF_INET6 if ":" in self.endpoint[0] else socket.AF_INET, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        with self._making:  # `close` comes before it, or finds a call that it can break off
+            if self._closed:
+                connection.close()
+                raise ProtocolError("this side has hung up")
+            self._connection = connection
+            code = connection.connect_ex(self.endpoint)
+        if code not in (0, errno.EINPROGRESS):
+            self._drop()
+            raise OSError(code, os.strerror(code))
+        return connection
+
     def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        with self._making:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
 
     def close(self) -> None:
-        """Hang up for good. Does not wait for a request in flight: that one fails."""
-        self._closed = True
-        connection = self._connection
-        if connection is not None:
-            with contextlib.suppress(OSError):  # not connected any more
-                connection.shutdown(socket.SHUT_RDWR)
+        """Hang up for good. Does not wait for a request in flight, nor for a connection in the making: that fails."""
+        with self._making:
+            self._closed = True
+            if self._connection is not None:
+                with contextlib.suppress(OSError):  # not connected any more
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _until_answered(connection: socket.socket, timeout: float) -> None:
+    """Wait for a call to be answered. Raises OSError."""
+    poller = select.poll()
+    poller.register(connection, select.POLLOUT)
+    if not poller.poll(1000 * timeout):
+        raise TimeoutError("timed out")
+    if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(code, os.strerror(code))
 
 
 class Server:
@@ -205,9 +242,8 @@ class Server:
     def _serve(self, connection: socket.socket, peer: Any) -> None:
         with connection:
             try:
-                connection.settimeout(10.0)  # until it has proved who it is
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._check(connection)
+                self._check(connection, time.monotonic() + _STRANGER_SECONDS)
                 connection.settimeout(None)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 while not self._closing and (found := receive(connection)) is not None:
@@ -224,15 +260,16 @@ class Server:
             finally:
                 self._places.release()
 
-    def _check(self, connection: socket.socket) -> None:
-        """Raises ProtocolError unless the peer knows the secret of this job."""
-        hello = protocol.receive(connection) or {}
+    def _check(self, connection: socket.socket, until: float) -> None:
+        """Raises ProtocolError unless the peer knows the secret of this job, TimeoutError if it has not said so by
+        then."""
+        hello = protocol.receive(connection, until) or {}
         theirs, job = protocol.field(hello, "nonce", bytes), protocol.field(hello, "job", str)
         if job != self._job or len(theirs) != _NONCE:
             raise ProtocolError(f"an SMP of job '{job[:48]}' has called; this is job '{self._job}'")
         ours = secrets.token_bytes(_NONCE)
         protocol.send(connection, {"nonce": ours, "proof": _proof(self._secret, "server", self._job, theirs, ours)})
-        answer = protocol.receive(connection) or {}
+        answer = protocol.receive(connection, until) or {}
         expected = _proof(self._secret, "client", self._job, theirs, ours)
         if not hmac.compare_digest(protocol.field(answer, "proof", bytes), expected):
             raise ProtocolError("a peer does not know the secret of this job")

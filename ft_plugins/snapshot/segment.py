@@ -30,9 +30,9 @@ import numpy.typing as npt
 import xxhash
 
 from ..errors import BudgetError, CorruptSlotError, SegmentError
+from .room import SHM, check_room
 from .slots import SLOTS, Pin, Slot, SlotState, Version, check_transition, may_pin
 
-SHM = Path("/dev/shm")
 _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+(of\d+)?|-parity)(\.new)?|\.lock)")
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
 PAGE = 4096
@@ -122,18 +122,6 @@ def vault_of(job: str, node: str) -> Path:
 def lock_of(job: str, node: str) -> Path:
     """The file that the SMP of a job on a node keeps locked: beside the segments, wherever its run directory is."""
     return SHM / f"ftp-{job}@{node}.lock"
-
-
-def check_room(nbytes: int, who: str, mount: Path = SHM) -> None:
-    """Raises BudgetError when `mount` has not `nbytes` free for `who`."""
-    found = os.statvfs(mount)
-    available = found.f_bavail * found.f_frsize
-    if available < nbytes:
-        raise BudgetError(
-            f"{who} needs {nbytes} bytes in {mount}, but only {available} are free there; enlarge that mount "
-            f"(docker: --shm-size, Kubernetes: an emptyDir with medium Memory and a sizeLimit) "
-            f"or remove stale segments with 'ft-plugins sweep'"
-        )
 
 
 def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], world_size: int = 0) -> None:

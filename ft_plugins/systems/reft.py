@@ -339,14 +339,19 @@ class Reft:
 
     def iteration_end(self, step: int) -> None:
         """The version point: capture, when it is this version's turn."""
-        self._mapped().completed = step
+        self.reached(step)
         if self._peer_degraded:
             raise PeerDegraded("another rank lost its protection: what all ranks still hold is kept, nothing is added")
         if self._capture is not None and step % self._config.interval == 0:
             self._capture.start(Version(self._lineage, step), self._small())
 
+    def reached(self, step: int) -> None:
+        """Iteration `step` is over, whether it is captured or not: a recovery tells from it what is lost."""
+        self._mapped().completed = step
+
     def close(self, *, in_order: bool) -> None:
-        """Let the running capture finish and let go of the segment; it stays with the SMP."""
+        """Let the running capture finish and let go of the segment; it stays with the SMP. Where protection was lost
+        (not `in_order`) it stays mapped too, so that `reached` goes on."""
         try:
             if self._capture is not None:
                 self._capture.wait()
@@ -354,7 +359,7 @@ class Reft:
             if self._capture is not None:
                 self._capture.close()
                 self._capture = None
-            if self._segment is not None:
+            if self._segment is not None and in_order:
                 self._segment.close()
                 self._segment = None
             if self._storage and not in_order:  # protection was lost: what there is, on disk, if the SMP still lives

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -206,6 +207,8 @@ def test_a_failed_capture_costs_protection_not_training_for_as_long_as_allowed(
     assert "capture.bucket.begin" in lost.fields["reason"] and lost.fields["max_steps"] == 4
     assert [event.fields["iteration"] for event in node.events("capture.commit")] == [1, 2]
     assert live(0)["resumed"] == 2, "what was captured before is still there"
+    (restored,) = node.events("restore.done")
+    assert (restored.fields["completed"], restored.fields["lost"]) == (7, 5), "what ran without protection is lost too"
 
 
 def test_training_ends_well_when_the_loss_of_protection_was_short_enough(
@@ -367,6 +370,8 @@ def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
     assert rebuilt.fields["decoded"] and rebuilt.fields["about"] == lost
     for node in three:
         until_counts(node, 4)
+        told = json.loads((node.run_dir / "protection.json").read_text())
+        assert told["counted"] == told["base"] == [1, 4], "all are told what counts on any, the fresh one too"
 
 
 def test_ranks_that_moved_to_other_nodes_take_their_slots_along_even_when_one_is_lost(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError
-from ft_plugins.recovery.plan import NodeFacts, RankFacts, Source, Way, choose_source, plan_recovery
+from ft_plugins.recovery.plan import NodeFacts, RankFacts, Source, Way, choose_source, counted, plan_recovery
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
 from ft_plugins.snapshot.slots import SLOTS, Slot, SlotState, Version, void
 
@@ -294,7 +294,8 @@ def job(name: str, kept: Mapping[int, Collection[int]], counted: int = 4) -> tup
     for position, ranks in enumerate(plan.ranks):
         held = frozenset(Version(1, iteration) for iteration in (counted, *kept.get(position, ())))
         parity = frozenset([Version(1, counted)])
-        nodes.append(NodeFacts(dict.fromkeys(ranks, held), parity, position, DIGEST, lineage=1))
+        facts = NodeFacts(dict.fromkeys(ranks, held), parity, position, DIGEST, lineage=1, counted=Version(1, counted))
+        nodes.append(facts)
     return plan, nodes
 
 
@@ -395,17 +396,37 @@ def test_a_slot_that_lies_on_two_nodes_does_not_hide_the_position_it_belongs_to(
     assert plan.sources == (Source(Way.FETCH, 1), Source(Way.OWN), Source(Way.DECODE))
 
 
-@pytest.mark.xfail(strict=True, reason="_too_much_lost takes the newest complete on any node for one that counted")
 def test_parity_that_was_complete_on_one_node_only_is_not_what_the_reason_speaks_of() -> None:
     """Given version 6 on its way and complete on one node, when two of the others are lost: version 4 had counted,
     and it is gone with them; the rank of the third one is not."""
     on = "abcd"
     exchange = plan_exchange(list(on), [(0, 1, 2, 3)], [100] * 4, 1)
-    held, counted = frozenset([Version(1, 4), Version(1, 6)]), frozenset([Version(1, 4)])
-    nodes = [NodeFacts({0: held}, held, 0, DIGEST), NodeFacts({1: held}, counted, 1, DIGEST), LOST, LOST]
+    held, whole = frozenset([Version(1, 4), Version(1, 6)]), frozenset([Version(1, 4)])
+    first = NodeFacts({0: held}, held, 0, DIGEST, counted=Version(1, 4))
+    nodes = [first, NodeFacts({1: held}, whole, 1, DIGEST), LOST, LOST]  # the second has not heard of it
     plan = plan_recovery(facts_of(exchange, nodes), (), nodes, exchange, DIGEST)
     assert plan.version is None and plan.gone == (2, 3)
     assert "of version 4 (lineage 1) the parts of ranks 2, 3 are gone with 2 nodes" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("heard", "base", "kept"),
+    [
+        ((4, 6, None), 9, 6),
+        ((4, 6, None), 6, 6),
+        ((4, 6, None), 5, 4),  # 6 counts, cannot be put together any more, and is void
+        ((None, None, None), 9, None),
+        ((4, 6, None), None, None),
+    ],
+)
+def test_the_newest_version_that_counts_on_any_node_is_kept_unless_it_is_void(
+    heard: tuple[int | None, ...], base: int | None, kept: int | None
+) -> None:
+    def version(iteration: int | None) -> Version | None:
+        return None if iteration is None else Version(1, iteration)
+
+    nodes = [NodeFacts({}, counted=version(iteration)) for iteration in heard]
+    assert counted(nodes, version(base)) == version(kept)
 
 
 def test_what_a_start_from_the_beginning_made_void_does_not_come_back_from_other_nodes() -> None:

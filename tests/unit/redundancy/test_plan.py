@@ -355,13 +355,14 @@ def test_as_many_nodes_as_raim6_has_factors_for_are_planned() -> None:
     assert plan_exchange(nodes, groups, [1] * count, 2).losses == 2
 
 
-@pytest.mark.xfail(strict=True, reason="unprotected() is silent on groups of more nodes than RAIM6 has factors for")
 def test_more_nodes_than_raim6_has_factors_for_are_unprotected() -> None:
     count = ORDER + 3
     nodes, groups = [f"n{rank}" for rank in range(count)], [tuple(range(count))]
     with pytest.raises(TopologyError) as refused:
         plan_exchange(nodes, groups, [1] * count, 2)
     assert unprotected(nodes, groups, 2) == str(refused.value)
+    assert "has factors for 257 nodes" in str(refused.value) and "258 ranks" in str(refused.value)
+    assert unprotected(nodes, groups, 1) == "", "which is what the message says"
 
 
 # scale, and people

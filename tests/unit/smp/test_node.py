@@ -131,7 +131,11 @@ class Cluster:
     def protect(self, lineage: int = 1, base: Version | None = None) -> None:
         names = tuple(self.nodes[rank // PER_NODE].name for rank in range(len(self.shapes)))
         endpoints = tuple(node.endpoint for node in self.nodes)
-        self.protection = replace(self.protection, lineage=lineage, base=base, nodes=names, endpoints=endpoints)
+        heard = [node.tier.inventory()["counted"] for node in self.nodes]
+        counted = max((Version(*version) for version in heard if version and base), default=None)
+        self.protection = replace(
+            self.protection, lineage=lineage, base=base, nodes=names, endpoints=endpoints, counted=counted
+        )
         for node in self.nodes:
             node.tier.protect(replace(self.protection, position=node.position), lineage)
 
@@ -303,6 +307,7 @@ def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Callable[..., Cluster]
     job.nodes[1].tier._lock.release()
     wait(lambda: any(event.name == "slot.corrupt" for event in job.nodes[1].seen))
     assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes), "the version never counts"
+    wait(lambda: all(node.tier.status()["exchange"] == [1, 3] for node in job.nodes))  # nobody waits for it for ever
     (fresh,) = job.substitute(0)
     index = next(s.index for s in victim.slots() if s.version == Version(1, 1))
     victim.data(index)[54321] ^= 1  # and one of the version that counts, on a node that is needed

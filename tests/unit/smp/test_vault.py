@@ -381,6 +381,34 @@ def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make: Callabl
     second.check(vault)
 
 
+def test_beginning_a_version_takes_no_longer_for_more_parity_each_frame_clears_what_it_comes_to(
+    make: Callable[..., Vault], plan: ExchangePlan
+) -> None:
+    """Beats and directives wait for it: gigabytes are not touched under their lock."""
+    vault, first, second = make(plan), Sources(plan, V1), Sources(plan, V2)
+    for slot in range(2):
+        vault._segment.data(slot)[:] = 0xEE
+    vault.begin(V1)
+    assert (vault._segment.data(vault._index) == 0xEE).all()
+    first.send_blocks(vault)
+    first.send_copies(vault)
+    first.check(vault)
+    second.give(vault)
+    second.check(vault)
+
+
+def test_a_factor_that_the_plan_does_not_have_is_refused(make: Callable[..., Vault]) -> None:
+    plan = PLANS["RAIM6"]
+    vault, sources = make(plan), Sources(plan, V1)
+    vault.begin(V1)
+    source = next(source for source in sources.blocks if sources.exponents[source] and len(sources.blocks[source]))
+    version, key, node, at, exponent, frame = sources.frame(source, 0)
+    with pytest.raises(ProtocolError, match=rf"2\*\*0; by the plan of this node that is 2\*\*{exponent}"):
+        vault.take(version, key, node, at, 0, frame)
+    sources.give(vault)
+    sources.check(vault)
+
+
 def test_the_next_version_does_not_begin_while_a_frame_is_being_added(make: Callable[..., Vault]) -> None:
     vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     vault.begin(V1)
