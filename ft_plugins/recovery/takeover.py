@@ -93,12 +93,13 @@ def _read_size(world_size: int, told: Sequence[Mapping[str, Any]]) -> Size:
                 places[rank] = (place[0], place[1])
         block = answer["protection"]
         own = block is not None and len(block["nodes"]) == world_size
+        counted = Version(*answer["counted"]) if own and answer["counted"] else None
         if own and protection is None:
             protection = Protection.read(block)
         nodes.append(
             NodeFacts(
                 held, frozenset(Version(*version) for version in answer["parity"]) if own else frozenset(),
-                answer["position"] if own else None, answer["plan"] if own else 0,
+                answer["position"] if own else None, answer["plan"] if own else 0, counted=counted,
             )
         )  # fmt: skip
     return Size(world_size, ranks, tuple(nodes), places, protection)

@@ -153,6 +153,7 @@ class NodeTier:
             parity: list[Version] = list(self._vault.versions()) if self._vault else []
             return {
                 "parity": sorted(map(astuple, parity)),
+                "counted": told(self._kept.counted),
                 "position": self._told.position if self._told else None,
                 "plan": self._told.digest if self._told else 0,
                 "protection": self._told.block() if self._told else None,

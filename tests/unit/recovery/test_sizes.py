@@ -1,0 +1,70 @@
+"""With how many nodes a job could go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.launcher.memory import Memory
+from ft_plugins.launcher.rounds import Rules
+from ft_plugins.model.topology import Topology
+from ft_plugins.recovery import sizes
+from ft_plugins.recovery.sizes import admissible
+
+
+def nodes(count: int, each: int) -> list[str]:
+    return [f"n{rank // each}" for rank in range(count * each)]
+
+
+def batch(total: int):
+    return lambda replicas: total % (2 * replicas) == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "total", "losses", "expected"),
+    [
+        (4, 24, 0, (1, 2, 3, 4, 6, 12)),
+        (4, 24, 1, (2, 3, 4, 6, 12)),  # on one node a lost one cannot be survived
+        (4, 16, 1, (2, 4, 8)),
+        (4, 24, 2, (4, 6, 12)),  # RAIM6 needs four
+    ],
+)
+def test_the_batch_is_divided_and_what_was_asked_for_can_be_had(
+    count: int, total: int, losses: int, expected: tuple[int, ...]
+) -> None:
+    topology = Topology(tp=2, pp=2, dp=count, order="tp-cp-ep-pp-dp")
+    assert admissible(topology, nodes(count, 4), batch(total), losses) == expected
+
+
+def test_a_model_larger_than_a_node_needs_whole_replicas() -> None:
+    topology = Topology(tp=4, pp=2, dp=2)
+    assert admissible(topology, nodes(4, 4), lambda replicas: replicas < 4, 0) == (2, 4, 6)
+
+
+def test_unequal_nodes_and_parallel_experts_are_not_resized() -> None:
+    assert admissible(Topology(tp=1, pp=1, dp=3), ["a", "a", "b"], lambda replicas: True, 0) == ()
+    assert admissible(Topology(tp=1, pp=1, dp=4, ep=2), nodes(2, 2), lambda replicas: True, 0) == ()
+
+
+def test_the_rendezvous_reads_what_ranks_have_told(tmp_path: Path) -> None:
+    memory = Memory("job", tmp_path)
+    assert memory.sizes() == ()
+    sizes.write(tmp_path, (2, 3, 4))
+    assert memory.sizes() == (2, 3, 4)
+    (tmp_path / sizes.FILE).write_text(json.dumps({"sizes": [2, "3", None]}))
+    assert memory.sizes() == (2,)
+    (tmp_path / sizes.FILE).write_text("{")
+    assert memory.sizes() == () and Memory("job", None).sizes() == ()
+
+
+def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:
+    rules = Rules(2, 6)
+    assert rules.among((1, 3, 4, 8)).sizes == (3, 4)
+    assert rules.among((8, 9)) is rules and rules.among(()) is rules
+    assert Rules(2, 6, (4, 6)).among((3, 4, 5)).sizes == (4,)
+
+
+def test_people_are_told_the_sizes_around_the_present_one() -> None:
+    assert "1, 2, 3, 4, 6, 12 nodes" in sizes.words((1, 2, 3, 4, 6, 12), 4)

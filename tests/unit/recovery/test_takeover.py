@@ -1,0 +1,184 @@
+"""State of another size of the job: which version of it, who has it, and what is refused. Bytes pulled by those who
+need them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.model.host import resizable
+from ft_plugins.recovery import pull as pulling
+from ft_plugins.recovery.plan import NodeFacts, Way
+from ft_plugins.recovery.pull import Wanted, pull
+from ft_plugins.recovery.takeover import Takeover, own_version, plan_size, read_sizes
+from ft_plugins.smp.protection import Protection
+from ft_plugins.snapshot.segment import Shape
+from ft_plugins.snapshot.slots import Version
+
+V3, V4, V5 = Version(1, 3), Version(1, 4), Version(1, 5)
+
+
+def protection(position: int) -> Protection:
+    """Four nodes of one rank, one sharding group, RAIM5."""
+    return Protection(
+        lineage=1, base=None, nodes=("n0", "n1", "n2", "n3"), groups=((0, 1, 2, 3),),
+        shapes=(Shape(640, 64, 1, 9),) * 4, losses=1, position=position, endpoints=(("h", 1),) * 4, interval=1, exchange_mbps=0.0, detect_seconds=5.0,
+    )  # fmt: skip
+
+
+def answer(
+    ranks: Mapping[int, list[Version]], size: int = 4, parity: list[Version] | None = None, position: int | None = None
+) -> dict[str, Any]:
+    """What an SMP says; with a `position` it was protected."""
+    told = protection(position) if position is not None else None
+    held = [[r, [0, 0], 1, 5, False, [[v.lineage, v.iteration] for v in versions]] for r, versions in ranks.items()]
+    return {
+        "sizes": [[size, held]] if held else [],
+        "fingerprint": {},
+        "parity": [[v.lineage, v.iteration] for v in parity or []],
+        "counted": [1, 4] if parity else None,
+        "position": position,
+        "plan": told.digest if told else 0,
+        "protection": told.block() if told else None,
+    }
+
+
+def test_the_newest_version_that_all_former_ranks_have_is_taken() -> None:
+    (size,) = read_sizes([answer({0: [V3, V4], 1: [V4, V5]}), answer({2: [V4], 3: [V3, V4]})])
+    plan = plan_size(size)
+    assert plan.version == V4 and {source.way for source in plan.sources} == {Way.OWN}
+    assert [size.holder(rank, V4) for rank in range(4)] == [0, 0, 1, 1] and plan.completed == 5
+    assert size.holder(1, V3) is None and size.places == dict.fromkeys(range(4), (0, 0))
+
+
+def test_a_lost_node_is_made_up_for_by_parity() -> None:
+    told = [answer({rank: [V4, V5]}, parity=[V4], position=rank) for rank in (0, 1, 2)]
+    (size,) = read_sizes(told)
+    plan = plan_size(size)
+    assert plan.version == V4 and plan.sources[3].way is Way.DECODE and plan.gone == (3,)
+    assert plan.holders == {0: 0, 1: 1, 2: 2}
+    assert plan_size(size, banned=[V4]).version is None
+
+
+def test_too_much_lost_is_told_as_state_that_is_lost() -> None:
+    (size,) = read_sizes([answer({rank: [V4]}, parity=[V4], position=rank) for rank in (0, 1)])
+    plan = plan_size(size)
+    assert plan.version is None and plan.state_lost and "RAIM5 makes up for 1" in plan.reason
+
+
+def test_a_corrupt_slot_counts_as_lost() -> None:
+    (size,) = read_sizes([answer({rank: [V4]}, parity=[V4], position=rank) for rank in range(4)])
+    plan = plan_size(size, corrupt=[(2, V4)])
+    assert plan.version == V4 and plan.sources[2].way is Way.DECODE
+    assert plan_size(size, corrupt=[(2, V4), (1, V4)]).version is None
+
+
+def test_parity_of_another_size_is_of_no_use() -> None:
+    told = [answer({rank: [V4]}, size=5, parity=[V4], position=rank) for rank in range(4)]
+    (size,) = read_sizes(told)
+    assert size.protection is None and plan_size(size).version is None
+
+
+def test_sizes_are_told_apart() -> None:
+    told = [answer({0: [V4], 1: [V4]}, size=2), answer({0: [V5]}, size=1)]
+    one, two = read_sizes(told)
+    assert (one.world_size, plan_size(one).version) == (1, V5)
+    assert (two.world_size, plan_size(two).version) == (2, V4)
+
+
+def test_what_this_size_has_of_its_own_needs_no_attached_rank() -> None:
+    facts = [NodeFacts({0: frozenset([V4, V5])}), NodeFacts({1: frozenset([V4])})]
+    assert own_version(facts, 2, None, 0).version == V4
+    assert own_version(facts, 3, None, 0).version is None
+
+
+def test_the_former_ranks_of_a_place_are_found() -> None:
+    found = Takeover(4, V4, V5, {}, {0: (0, 0), 1: (1, 0), 2: (0, 0), 3: (1, 0)}, 4)
+    assert found.of_place((1, 0)) == (1, 3) and found.of_place((0, 1)) == ()
+
+
+def test_only_what_depends_on_the_size_may_differ() -> None:
+    now = {"seed": 1, "parallel": {"tp": 2, "dp": 4}, "gradient_buckets": 7, "world_size": 8}
+    assert resizable(now) == {"seed": 1, "parallel": {"tp": 2}}
+    assert resizable({**now, "parallel": {"tp": 1, "dp": 4}}) != resizable(now)
+
+
+# ---- pull ----
+
+
+class Ranks:
+    """Collectives of several threads, as `Collective` has them."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count, timeout=30)
+        self.told: list[bytes] = [b""] * count
+        self.boxes: dict[tuple[int, int], np.ndarray] = {}
+
+
+class OfOne:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.most = 0
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        self.ranks.told[self.rank] = payload
+        self.ranks.barrier.wait()
+        found = list(self.ranks.told)
+        self.ranks.barrier.wait()
+        return found
+
+    def swap(self, send: Mapping[int, np.ndarray], receive: Mapping[int, np.ndarray]) -> None:
+        self.most = max([self.most, *(len(data) for data in send.values())])
+        for rank, data in send.items():
+            self.ranks.boxes[self.rank, rank] = data
+        for _ in range(2):
+            self.ranks.barrier.wait()
+        for rank, into in receive.items():
+            into[:] = self.ranks.boxes.pop((rank, self.rank))
+        self.ranks.barrier.wait()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data(), st.integers(1, 4), st.integers(1, 5))
+def test_every_rank_has_what_it_wanted(data: st.DataObject, count: int, formers: int) -> None:
+    frame = data.draw(st.sampled_from([7, 64, 4096]))
+    generator = np.random.default_rng(3)
+    held = {former: generator.integers(0, 256, 200, dtype=np.uint8) for former in range(formers)}
+    holder = {former: data.draw(st.integers(0, count - 1)) for former in held}
+    ranges = st.tuples(st.sampled_from(range(formers)), st.integers(0, 150), st.integers(0, 50))
+    asked = [data.draw(st.lists(ranges, max_size=5)) for _ in range(count)]
+    ranks = Ranks(count)
+    found: dict[int, bytes] = {}
+    ones = [OfOne(ranks, rank) for rank in range(count)]
+
+    def work(rank: int) -> None:
+        starts = np.cumsum([0, *(nbytes for _, _, nbytes in asked[rank])])
+        into = np.zeros(starts[-1], dtype=np.uint8)
+        wanted = [
+            Wanted(holder[former], former, at, nbytes, int(target))
+            for (former, at, nbytes), target in zip(asked[rank], starts, strict=False)
+        ]
+
+        def read(former: int) -> np.ndarray:
+            assert holder[former] == rank, "only what this rank can read"
+            return held[former]
+
+        pull(ones[rank], wanted, read, into)  # type: ignore[arg-type]
+        found[rank] = into.tobytes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pulling, "FRAME_BYTES", frame)
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    for rank, wants in enumerate(asked):
+        assert found[rank] == b"".join(held[former][at : at + nbytes].tobytes() for former, at, nbytes in wants)
+    assert all(one.most <= frame for one in ones)

@@ -1,0 +1,137 @@
+"""Segments of another size of the job: set aside whole, found again by a new SMP, brought back or given up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ft_plugins.smp.former import Former
+from ft_plugins.snapshot import manifest
+from ft_plugins.snapshot.manifest import Manifest
+from ft_plugins.snapshot.segment import (
+    SHM,
+    Segment,
+    Shape,
+    create,
+    former_segments_of,
+    jobs,
+    path_of,
+    remove,
+    segments_of,
+    set_aside,
+)
+from ft_plugins.snapshot.slots import SlotState, Version
+
+SHAPE = Shape(nbytes=9000, small_nbytes=1000, buckets=1, layout=3)
+NODE = "n0"
+
+
+def segment(job: str, rank: int, world_size: int, *versions: Version, place: tuple[int, int] = (0, 0)) -> Segment:
+    path = path_of(job, NODE, rank)
+    create(path, SHAPE, rank, {"job": 1}, world_size)
+    found = Segment(path)
+    found.ranges = [(0, SHAPE.nbytes)]
+    for index, version in enumerate(versions):
+        put(found, index, version, place)
+    found.completed = max((version.iteration for version in versions), default=0)
+    return found
+
+
+def put(found: Segment, index: int, version: Version, place: tuple[int, int] = (0, 0)) -> None:
+    small = manifest.join(manifest.write(Manifest(found.rank, found.world_size, place, ((0, 9000),), ())), b"state")
+    digests = np.zeros(1, dtype=np.uint64)
+    found.dirty(index, version, 1)
+    found.write_small(index, small)
+    found.data(index)[:] = index + 1
+    found.digests(index)[:] = digests
+    found.seal(index, version, 1, small, digests)
+
+
+def files(job: str) -> set[str]:
+    return {path.name.split("@")[1] for path in SHM.glob(f"ftp-{job}@*")}
+
+
+def test_what_is_of_another_size_leaves_and_what_is_of_this_one_stays(job: str) -> None:
+    own = {0: segment(job, 0, 16, Version(1, 4)), 1: segment(job, 1, 12)}
+    former = Former(job, NODE)
+    assert not former and former.exchange(own, 12) == [0]
+    assert set(own) == {1} and former and former.lineage == 0
+    assert files(job) == {"n0-r0of16", "n0-r1"}
+    assert former_segments_of(job, NODE) == [set_aside(job, NODE, 0, 16)] and segments_of(job, NODE) == [own[1].path]
+    found = former.find(0, Version(1, 4))
+    assert found is not None and found.path == set_aside(job, NODE, 0, 16) and (found.data(0) == 1).all()
+    assert former.find(0, Version(1, 5)) is None and former.find(1, Version(1, 4)) is None
+
+
+def test_a_new_smp_finds_it(job: str) -> None:
+    own = {0: segment(job, 0, 16, Version(2, 4), place=(1, 0))}
+    own[0].open_lineage(2, Version(2, 4), [])
+    Former(job, NODE).exchange(own, 12)
+    again = Former(job, NODE)
+    assert again.facts() == [[16, [[0, [1, 0], 2, 4, False, [[2, 4]]]]]] and again.lineage == 2
+    assert jobs().count((job, NODE)) == 1
+    set_aside(job, NODE, 3, 16).write_bytes(b"not a segment")
+    assert again.facts() == Former(job, NODE).facts()
+    assert remove(job, NODE) == 2 and not files(job)
+
+
+def test_it_is_brought_back_when_the_job_has_its_size_again(job: str) -> None:
+    own = {0: segment(job, 0, 16, Version(1, 4), Version(1, 5))}
+    former = Former(job, NODE)
+    former.exchange(own, 12)
+    own[0] = segment(job, 0, 12, Version(2, 5))
+    former.keep(16, Version(1, 5))
+    assert former.exchange(own, 16) == [0]
+    assert files(job) == {"n0-r0of12", "n0-r0"} and own[0].world_size == 16
+    assert [slot.version for slot in own[0].slots() if slot.state is SlotState.CLEAN] == [Version(1, 5)]
+    fresh = Segment(own[0].path)
+    assert fresh.resident_bytes == SHAPE.total and (fresh.data(1) == 2).all()
+    put(own[0], 0, Version(3, 6))
+    assert own[0].slot(0).state is SlotState.CLEAN
+    assert former.find(0, Version(2, 5)) is not None
+
+
+def test_only_what_is_taken_over_keeps_its_memory(job: str) -> None:
+    own = {0: segment(job, 0, 16, Version(1, 4), Version(1, 5)), 1: segment(job, 1, 8, Version(1, 2))}
+    former = Former(job, NODE)
+    former.exchange(own, 12)
+    before = set_aside(job, NODE, 0, 16).stat().st_blocks * 512
+    former.keep(16, Version(1, 4))
+    left = set_aside(job, NODE, 0, 16).stat().st_blocks * 512
+    assert before == SHAPE.total and left == before - 2 * SHAPE.slot_room
+    assert files(job) == {"n0-r0of16"}
+    found = former.find(0, Version(1, 4))
+    assert found is not None and (found.data(0) == 1).all() and former.find(0, Version(1, 5)) is None
+    assert former.drop() == 1 and not files(job) and not former
+
+
+def test_a_lost_rank_of_the_former_job_has_room_for_one_version(job: str) -> None:
+    former = Former(job, NODE)
+    made = former.make(16, 7, SHAPE, {"job": 1})
+    assert (made.rank, made.world_size, made.shape.slots, made.fingerprint) == (7, 16, 1, {"job": 1})
+    put(made, 0, Version(1, 4), place=(0, 1))
+    assert former.facts() == [[16, [[7, [0, 1], 0, 0, False, [[1, 4]]]]]]
+    own: dict[int, Segment] = {}
+    former.exchange(own, 16)
+    assert not own, "it has no slots for capture"
+    again = former.make(16, 7, SHAPE, {})
+    assert again.slot(0).state is SlotState.EMPTY and files(job) == {"n0-r7of16"}
+
+
+def test_a_slot_that_does_not_say_what_it_holds_has_no_place(job: str) -> None:
+    own = {0: segment(job, 0, 16)}
+    own[0].dirty(0, Version(1, 1), 1)
+    own[0].write_small(0, b"old")
+    own[0].seal(0, Version(1, 1), 1, b"old", np.zeros(1, dtype=np.uint64))
+    former = Former(job, NODE)
+    former.exchange(own, 12)
+    assert former.facts() == [[16, [[0, None, 0, 0, False, [[1, 1]]]]]]
+
+
+@pytest.fixture(autouse=True)
+def gone(job: str) -> None:
+    yield
+    remove(job, NODE)
+    assert not Path(SHM / f"ftp-{job}@{NODE}-r0").exists()
