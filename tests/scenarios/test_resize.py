@@ -48,7 +48,8 @@ def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
 ) -> None:
     configuration = Configuration(bf16=True, distributed_optimizer=distributed, interleaved=False)
     argv = (*ARGV, *BATCH)
-    run = GptRun("resize", tmp_path, configuration, protected=True, argv=argv, iterations=ITERATIONS)
+    killed = "resize.filling@rank=5,restart=1:kill"  # in the middle of being taken over: it is begun anew
+    run = GptRun("resize", tmp_path, configuration, protected=True, kills=killed, argv=argv, iterations=ITERATIONS)
     endpoint = ",".join(f"{place.address}:29430" for place in places[:4])
     job = MultiNodeJob(megatron_server, jobs, run, 4 * PER_NODE, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=3)
     for index in range(4):
