@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 import psutil
 
-from ..errors import ConfigError, FtError, ProtocolError
+from ..errors import BudgetError, ConfigError, FtError, ProtocolError
 from ..redundancy.plan import ExchangePlan, positions
 from ..smp.client import Client
 from ..smp.protection import Protection
@@ -148,9 +148,18 @@ class JobNodes(SeenNodes):
         return {position: self._protection.endpoints[node] for position, node in plan.holders.items()}
 
     def protect(self, lineage: int, base: Version | None) -> list[tuple[str, int]]:
-        """Have the SMPs guard each other's slots from now on; what each has claimed for that, in bytes, by node."""
+        """Have the SMPs guard each other's slots from now on; what each has claimed for that, in bytes, by node.
+
+        Raises BudgetError, on all ranks, where the kernel has not given it.
+        """
         told = replace(self._protection, lineage=lineage, base=base, counted=counted(self.facts(), base))
         found = self.ask(lambda client: client.protect(self._collective.rank, self._config.token, told))
+        for name, answer in zip(self._names, found, strict=True):
+            if answer["resident_bytes"] < answer["bytes"]:
+                raise BudgetError(
+                    f"node {name}: {answer['bytes']} bytes were claimed for other nodes' parity, but the kernel has "
+                    f"given {answer['resident_bytes']}; something has taken pages of it, 'ft-plugins end' removes it"
+                )
         return [(name, int(answer["bytes"])) for name, answer in zip(self._names, found, strict=True)]
 
 

@@ -1,16 +1,18 @@
-"""Host memory for protection is three times the captured share, claimed at start and nothing later."""
+"""Host memory for protection: three times the captured share, claimed at start and nothing later; with nodes that
+protect each other as much as is printed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from ft_plugins.rig.forkserver import ForkServer, JobSpec
 from ft_plugins.rig.journal import wait_for, wait_until_stopped
 from ft_plugins.smp.client import Client
-from ft_plugins.snapshot.segment import path_of
+from ft_plugins.snapshot.segment import path_of, segments_of, vault_of
 
 MIB = 256
 
@@ -39,3 +41,47 @@ def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(
     assert segment.stat().st_ino == inode and segment.stat().st_blocks * 512 == at_start, "a restart reuses the pages"
     assert job.wait(60)["status"] == "succeeded", job.tail()
     assert f"host memory for protection on node node0: {at_start} bytes" in job.log.read_text()
+
+
+def test_nodes_that_protect_each_other_claim_two_slots_more_and_parity_of_two_versions(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
+) -> None:
+    """Over n nodes parity of a version is 1/(n-1) of a share: 5 + 2/(n-1) shares on each node, by the kernel's word."""
+    nodes, mib = 3, 32
+    secret = tmp_path / "secret"
+    secret.write_text("what the nodes of this job know")
+    secret.chmod(0o600)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{found.getsockname()[1]}"
+    running = []
+    for index in range(nodes):
+        name = f"n{index}"
+        argv = ("--iterations", "8", "--seconds", "0.2", "--mib", str(mib), "--journal", str(tmp_path / name))
+        flags = ("--reft", "--ftp-node-name", name, "--ftp-secret-file", str(secret))
+        spec = jobs(
+            entry="ft_plugins.rig.fills:main", argv=argv, flags=flags, node=name, nnodes=nodes, endpoint=endpoint,
+            rendezvous="ft_plugins", address="127.0.0.1",
+        )  # fmt: skip
+        running.append(torch_server.start(spec))
+    claimed = {}
+    for job in running:
+        events = job.spec.run_dir / "events.jsonl"
+        wait_for(events, lambda lines: any(e["name"] == "node.counts" for e in lines), 120)
+        own, parity = (path.stat() for path in files(job.spec))
+        assert own.st_blocks * 512 == own.st_size and parity.st_blocks * 512 == parity.st_size
+        claimed[job.spec.node] = parity.st_size
+        # digests, small state, copies of both and page ends are within 1% of a share of this size
+        shares = (own.st_size + parity.st_size) / (mib << 20)
+        assert 5 + 2 / (nodes - 1) <= shares < 5 + 2 / (nodes - 1) + 0.06
+    for job in running:
+        assert job.wait(120)["status"] == "succeeded", job.tail()
+    (told,) = [job.log.read_text() for job in running if "bytes claimed for" in job.log.read_text()]
+    for name, nbytes in claimed.items():
+        assert f"{name}: {nbytes} bytes claimed for two versions of parity and copies" in told
+
+
+def files(spec: JobSpec) -> tuple[Path, Path]:
+    """The segment and the parity of a node with one rank."""
+    (segment,) = segments_of(spec.name, spec.node)
+    return segment, vault_of(spec.name, spec.node)
