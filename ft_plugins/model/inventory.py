@@ -44,6 +44,7 @@ class Item:
 
     `replicas` are the global ranks that hold identical bytes under the same name, this one included, ascending; a
     tensor that data parallelism shards is unique: a set of one. `layer` is the global layer number where it has one.
+    `piece` says which part of the whole flattened tensor a shard is: (start, stop, numel of the whole), in elements.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Item:
     replicas: tuple[int, ...]
     layer: int | None = None
     changed_by: frozenset[Span] = frozenset({Span.UPDATE})
+    piece: tuple[int, int, int] | None = None
 
     @property
     def background(self) -> bool:

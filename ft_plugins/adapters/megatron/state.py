@@ -48,6 +48,7 @@ class Trained:
     main: torch.Tensor  # what the inner optimizer updates: the parameter, its fp32 master, or this rank's shard
     sharded: bool
     state: Mapping[str, Any]  # the inner optimizer's, per parameter
+    piece: tuple[int, int, int] | None = None  # of a shard: start, stop, numel of the whole parameter
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,14 @@ def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator
                 f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that no model chunk has; "
                 "give the host all chunks of this rank"
             )
-        yield Trained(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main])
+        piece = _piece(optimizer, parameter) if sharded else None
+        yield Trained(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main], piece)
+
+
+def _piece(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+    """Which part of the flattened `parameter` this rank's shard is."""
+    own = optimizer._get_model_param_range_map(parameter)["param"]
+    return own.start, own.end, parameter.numel()
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -148,6 +156,13 @@ def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int
                 "freeze it, or give the host its optimizer"
             )
         found.append(_held(name, Role.PARAMETER, replicas(parameter), layers, _NEVER, parameter.detach))
+    found.extend(buffers(chunks, rank))
+    return found
+
+
+def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[Held]:
+    """The buffers of this rank."""
+    layers = _layers(chunks)
     for index, chunk in enumerate(chunks):
         for name, buffer in chunk.named_buffers():
             owner, _, key = name.rpartition(".")
@@ -155,19 +170,18 @@ def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int
             name = f"chunk{index}.{_unwrapped(name)}"
             if isinstance(buffer, torch.Tensor):
                 read = lambda module=module, key=key: module._buffers[key]  # noqa: E731  (may be replaced by the model)
-                found.append(_held(name, Role.BUFFER, (rank,), layers, _ANYWHERE, read))
-    return found
+                yield _held(name, Role.BUFFER, (rank,), layers, _ANYWHERE, read)
 
 
 def _of_trained(one: Trained, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[Held]:
     if one.main is one.parameter:
         yield _held(one.name, Role.PARAMETER, replicas, layers, _UPDATE, one.main.detach)
     else:
-        yield _held(f"{one.name}:main", Role.MAIN_PARAMETER, replicas, layers, _UPDATE, one.main.detach)
+        yield _held(f"{one.name}:main", Role.MAIN_PARAMETER, replicas, layers, _UPDATE, one.main.detach, one.piece)
     for key, value in one.state.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             read = lambda state=one.state, key=key: state[key]  # noqa: E731
-            yield _held(f"{one.name}:{key}", Role.MOMENT, replicas, layers, _UPDATE, read)
+            yield _held(f"{one.name}:{key}", Role.MOMENT, replicas, layers, _UPDATE, read, one.piece)
 
 
 def _held(
@@ -177,12 +191,13 @@ def _held(
     layers: Mapping[str, int],
     changed_by: frozenset[Span],
     read: Callable[[], torch.Tensor],
+    piece: tuple[int, int, int] | None = None,
 ) -> Held:
     tensor = read()
     if not tensor.is_contiguous():
         raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-    item = Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, _layer_of(name, layers), changed_by)
+    item = Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, _layer_of(name, layers), changed_by, piece)
     return Held(item, read)
 
 
