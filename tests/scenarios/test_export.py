@@ -16,7 +16,7 @@ import xxhash
 from typer.testing import CliRunner
 
 from ft_plugins import cli
-from ft_plugins.model.topology import Topology
+from ft_plugins.model.topology import Coords, Topology
 from ft_plugins.rig.forkserver import ForkServer, JobSpec
 from ft_plugins.rig.golden import differing, explain
 from ft_plugins.rig.gpt_runs import ITERATIONS, RANKS, Configuration, GptRun
@@ -25,7 +25,7 @@ from ft_plugins.snapshot.shares import Shares
 Spec = Callable[..., JobSpec]
 BOUND = 240
 LOADER = f"{Path(__file__).with_name('loads_export.py')}:main"
-TOPOLOGY = Topology(tp=2, pp=2, dp=2)
+TOPOLOGY, HALF = Topology(tp=2, pp=2, dp=2), Topology(tp=2, pp=2, dp=1)
 
 CONFIGURATIONS = [
     Configuration(bf16=True, distributed_optimizer=True, interleaved=True, overlap_param_gather=True),
@@ -45,18 +45,13 @@ def test_an_exported_checkpoint_loads_into_megatron_bit_for_bit_also_at_other_si
     assert f"iteration {ITERATIONS}" in said
 
     same = loaded(megatron_server, tmp_path / "same", configuration, target)
-    found = [line for rank in range(RANKS) for line in differing(f"rank {rank}", state(run.digests, rank), state(same, rank))]
+    ranks = range(RANKS)
+    found = [line for r in ranks for line in differing(f"rank {r}", state(run.digests, r), state(same, r))]
     assert not found, explain(found)
 
-    alone = configuration if not configuration.interleaved else simpler(configuration)
-    whole = loaded(megatron_server, tmp_path / "other", alone, target, "--tp", "2", "--pp", "2", ranks=4)
-    assert_same_model(run, whole, configuration, alone)
-    if configuration.distributed_optimizer:
-        assert_same_shards(folder, whole, configuration, alone)
-
-
-def simpler(configuration: Configuration) -> Configuration:
-    return Configuration(configuration.bf16, configuration.distributed_optimizer, True)
+    half = loaded(megatron_server, tmp_path / "half", configuration, target, ranks=RANKS // 2)
+    assert_same_model(run, half)
+    assert_same_optimizer_state(folder, half)
 
 
 def written(server: ForkServer, jobs: Spec, tmp_path: Path, configuration: Configuration) -> tuple[GptRun, Path]:
@@ -91,29 +86,30 @@ def loaded(
 
 
 def state(prefix: Path, rank: int) -> dict[str, Any]:
-    """All but the data position, which no checkpoint of Megatron's has: it follows from the counters."""
+    """All but the data position, which no checkpoint of Megatron's has (it follows from the counters), and the number of
+    updates that Megatron's own load leaves in the groups of its distributed optimizer, where torch's Adam ignores it."""
     found: dict[str, Any] = json.loads(Path(f"{prefix}{rank:05d}.json").read_text())
     del found["small"]["position"]
+    for group in (each for groups in found["small"]["groups"] for each in groups):
+        group.pop("step", None)
     return found
 
 
-def assert_same_model(run: GptRun, other: Path, before: Configuration, after: Configuration) -> None:
+def assert_same_model(run: GptRun, half: Path) -> None:
     """Half as many replicas hold the same parameters."""
-    half = Topology(tp=2, pp=2, dp=1)
     for rank in range(RANKS):
         at = TOPOLOGY.coords(rank)
-        (peer,) = (r for r in range(4) if (half.coords(r).tp, half.coords(r).pp) == (at.tp, at.pp))
-        assert state(run.digests, rank)["parameters"] == state(other, peer)["parameters"]
+        peer = HALF.rank_of(Coords(at.tp, at.pp, 0))
+        assert state(run.digests, rank)["parameters"] == state(half, peer)["parameters"]
 
 
-def assert_same_shards(folder: Path, other: Path, before: Configuration, after: Configuration) -> None:
-    """What was in two shards is in one: masters and moments."""
-    shares, half = Shares(folder), Topology(tp=2, pp=2, dp=1)
-    for peer in range(4):
-        at = half.coords(peer)
-        ranks = next(r for key, r in TOPOLOGY.sharding_groups().items() if key == (at.pp, at.tp))
-        items = state(other, peer)["items"]
+def assert_same_optimizer_state(folder: Path, half: Path) -> None:
+    """Masters and moments, of which one rank holds now what two have written."""
+    shares = Shares(folder)
+    for peer in range(HALF.world_size):
+        at = HALF.coords(peer)
+        items = {name: digest for name, digest in state(half, peer)["items"].items() if ":" in name}
         assert any(name.endswith(":exp_avg_sq") for name in items)
         for name, digest in items.items():
-            raw, dtype = shares.whole(name, ranks)
+            raw, dtype = shares.whole(name, TOPOLOGY.sharding_groups()[at.pp, at.tp])
             assert (digest["xxh3"], digest["dtype"]) == (xxhash.xxh3_64_hexdigest(raw.data), dtype), name
