@@ -62,8 +62,8 @@ def _writer(shares: Shares) -> Callable[[Shares, Path], dict[str, Any]]:
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind not in _FORMATS:
         raise UnsupportedError(
-            f"{shares.folder}: only checkpoints of Megatron jobs can be exported; this one's job has no framework whose "
-            "format is known. Its files are safetensors, rank-*.index.json says what lies where"
+            f"{shares.folder}: only checkpoints of Megatron jobs can be exported, and this is not one; its files are "
+            "safetensors, and rank-*.index.json says what lies where in them"
         )
     found: Callable[[Shares, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
     return found

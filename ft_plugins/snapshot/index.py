@@ -1,8 +1,8 @@
 """What lies where in a rank's file of a checkpoint, and what the framework calls it: for readers without the job.
 
-Invariant: the trainer writes it once a start, before it attaches, into the node's run directory, under a name that tells
-rank and layout; the SMP puts it as it is beside each file of that layout. So a checkpoint is told apart by what wrote it,
-and no step pays for it. Plain JSON that carries its own digest; no reader of the job itself needs it.
+Invariant: the trainer writes it once a start, before it attaches, into the node's run directory, under a name that
+tells rank and layout; the SMP puts it as it is beside each file of that layout. No step pays for it. It is plain JSON
+that carries its own digest, and nothing that resumes the job needs it.
 
     rank-00003.index.json   items: name, dtype, shape, bytes, replicas, piece of a shard, and the part of them that lies
                             in this rank's file: from which byte of the item on, where in the data, how many bytes;
@@ -32,7 +32,7 @@ LIMIT = 64 << 20  # bytes; a rank of thousands of tensors needs a hundredth of i
 
 @dataclass(frozen=True)
 class Entry:
-    """An item and the part of it that lies in this rank's file: `held` bytes from `start` on, at `offset` of the data."""
+    """An item and the part of it in this rank's file: `held` bytes, from its byte `start` on, at `offset` of the data."""
 
     name: str
     dtype: str

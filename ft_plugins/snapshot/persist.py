@@ -55,8 +55,9 @@ def write_rank(
     """Write the slot that holds `version` into `folder` (made if need be), durably; nothing if it is there already.
 
     `proceed` is called before each piece, with the bytes written since the last call: it may raise to stop. `kept` is
-    where the trainer has left its index, which is put beside the file. `facts` go to the fault points. Raises CorruptSlotError when the slot is not what was captured, or no longer holds `version`;
-    OSError as the file system has it. A file that is not finished is removed.
+    where the trainer has left its index, which is put beside the file. `facts` go to the fault points. Raises
+    CorruptSlotError when the slot is not what was captured, or no longer holds `version`; OSError as the file system
+    has it. A file that is not finished is removed.
     """
     rank = segment.rank
     facts = {**facts, "rank": rank, "iteration": version.iteration}

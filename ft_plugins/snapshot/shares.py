@@ -157,7 +157,7 @@ class Shares:
         except OSError as error:
             raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
         if bucket.nbytes != nbytes or xxhash.xxh3_64_intdigest(bucket.data) != head.digests[number]:
-            raise StorageError(f"{path}: the bytes from {offset} on do not match the digest taken when they were captured")
+            raise StorageError(f"{path}: bucket at {offset} does not match the digest taken when it was captured")
         self._cache[rank, number] = bucket
         return bucket
 

@@ -93,5 +93,5 @@ def _enum(value: Mapping[str, str]) -> Enum:
             found = getattr(found, part, None)
         kind = found
     if not (isinstance(kind, type) and issubclass(kind, Enum) and value["name"] in kind.__members__):
-        raise StorageError(f"argument {module}.{value['class']}.{value['name']} is not known to the Megatron installed here")
+        raise StorageError(f"{module}.{value['class']}.{value['name']} is not known to the Megatron installed here")
     return kind[value["name"]]

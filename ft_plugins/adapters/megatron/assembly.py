@@ -39,16 +39,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Assembly:
-    """All of a checkpoint but what is common to all ranks: tensors by blocks, objects by key (None, or kind and hex)."""
+    """A checkpoint but for what is common to all ranks: tensors by blocks, objects by key, as the index has them."""
 
     blocks: tuple[Block, ...]
-    objects: Mapping[str, list[str] | None]
+    objects: Mapping[str, list[str]]
 
 
 def assemble(indices: Iterable[Index], place: Callable[[str, tuple[int, ...]], int]) -> Assembly:
-    """`place` says where an item lies in its first file: blocks come in that order, one group of ranks after another."""
+    """`place` says where an item lies in its first file: blocks come in that order, group of ranks by group."""
     blocks: dict[tuple[str, tuple[int, ...]], tuple[list[int], Block]] = {}
-    objects: dict[str, tuple[list[int], list[str] | None]] = {}
+    objects: dict[str, tuple[list[int], list[str]]] = {}
     for index in indices:
         names = index.names or {}
         for told in names["tensors"]:

@@ -6,7 +6,8 @@ has one global tensor per parameter ('fully_reshardable' of the distributed opti
 loads at other tensor, pipeline and data parallel sizes.
 
 What all ranks have alike is rank 0's, as in Megatron's own checkpoints: iteration, arguments (with the sample counters
-as they were), scheduler, parameter groups, loss scaler. The generators are one object per pipeline stage and tensor rank.
+as they were), scheduler, parameter groups, loss scaler. The random number generators are one object per pipeline stage
+and tensor rank.
 
 In: `Shares`, a folder to be made. Out: what `--load` names: `latest_checkpointed_iteration.txt`, `iter_<n>/`.
 """
@@ -14,6 +15,7 @@ In: `Shares`, a folder to be made. Out: what `--load` names: `latest_checkpointe
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,8 +70,10 @@ def _megatron() -> Any:
     from . import prepare
 
     try:
-        prepare()  # where there is no CUDA device, before anything imports megatron
-        from . import torch_dist
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron tells at import what it would be faster with
+            prepare()  # where there is no CUDA device, before anything imports megatron
+            from . import torch_dist
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("megatron"):
             raise
@@ -157,7 +161,7 @@ def _optimizer(kind: str, number: int, small: Mapping[str, Any], step: torch.Ten
 
 
 def _step(shares: Shares) -> torch.Tensor | None:
-    """How often parameters were updated, where that is counted per parameter. Raises StorageError for several numbers."""
+    """The number of updates, where it is counted per parameter. Raises StorageError when that differs."""
     found = {
         float(scalars["step"]): scalars["step"]
         for rank in range(shares.manifest.world_size)
@@ -171,8 +175,7 @@ def _step(shares: Shares) -> torch.Tensor | None:
 
 def _objects(assembly: Assembly) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, told in assembly.objects.items():
-        kind, encoded = told if told is not None else ("value", codec.encode(None).hex())
+    for key, (kind, encoded) in assembly.objects.items():
         value = codec.decode(bytes.fromhex(encoded))
         found[key] = io.BytesIO(value) if kind == "stream" else value
     return found

@@ -82,7 +82,10 @@ class _Found:
     def parameters(self) -> Iterator[dict[str, Any]]:
         """The model's parameters; those with a master, or a shard of one, are made from that."""
         mastered = {p for o in self._optimizers for p in state.derivable(o)} - {
-            one.parameter for o in self._optimizers for one in state.trained(o, self._names) if one.main is one.parameter
+            one.parameter
+            for optimizer in self._optimizers
+            for one in state.trained(optimizer, self._names)
+            if one.main is one.parameter
         }
         for parameter, name in self._names.items():
             if id(parameter) in self._sharded:
@@ -156,7 +159,7 @@ def _replica(sharded: Any) -> list[int]:
     return [sharded.replica_id] if isinstance(sharded.replica_id, int) else list(sharded.replica_id)
 
 
-def _plain_object(sharded: ShardedObject) -> list[str] | None:
+def _plain_object(sharded: ShardedObject) -> list[str]:
     data = sharded.data
     kind = "stream" if isinstance(data, io.BytesIO) else "value"
     encoded = codec.encode(data.getvalue() if isinstance(data, io.BytesIO) else data)
@@ -173,8 +176,13 @@ def _kind(optimizer: Any) -> str:
     return "float16" if isinstance(optimizer, Float16OptimizerWithFloat16Params) else "fp32"
 
 
-def described(chunks: Sequence[Any], optimizers: Sequence[Any], rank: int, replicas: Replicas,
-              arguments: argparse.Namespace | None) -> Mapping[str, Any]:  # fmt: skip
+def described(
+    chunks: Sequence[Any],
+    optimizers: Sequence[Any],
+    rank: int,
+    replicas: Replicas,
+    arguments: argparse.Namespace | None,
+) -> Mapping[str, Any]:
     """`names`, or why there are none: what cannot be exported is protected all the same."""
     try:
         return names(chunks, optimizers, rank, replicas, arguments)

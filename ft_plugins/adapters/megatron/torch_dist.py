@@ -26,13 +26,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -53,7 +47,8 @@ def write(
     folder.mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: 'assuming the intention is to save in a single process'; it is
-        dcp.save({}, storage_writer=_Writer(folder, file_bytes), planner=_Planner(blocks, tensor, objects), no_dist=True)
+        planner = _Planner(blocks, tensor, objects)
+        dcp.save({}, storage_writer=_Writer(folder, file_bytes), planner=planner, no_dist=True)
     torch.save(dict(common), folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
@@ -117,7 +112,8 @@ def _files(items: Sequence[WriteItem], file_bytes: int) -> Iterator[list[WriteIt
     held: list[WriteItem] = []
     room = file_bytes
     for item in items:
-        nbytes = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize if item.tensor_data else 0
+        told = item.tensor_data
+        nbytes = told.chunk.sizes.numel() * told.properties.dtype.itemsize if told else 0
         if held and nbytes > room:
             yield held
             held, room = [], file_bytes
