@@ -32,7 +32,7 @@ LIMIT = 64 << 20  # bytes; a rank of thousands of tensors needs a hundredth of i
 
 @dataclass(frozen=True)
 class Entry:
-    """An item and the part of it in this rank's file: `held` bytes, from its byte `start` on, at `offset` of the data."""
+    """An item and the part of it in this rank's file: `held` bytes, from its byte `start`, at `offset` of the data."""
 
     name: str
     dtype: str

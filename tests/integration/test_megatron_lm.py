@@ -273,9 +273,10 @@ def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike
     model, virtual = options
     script = [checkout / "pretrain_gpt.py", *JOB, *model, *OWN, "--data-path", corpus]
     own, exported, gone_on, resized = (tmp_path / name for name in ("own", "exported", "gone-on", "resized"))
-    storage = ("--reft-checkpoint-dir", tmp_path / "ck", "--reft-checkpoint-interval", EXPORTED)
+    storage = ("--reft", "--reft-checkpoint-dir", tmp_path / "ck", "--reft-checkpoint-interval", EXPORTED)
+    storage += ("--ftp-orphan-seconds", 30)
 
-    both = ft_run(script, own, *virtual, "--save", own, "--reft", *storage, job=f"export-{len(model)}")
+    both = ft_run(script, own, *virtual, "--save", own, *storage, job=f"export-{len(model)}")
     assert both.status == 0, both.output[-4000:]
     (folder,) = (tmp_path / "ck").glob(f"*/v1-{EXPORTED}")
     command = [Path(sys.executable).with_name("ft-plugins"), "export", folder, "--to", exported]

@@ -8,10 +8,8 @@ state. Nothing of ft_plugins reads the checkpoint; its host only makes the diges
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,16 +31,13 @@ def main(argv: Sequence[str]) -> None:
     job = Job(parse([*words, "--state-digest", prefix]), launch_context())
     load(job, folder)
     write_digest(job, job.host())
-    names = sorted(dist_checkpointing.load_tensors_metadata(folder))
-    if dist.get_rank() == 0:
-        Path(f"{prefix}keys.json").write_text(json.dumps(names))
     dist.barrier()
     job.close()
     dist.destroy_process_group()
 
 
 def load(job: Job, folder: str) -> None:
-    """Model, optimizer, scheduler, counters, and the generators where the parallel sizes are those of the writer."""
+    """Model, optimizer, scheduler, counters, generators. The tensor and pipeline parallel sizes are the writer's."""
     common = dist_checkpointing.load_common_state_dict(folder)
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -51,23 +46,23 @@ def load(job: Job, folder: str) -> None:
         for index, chunk in enumerate(unwrap_model(job.chunks))
     }
     wanted["optimizer"] = job.optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
-    sizes = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()
-    at = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    same = sizes == (2, 2)
-    if same:
-        replica = parallel_state.get_data_parallel_rank()
-        wanted["rng_state"] = ShardedObject("rng_state", None, sizes, at, replica_id=replica)
-    loaded = dist_checkpointing.load(wanted, folder, strict="raise_all" if same else "assume_ok_unexpected")
+    groups = (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_tensor_model_parallel_group(),
+    )
+    sizes, at = tuple(group.size() for group in groups), tuple(group.rank() for group in groups)
+    replica = parallel_state.get_data_parallel_rank()
+    wanted["rng_state"] = ShardedObject("rng_state", None, sizes, at, replica_id=replica)
+    loaded = dist_checkpointing.load(wanted, folder, strict="raise_all")  # neither a key too few nor one too many
     for index, chunk in enumerate(unwrap_model(job.chunks)):
         chunk.load_state_dict(loaded[f"model{index}"])
     job.optimizer.load_state_dict(loaded["optimizer"])
     job.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     for name, value in loaded["counters"].items():
         setattr(job, name, value)
-    if same:
-        [rng] = loaded["rng_state"]
-        random.setstate(rng["random_rng_state"])
-        np.random.set_state(rng["np_rng_state"])
-        torch.set_rng_state(rng["torch_rng_state"])
-        torch.cuda.set_rng_state(rng["cuda_rng_state"])
-        tensor_parallel.get_cuda_rng_tracker().set_states(rng["rng_tracker_states"])
+    [rng] = loaded["rng_state"]
+    random.setstate(rng["random_rng_state"])
+    np.random.set_state(rng["np_rng_state"])
+    torch.set_rng_state(rng["torch_rng_state"])
+    torch.cuda.set_rng_state(rng["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng["rng_tracker_states"])

@@ -86,8 +86,9 @@ def loaded(
 
 
 def state(prefix: Path, rank: int) -> dict[str, Any]:
-    """All but the data position, which no checkpoint of Megatron's has (it follows from the counters), and the number of
-    updates that Megatron's own load leaves in the groups of its distributed optimizer, where torch's Adam ignores it."""
+    """All but the data position, which Megatron's checkpoints do not have (it follows from the counters), and the
+    number of updates, which Megatron's own load leaves in the distributed optimizer's groups, where torch's Adam ignores it.
+    """
     found: dict[str, Any] = json.loads(Path(f"{prefix}{rank:05d}.json").read_text())
     del found["small"]["position"]
     for group in (each for groups in found["small"]["groups"] for each in groups):

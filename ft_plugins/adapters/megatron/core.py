@@ -106,9 +106,14 @@ class MegatronCoreHost:
         return {one.item.name: one.read() for one in self._held}
 
     @cached_property
-    def _held(self) -> list[state.Held]:
+    def _described(self) -> Mapping[str, Any]:
         for optimizer in self.optimizers:
             state.create_optimizer_state(optimizer)
+        return naming.described(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
+
+    @cached_property
+    def _held(self) -> list[state.Held]:
+        _ = self._described  # first: asked for its sharded state, a bf16 model puts its routers' biases into fp32
         return state.held(self.chunks, self.optimizers, self.rank, self._replicas)
 
     def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
@@ -131,7 +136,7 @@ class MegatronCoreHost:
 
     def names(self) -> Mapping[str, Any]:
         """What Megatron's own checkpoints call the tensors, or under `problem` why that is not known."""
-        return naming.described(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
+        return self._described
 
     def fingerprint(self) -> Mapping[str, Any]:
         """What must be equal for captured state to belong to this job; equal on all ranks."""

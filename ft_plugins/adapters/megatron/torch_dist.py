@@ -48,7 +48,10 @@ def write(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: 'assuming the intention is to save in a single process'; it is
         planner = _Planner(blocks, tensor, objects)
-        dcp.save({}, storage_writer=_Writer(folder, file_bytes), planner=planner, no_dist=True)
+        try:
+            dcp.save({}, storage_writer=_Writer(folder, file_bytes), planner=planner, no_dist=True)
+        except dcp.CheckpointException as wrapped:  # torch puts whatever went wrong, by rank, into one of its own
+            raise next(iter(wrapped.failures.values()))[0] from None
     torch.save(dict(common), folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
