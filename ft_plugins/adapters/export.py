@@ -58,9 +58,8 @@ def _require_free(target: Path) -> None:
 
 
 def _writer(shares: Shares) -> Callable[[Shares, Path], dict[str, Any]]:
-    kinds = {(found.names or {}).get("framework") for found in shares.indices}
-    kind = next(iter(kinds))
-    if len(kinds) > 1 or kind not in _FORMATS:
+    kind = (shares.index(0).names or {}).get("framework")
+    if kind not in _FORMATS:
         raise UnsupportedError(
             f"{shares.folder}: only checkpoints of Megatron jobs can be exported, and this is not one; its files are "
             "safetensors, and rank-*.index.json says what lies where in them"

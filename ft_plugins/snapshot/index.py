@@ -14,6 +14,7 @@ In: a layout, what a host says. Out: `Index`; files.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ FORMAT = "ft_plugins index 1"
 LIMIT = 64 << 20  # bytes; a rank of thousands of tensors needs a hundredth of it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """An item and the part of it in this rank's file: `held` bytes, from its byte `start`, at `offset` of the data."""
 
@@ -85,7 +86,7 @@ def parse(content: Mapping[str, Any]) -> Index:
             raise StorageError(f"expected format '{FORMAT}', found {content['format']!r}")
         sets = [tuple(replicas) for replicas in content["replicas"]]
         items = (
-            Entry(name, dtype, tuple(shape), nbytes, sets[number], tuple(piece) if piece else None, *found)
+            Entry(sys.intern(name), dtype, tuple(shape), nbytes, sets[number], tuple(piece) if piece else None, *found)
             for name, dtype, shape, nbytes, number, piece, *found in content["items"]
         )
         return Index(content["rank"], content["layout"], {item.name: item for item in items}, content["names"])

@@ -1,7 +1,8 @@
 """A complete checkpoint read without the job: whole tensors, put together from the shares of many ranks' files.
 
 Invariant: no byte is given out whose bucket did not fit its digest when it was read, and no tensor of which a part is
-missing. Memory: the tensor asked for, and at most CACHE_BYTES of verified buckets (or one bucket, if that is larger).
+missing. Memory: the tensor asked for, at most CACHE_BYTES of verified buckets (or one bucket, if that is larger), and
+for each rank what its small files say of places; names are read again whenever they are asked for.
 
 A replicated item lies in parts in the files of its replicas; one that data parallelism shards lies in pieces of the
 flattened whole, each in its owner's file. Both come back as the whole tensor's bytes.
@@ -13,9 +14,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,9 @@ class _Head:
     """Of a rank's file: where its data begins, the buckets in the order of their offsets with their digests."""
 
     start: int
-    ranges: tuple[tuple[int, int], ...]
-    digests: tuple[int, ...]
+    offsets: npt.NDArray[np.uint64]
+    sizes: npt.NDArray[np.uint64]
+    digests: npt.NDArray[np.uint64]
     small: bytes
 
 
@@ -56,12 +57,17 @@ class Shares:
             self.manifest: Manifest = read_manifest(folder)
         except FileNotFoundError as error:
             raise StorageError(f"{folder} is no complete checkpoint: it has no manifest.json") from error
-        self.indices: tuple[Index, ...] = tuple(self._index(rank) for rank in range(self.manifest.world_size))
+        self._items = tuple(found.items for found in self.indices())
         self._heads: dict[int, _Head] = {}
         self._room = cache_bytes
         self._cache: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
 
-    def _index(self, rank: int) -> Index:
+    def indices(self) -> Iterator[Index]:
+        """The index of every rank, one after the other. Raises StorageError."""
+        return (self.index(rank) for rank in range(self.manifest.world_size))
+
+    def index(self, rank: int) -> Index:
+        """The index of `rank`, read. Raises StorageError."""
         manifest, where = self.manifest, self.folder / index_file(rank)
         record = read_record(self.folder, rank)
         origin = Origin(manifest.job, manifest.world_size, manifest.fingerprint)
@@ -90,20 +96,17 @@ class Shares:
             path = self.folder / data_file(rank)
             start, digests, small = read_head(path, read_record(self.folder, rank))
             with safe_open(path, framework="np", backend="pread") as file:
-                ranges = [tuple(each) for each in json.loads(file.metadata()["buckets"])]  # the seal covers the header
-            ordered = sorted(zip(ranges, digests.tolist(), strict=True))
-            self._heads[rank] = _Head(start, tuple(each for each, _ in ordered), tuple(d for _, d in ordered), small)
+                ranges = json.loads(file.metadata()["buckets"])  # the seal covers the header
+            offsets, sizes = np.array(ranges, dtype=np.uint64).reshape(-1, 2).T
+            order = np.argsort(offsets)
+            self._heads[rank] = _Head(start, offsets[order], sizes[order], digests[order], small)
         return self._heads[rank]
 
     # ---- tensors ----
 
-    @cached_property
-    def _holders(self) -> Mapping[tuple[str, int], Entry]:
-        return {(entry.name, found.rank): entry for found in self.indices for entry in found.items.values()}
-
     def whole(self, name: str, ranks: Sequence[int]) -> tuple[Bytes, str]:
         """Bytes and dtype of item `name`, whole, from the files of `ranks`: its replicas, or who holds its pieces."""
-        entries = [(rank, self._holders[name, rank]) for rank in ranks if (name, rank) in self._holders]
+        entries = [(rank, self._items[rank][name]) for rank in ranks if name in self._items[rank]]
         if not entries:
             raise StorageError(f"{self.folder}: no file of ranks {_shown(ranks)} has item '{name}'")
         nbytes, dtypes = {_whole_nbytes(entry) for _, entry in entries}, {entry.dtype for _, entry in entries}
@@ -124,16 +127,16 @@ class Shares:
 
     def place(self, name: str, ranks: Sequence[int]) -> int:
         """Where it lies in the first file that has a part: reading in this order reads each bucket about once."""
-        return next((e.offset for rank in ranks if (e := self._holders.get((name, rank))) and e.held), 0)
+        return next((e.offset for rank in ranks if (e := self._items[rank].get(name)) and e.held), 0)
 
     def _read(self, rank: int, offset: int, target: Bytes) -> None:
         """Bytes of a rank's data, from verified buckets. Raises StorageError."""
-        ranges = self._head(rank).ranges
+        head = self._head(rank)
         done = 0
-        number = max(0, int(np.searchsorted([start for start, _ in ranges], offset, side="right")) - 1)
-        while done < target.nbytes and number < len(ranges):
-            start, nbytes = ranges[number]
-            inside = offset + done - start
+        number = max(0, int(np.searchsorted(head.offsets, offset, side="right")) - 1)
+        while done < target.nbytes and number < len(head.offsets):
+            nbytes = int(head.sizes[number])
+            inside = offset + done - int(head.offsets[number])
             if not 0 <= inside < nbytes:
                 break
             count = min(nbytes - inside, target.nbytes - done)
@@ -148,7 +151,7 @@ class Shares:
             self._cache.move_to_end((rank, number))
             return self._cache[rank, number]
         head, path = self._head(rank), self.folder / data_file(rank)
-        offset, nbytes = head.ranges[number]
+        offset, nbytes = int(head.offsets[number]), int(head.sizes[number])
         held = sum(bucket.nbytes for bucket in self._cache.values())
         while self._cache and held + nbytes > self._room:
             held -= self._cache.popitem(last=False)[1].nbytes
@@ -156,7 +159,7 @@ class Shares:
             bucket = np.fromfile(path, dtype=np.uint8, count=nbytes, offset=head.start + offset)
         except OSError as error:
             raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-        if bucket.nbytes != nbytes or xxhash.xxh3_64_intdigest(bucket.data) != head.digests[number]:
+        if bucket.nbytes != nbytes or xxhash.xxh3_64_intdigest(bucket.data) != int(head.digests[number]):
             raise StorageError(f"{path}: bucket at {offset} does not match the digest taken when it was captured")
         self._cache[rank, number] = bucket
         return bucket

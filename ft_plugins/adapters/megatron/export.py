@@ -25,6 +25,7 @@ import torch
 from ...errors import StorageError, UnsupportedError
 from ...model.topology import Topology
 from ...snapshot import codec
+from ...snapshot.index import Index
 from ...snapshot.shares import Shares
 from .arguments import namespace
 from .assembly import Assembly, Block, assemble
@@ -42,28 +43,33 @@ def export(shares: Shares, folder: Path) -> dict[str, Any]:
 
     Raises UnsupportedError when Megatron is not installed or the checkpoint cannot be described, StorageError, OSError.
     """
-    for index in shares.indices:
-        problem = (index.names or {}).get("problem")
-        if problem:
-            raise UnsupportedError(f"{shares.folder}: rank {index.rank} could not tell Megatron's names ({problem})")
     torch_dist = _megatron()
-    assembly = assemble(shares.indices, shares.place)
-    small = shares.small(0)
+    assembly = assemble(_described(shares), shares.place)
+    names, small = dict(shares.index(0).names or {}), shares.small(0)
     topology = _topology(shares.manifest.fingerprint["parallel"])
-    arguments = _arguments(shares, small)
+    arguments = _arguments(names, small)
     objects = {**_objects(assembly), **dict(_generators(shares, topology, arguments))}
-    common = _common(shares, small, arguments)
+    common = _common(shares, names, small, arguments)
     folder.mkdir()
     iteration = shares.manifest.iteration
     torch_dist.write(folder / f"iter_{iteration:07d}", assembly.blocks, _Tensors(shares).of, objects, common)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    left_out = (shares.indices[0].names or {}).get("arguments") or {"left_out": []}
     return {
         "framework": "Megatron",
         "iteration": iteration,
         "tensors": len({block.key for block in assembly.blocks}),
-        "left_out": left_out["left_out"],
+        "left_out": (names["arguments"] or {"left_out": []})["left_out"],
     }
+
+
+def _described(shares: Shares) -> Iterator[Index]:
+    """The indices of all ranks. Raises UnsupportedError for one without names."""
+    for index in shares.indices():
+        names = index.names or {}
+        if "tensors" not in names:
+            problem = names.get("problem", "it tells none")
+            raise UnsupportedError(f"{shares.folder}: rank {index.rank} could not tell Megatron's names ({problem})")
+        yield index
 
 
 def _megatron() -> Any:
@@ -110,17 +116,16 @@ class _Tensors:
 # ---- what is no tensor ----
 
 
-def _arguments(shares: Shares, small: Mapping[str, Any]) -> Any:
+def _arguments(names: Mapping[str, Any], small: Mapping[str, Any]) -> Any:
     """Megatron-LM's arguments, None where the job had none (a loop of its own on megatron.core)."""
-    told = (shares.indices[0].names or {}).get("arguments")
+    told = names["arguments"]
     if told is None:
         return None
     counters = small["counters"]
     return namespace(told, {name: counters[name] for name in _COUNTED if name in counters})
 
 
-def _common(shares: Shares, small: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    names = shares.indices[0].names or {}
+def _common(shares: Shares, names: Mapping[str, Any], small: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
     kinds: Sequence[str] = names["optimizers"]
     step = _step(shares)
     each = {number: _optimizer(kind, number, small, step) for number, kind in enumerate(kinds) if kind != "stub"}

@@ -139,6 +139,23 @@ def test_tensors_are_held_no_longer_than_their_file(tmp_path: Path) -> None:
     assert found["peak"] <= 40, "39 tensors of 1 KiB fit into a file, and one is on its way"
 
 
+WITHOUT = """
+import sys
+sys.modules["megatron"] = None  # as where it is not installed
+from ft_plugins.adapters.megatron import export
+from ft_plugins.errors import UnsupportedError
+try:
+    export.export(None, None)
+except UnsupportedError as error:
+    print(error)
+"""
+
+
+def test_where_megatron_is_not_installed_that_is_said() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
+    assert "megatron-core is not installed here; pip install 'ft_plugins[megatron]'" in done.stdout, done.stderr
+
+
 # ---- the target ----
 
 

@@ -125,7 +125,7 @@ def test_every_tensor_comes_back_whole(
 def test_small_state_and_names_are_those_of_each_rank(folder: Path) -> None:
     shares = Shares(folder)
     assert [shares.small(rank) for rank in range(3)] == [{"rank": rank} for rank in range(3)]
-    assert [found.names for found in shares.indices] == [{"framework": "none", "rank": rank} for rank in range(3)]
+    assert [found.names for found in shares.indices()] == [{"framework": "none", "rank": rank} for rank in range(3)]
     assert shares.whole("b", (0, 1, 2))[1] == "bfloat16"
 
 
