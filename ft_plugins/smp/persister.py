@@ -293,9 +293,9 @@ class Persister:
                 faults.reach(
                     "persist.rank.before", rank=segment.rank, iteration=version.iteration, adopted=self._adopted
                 )
-                left = kept_path(self._memory.parent, segment.rank, segment.shape.layout)
+                kept = kept_path(self._memory.parent, segment.rank, segment.shape.layout)
                 record = persist.write_rank(
-                    folder, segment, version, origin, self._proceed, left, adopted=self._adopted
+                    folder, segment, version, origin, self._proceed, kept=kept, adopted=self._adopted
                 )
                 nbytes += record.nbytes
             item = _Unfinished(version, origin, ranks, begun, time.monotonic(), nbytes, calls)

@@ -49,6 +49,7 @@ def write_rank(
     version: Version,
     origin: Origin,
     proceed: Callable[[int], None] = lambda nbytes: None,
+    *,
     kept: Path | None = None,
     **facts: object,
 ) -> Record:
