@@ -1,4 +1,4 @@
-"""`ft-plugins`: look at what protects the jobs of this node, end it in order, clean up, read the configuration, plan.
+"""`ft-plugins`: look at what protects the jobs of this node, end it, clean up, export, read the configuration, plan.
 
 Invariant: nothing here changes a job that is running, except `end`, which names it. What is asked for and cannot be
 done is one line on stderr and exit status 1.
@@ -35,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Look at, end and clean up what protects the jobs of this node; explain the configuration; plan protection.",
+    help="Look at, end and clean up what protects jobs here; export checkpoints; explain the configuration; plan.",
 )
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints in storage.")
@@ -117,6 +117,20 @@ def now(
         outcomes = list(pool.map(lambda run_dir: _checkpoint(run_dir, seconds), found))
     for path in sorted(set(outcomes)):
         print(path)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint's folder, as `checkpoint now` prints it")],
+    to: Annotated[Path, typer.Option("--to", help="a new or empty folder, for the framework's own --load")],
+) -> None:
+    """Write a checkpoint as the framework's own: it loads without ft_plugins then. Needs no GPU and no job."""
+    from .adapters.export import export as write  # torch and the framework take their time
+
+    found = write(checkpoint, to)
+    print(f"{to}: {found['framework']}, iteration {found['iteration']}, {found['tensors']} tensors")
+    if found["left_out"]:
+        print(f"without the arguments {', '.join(found['left_out'])}, whose types cannot be saved")
 
 
 @app.command()

@@ -65,6 +65,10 @@ class PlainHost:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors
 
+    def names(self) -> None:
+        """There is no framework whose format a checkpoint could be exported to."""
+        return None
+
     def fingerprint(self) -> Mapping[str, Any]:
         return {"world_size": self._world_size, **self._fingerprint}
 

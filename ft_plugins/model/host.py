@@ -3,7 +3,7 @@
 Iterations are counted from 1: `iteration_begin(k)` opens the k-th, `iteration_end(k)` is the version point at which k
 iterations are completed, skipped updates included. A version's iteration is that k.
 
-    host:   topology, inventory, tensors, fingerprint, small_state      facts, asked by the session
+    host:   topology, inventory, tensors, names, fingerprint, small_state      facts, asked by the session
             restore, restore_position                                   state handed back
             install                                                     'call these hooks from now on'
     hooks:  iteration_begin, before_update, after_update, iteration_end, shutdown
@@ -79,6 +79,11 @@ class Host(Protocol):
 
     def small_state(self) -> dict[str, Any]:
         """Counters, optimizer scalars, scheduler, scaler, data position, RNG: at the version point, for the codec."""
+        ...
+
+    def names(self) -> Mapping[str, Any] | None:
+        """What the framework's own checkpoints call these tensors and how they are put together there, as plain values
+        that the adapter reads again at an export; None where it knows of no such format. Does not raise."""
         ...
 
     def restore(self, small: Mapping[str, Any]) -> None:

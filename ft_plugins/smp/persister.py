@@ -27,6 +27,7 @@ from ..errors import FtError, ProtocolError, SegmentError, StorageError
 from ..events import Events
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
+from ..snapshot.index import kept_path
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Pin, Version
@@ -299,7 +300,10 @@ class Persister:
                 faults.reach(
                     "persist.rank.before", rank=segment.rank, iteration=version.iteration, adopted=self._adopted
                 )
-                record = persist.write_rank(folder, segment, version, origin, self._proceed, adopted=self._adopted)
+                kept = kept_path(self._memory.parent, segment.rank, segment.shape.layout)
+                record = persist.write_rank(
+                    folder, segment, version, origin, self._proceed, kept=kept, adopted=self._adopted
+                )
                 nbytes += record.nbytes
             item = _Unfinished(version, origin, ranks, begun, time.monotonic(), nbytes, calls)
             self._unfinished.append(item)

@@ -7,6 +7,7 @@ checkpoints before it as they were. Every small file carries its own digest.
     <dir>/<job>/v<lineage>-<iteration>/    `.partial` behind the name until the manifest is there
         rank-00003.safetensors             a rank's share: see `persist`
         rank-00003.json                    its size, layout, digest over the file's header, digest table, small state
+        rank-00003.index.json              what lies where in it, for an export: see `index`
         manifest.json                      which job, its fingerprint, how many ranks
 
 In: a job's folder in storage. Out: `Stored`, `Record`, `Manifest`; folders made complete or removed.
@@ -102,6 +103,10 @@ def record_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+def index_file(rank: int) -> str:
+    return f"rank-{rank:05d}.index.json"
+
+
 # ---- completing and removing ----
 
 
@@ -140,7 +145,7 @@ def withdraw(folder: Path, ranks: list[int]) -> None:
         if (folder / "manifest.json").exists():
             return
         for rank in ranks:
-            for name in (record_file(rank), data_file(rank)):
+            for name in (record_file(rank), data_file(rank), index_file(rank)):
                 for path in (folder / name, folder / f"{name}.new"):
                     path.unlink(missing_ok=True)
         folder.rmdir()  # not while others' files are in it

@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from .. import faults
 from ..errors import CorruptSlotError, FencedError, ResumeError, StorageError
 from .checkpoint import FORMAT, Origin, Record, data_file, read_record, record_file, sync_folder, write_json
+from .index import copy_into
 from .segment import Segment
 from .slots import SlotState, Version, choose
 
@@ -48,13 +49,16 @@ def write_rank(
     version: Version,
     origin: Origin,
     proceed: Callable[[int], None] = lambda nbytes: None,
+    *,
+    kept: Path | None = None,
     **facts: object,
 ) -> Record:
     """Write the slot that holds `version` into `folder` (made if need be), durably; nothing if it is there already.
 
-    `proceed` is called before each piece, with the bytes written since the last call: it may raise to stop. `facts` go
-    to the fault points. Raises CorruptSlotError when the slot is not what was captured, or no longer holds `version`;
-    OSError as the file system has it. A file that is not finished is removed.
+    `proceed` is called before each piece, with the bytes written since the last call: it may raise to stop. `kept` is
+    where the trainer has left its index, which is put beside the file. `facts` go to the fault points. Raises
+    CorruptSlotError when the slot is not what was captured, or no longer holds `version`; OSError as the file system
+    has it. A file that is not finished is removed.
     """
     rank = segment.rank
     facts = {**facts, "rank": rank, "iteration": version.iteration}
@@ -84,6 +88,8 @@ def write_rank(
         found, again, _ = _sealed(segment, version)
         if found != index or not np.array_equal(again, digests):
             raise CorruptSlotError(f"rank {rank}: version {version} was given up while it was being written")
+    if kept is not None:
+        copy_into(folder, rank, kept)
     write_json(folder / record_file(rank), asdict(record))
     return record
 
@@ -207,7 +213,7 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
         )
     if (record.rank, record.version) != (rank, version):
         raise StorageError(f"{folder / record_file(rank)}: it is of rank {record.rank}, version {record.version}")
-    start, digests, small = _read_small(path, record)
+    start, digests, small = read_head(path, record)
     slots = segment.slots()
     same = [slot.index for slot in slots if slot.state is SlotState.CLEAN and slot.version == version]
     index = same[0] if same else choose(slots)  # two slots never hold one version
@@ -220,8 +226,8 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     return index
 
 
-def _read_small(path: Path, record: Record) -> tuple[int, Any, bytes]:
-    """Where the data begins in a rank's file, its digest table and its small state. Raises StorageError."""
+def read_head(path: Path, record: Record) -> tuple[int, Any, bytes]:
+    """Of a rank's file: where the data begins, its digest table and its small state. Raises StorageError."""
     try:
         found = path.stat().st_size
         if found != record.nbytes:

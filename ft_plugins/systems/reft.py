@@ -34,7 +34,7 @@ from ..recovery.storage import StorageTier
 from ..recovery.takeover import FormerJob, Takeover
 from ..redundancy.plan import unprotected
 from ..smp.client import Client
-from ..snapshot import codec, manifest
+from ..snapshot import codec, index, manifest
 from ..snapshot.capture import Capture, Commit
 from ..snapshot.layout import Layout, plan_layout
 from ..snapshot.manifest import Manifest
@@ -227,6 +227,7 @@ class Reft:
         """
         shape = self.shape
         fingerprint = dict(self._host.fingerprint())
+        self._leave_index(shape)
         faults.reach("attach.before")
         with Client(self._run_dir) as client:
             path = client.attach(
@@ -250,6 +251,15 @@ class Reft:
             resident_bytes=self._segment.resident_bytes,
         )
         return shape
+
+    def _leave_index(self, shape: Shape) -> None:
+        """For checkpoints of this start: what lies where, and what the framework calls it."""
+        if self._storage is None:
+            return
+        names = self._host.names()
+        if names and names.get("problem"):
+            self._events.emit("export.impossible", reason=names["problem"])
+        index.keep(self._run_dir, index.describe(self._host.inventory(), self.layout, shape.layout, names))
 
     def resume(self, mode: str, loaded: int) -> tuple[RecoveryPlan, dict[str, Any] | None]:
         """Restore the newest version that all ranks hold, as `mode` (`--ftp-resume`) and `loaded` have it.

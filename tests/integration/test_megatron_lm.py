@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ft_plugins import events
 from ft_plugins.config import run_directory
@@ -252,3 +254,67 @@ def test_a_restore_leaves_what_megatrons_own_load_leaves(checkout: Path, tmp_pat
             "num_floating_point_operations_so_far"
         )
         assert list(differences(restored, loaded)) == [], f"rank {rank}"
+
+
+EXPORTED = 4  # the iteration whose checkpoint is exported
+OWN = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable", "--make-vocab-size-divisible-by", "64")
+VIRTUAL = ("--num-layers-per-virtual-pipeline-stage", "1")
+OF_THE_LOOP = ("curr_iteration", "do_train", "do_valid", "do_test", "num_query_groups")  # set where they are used
+EXPORTS = {
+    "bf16-distopt-interleaved-swiglu": ((*HARDEST[:4], "--swiglu"), VIRTUAL),
+    "fp32-replicated-untied": (("--untie-embeddings-and-output-weights",), ()),
+}
+
+
+@pytest.mark.parametrize("options", EXPORTS.values(), ids=EXPORTS)
+def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike(
+    checkout: Path, corpus: Path, tmp_path: Path, options: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
+    model, virtual = options
+    script = [checkout / "pretrain_gpt.py", *JOB, *model, *OWN, "--data-path", corpus]
+    own, exported, gone_on, resized = (tmp_path / name for name in ("own", "exported", "gone-on", "resized"))
+    storage = ("--reft", "--reft-checkpoint-dir", tmp_path / "ck", "--reft-checkpoint-interval", EXPORTED)
+    storage += ("--ftp-orphan-seconds", 30)
+
+    both = ft_run(script, own, *virtual, "--save", own, *storage, job=f"export-{len(model)}")
+    assert both.status == 0, both.output[-4000:]
+    (folder,) = (tmp_path / "ck").glob(f"*/v1-{EXPORTED}")
+    command = [Path(sys.executable).with_name("ft-plugins"), "export", folder, "--to", exported]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 0, done.stderr
+    theirs, ours = saved_by_megatron(own, EXPORTED), saved_by_megatron(exported, EXPORTED)
+    for arguments in (vars(theirs["common"]["args"]), vars(ours["common"]["args"])):
+        for name in OF_THE_LOOP:
+            arguments.pop(name, None)
+    assert list(differences(theirs, ours)) == []
+
+    plain = ft_run(script, gone_on, *virtual, "--load", exported, "--save", gone_on, job="export-gone-on")
+    assert plain.status == 0, plain.output[-4000:]
+    assert not (gone_on / f"iter_{EXPORTED:07d}").exists(), "it went on from the exported checkpoint, not from nothing"
+    assert list(differences(saved_by_megatron(own, ITERATIONS), saved_by_megatron(gone_on, ITERATIONS))) == []
+
+    sizes = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1")
+    as_it_is = ("--train-iters", EXPORTED, "--save-interval", "3", "--use-checkpoint-opt_param-scheduler")
+    other = ft_run(
+        script, resized, *sizes, *as_it_is, "--load", exported, "--save", resized, job="export-resized", ranks=2
+    )
+    assert other.status == 0, other.output[-4000:]
+    left, right = (saved_by_megatron(place, EXPORTED)["tensors"] for place in (exported, resized))
+    assert list(differences(left, right)) == []
+
+
+def saved_by_megatron(place: Path, iteration: int) -> dict[str, Any]:
+    """A `torch_dist` checkpoint: every global tensor, the objects, what is common to all ranks."""
+    folder = place / f"iter_{iteration:07d}"
+    reader = dcp.FileSystemReader(folder)
+    told = reader.read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in told.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    objects: dict[str, Any] = {key: None for key in told if key not in tensors}
+    found: dict[str, Any] = {**tensors, **objects}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    return {"tensors": tensors, "objects": {key: found[key] for key in objects}, "common": common}

@@ -14,6 +14,7 @@ In: what the training script has built, after `prepare()`. Out: a `model.host.Ho
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -35,7 +36,7 @@ from ...errors import ResumeError, TopologyError
 from ...model.host import Hooks
 from ...model.inventory import Inventory
 from ...model.topology import Topology
-from . import state
+from . import naming, state
 from .rng import restore_rng, rng_state
 from .support import flat, is_stub, require_supported
 
@@ -63,7 +64,8 @@ class MegatronCoreHost:
 
     `completed()` is the number of completed iterations, `counters` is set before the scheduler on a restore,
     `position` (the data position) right before the first iteration. `consumed_samples()` drives a batch size ramp-up.
-    `identity` is what the caller adds to the fingerprint: seed, batch sizes, data.
+    `identity` is what the caller adds to the fingerprint: seed, batch sizes, data. `arguments` are Megatron-LM's, where
+    it is that: they are part of its checkpoints.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class MegatronCoreHost:
         position: Mapping[str, StateEntry],
         identity: Mapping[str, Any],
         consumed_samples: Callable[[], int] | None = None,
+        arguments: argparse.Namespace | None = None,
     ) -> None:
         self.framework = f"megatron-core {core.__version__}"
         self.rank = torch.distributed.get_rank()
@@ -87,6 +90,7 @@ class MegatronCoreHost:
         self.optimizers = flat(optimizer)
         self._topology, self._completed, self._consumed_samples = topology, completed, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
+        self._arguments = arguments
         self._names = state.parameter_names(self.chunks)
         require_supported(self.chunks, self.optimizers, self.rank)
         self._require_megatrons_layout()
@@ -106,9 +110,14 @@ class MegatronCoreHost:
         return {one.item.name: one.read() for one in self._held}
 
     @cached_property
-    def _held(self) -> list[state.Held]:
+    def _described(self) -> Mapping[str, Any]:
         for optimizer in self.optimizers:
             state.create_optimizer_state(optimizer)
+        return naming.described(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
+
+    @cached_property
+    def _held(self) -> list[state.Held]:
+        _ = self._described  # first: asked for its sharded state, a bf16 model puts its routers' biases into fp32
         return state.held(self.chunks, self.optimizers, self.rank, self._replicas)
 
     def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
@@ -128,6 +137,10 @@ class MegatronCoreHost:
                 f"{sorted(experts)}; the given topology says {list(named[0])} and {list(named[1])}: "
                 "give it Megatron's sizes and order"
             )
+
+    def names(self) -> Mapping[str, Any]:
+        """What Megatron's own checkpoints call the tensors, or under `problem` why that is not known."""
+        return self._described
 
     def fingerprint(self) -> Mapping[str, Any]:
         """What must be equal for captured state to belong to this job; equal on all ranks."""

@@ -156,6 +156,13 @@ def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int
                 "freeze it, or give the host its optimizer"
             )
         found.append(_held(name, Role.PARAMETER, replicas(parameter), layers, _NEVER, parameter.detach))
+    found.extend(buffers(chunks, rank))
+    return found
+
+
+def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[Held]:
+    """The buffers of this rank."""
+    layers = _layers(chunks)
     for index, chunk in enumerate(chunks):
         for name, buffer in chunk.named_buffers():
             owner, _, key = name.rpartition(".")
@@ -163,8 +170,7 @@ def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int
             name = f"chunk{index}.{_unwrapped(name)}"
             if isinstance(buffer, torch.Tensor):
                 read = lambda module=module, key=key: module._buffers[key]  # noqa: E731  (may be replaced by the model)
-                found.append(_held(name, Role.BUFFER, (rank,), layers, _ANYWHERE, read))
-    return found
+                yield _held(name, Role.BUFFER, (rank,), layers, _ANYWHERE, read)
 
 
 def _of_trained(one: Trained, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[Held]:

@@ -147,6 +147,7 @@ class Loop:
             position={},  # the data loaders are built from the counters
             identity=identity(self.args),
             consumed_samples=lambda: self.args.consumed_train_samples,
+            arguments=self.args,
         )
         context = launch_context()
         self._session: Session = attach(self._host, resolve(self.args, context), context)

@@ -328,7 +328,12 @@ def told(story: Any) -> str | None:
     return text or (f"ended with status {status}" if status else None)
 
 
-if __name__ == "__main__":
+def tell(stories: dict[str, Any]) -> None:
+    """Tell every story among `stories`, print the outcomes."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     torch.set_num_threads(1)
-    print(json.dumps({name: told(story) for name, story in dict(globals()).items() if name.startswith("it_")}))
+    print(json.dumps({name: told(story) for name, story in stories.items() if name.startswith("it_")}))
+
+
+if __name__ == "__main__":
+    tell(dict(globals()))

@@ -1,4 +1,4 @@
-"""The Megatron host with one rank: each story of `megatron_stories` is a test."""
+"""The Megatron host with one rank: each story of `megatron_stories` and `naming_stories` is a test."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
-STORIES = Path(__file__).with_name("megatron_stories.py")
-NAMES = [node.name for node in ast.parse(STORIES.read_text()).body if isinstance(node, ast.FunctionDef)]
-NAMES = [name for name in NAMES if name.startswith("it_")]
+FILES = ("megatron_stories.py", "naming_stories.py")
+
+
+def stories(file: str) -> list[str]:
+    tree = ast.parse(Path(__file__).with_name(file).read_text())
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [name for name in functions if name.startswith("it_")]
+
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]")
 
@@ -21,12 +26,15 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str | None]:
     """Of every story: its traceback, None where it held."""
-    told = subprocess.run([sys.executable, str(STORIES)], capture_output=True, text=True, timeout=240)
-    assert told.returncode == 0, told.stderr[-4000:]
-    found: dict[str, str | None] = json.loads(told.stdout.splitlines()[-1])
+    found: dict[str, str | None] = {}
+    for file in FILES:
+        command = [sys.executable, str(Path(__file__).with_name(file))]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert told.returncode == 0, told.stderr[-4000:]
+        found |= json.loads(told.stdout.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for file in FILES for name in stories(file)])
 def test_the_megatron_host(name: str, outcomes: dict[str, str | None]) -> None:
     assert outcomes[name] is None, outcomes[name]

@@ -1,0 +1,190 @@
+"""What Megatron's own distributed checkpoint calls a rank's tensors, and which part of a global tensor each one is.
+
+Invariant: keys, global shapes, offsets and splits (SwiGLU's gate and value, for one) are what Megatron's
+`sharded_state_dict` of the model says of the very parameter or buffer, found by identity; those of optimizer state are
+what Megatron makes of them for an optimizer tensor. Nothing is copied or communicated: of built-in splits only where
+their views begin and how they stride is taken down. Asked once a start; the values do not depend on the iteration.
+
+    tensors   source: an item's name; dtype in the checkpoint; group: which ranks have it, whole or in pieces; replica:
+              Megatron's replica id (the smallest is the one it saves); blocks: key, global shape, offset, size, and
+              where in the local tensor (first element, strides; [] for all of it in order)
+    objects   what is no tensor in the model's state, as values that never change (extra state without fp8)
+    optimizers kinds, in the order of small state; arguments: Megatron-LM's, see `arguments`
+
+In: model chunks, optimizers, a function from a parameter to its replicas. Out: plain values for an `Index`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.utils import unwrap_model
+
+from ...errors import UnsupportedError
+from ...snapshot import codec
+from . import state
+from .arguments import plain
+from .state import Replicas
+from .support import is_stub
+
+FRAMEWORK = "megatron"
+_OBJECT_BYTES = 1 << 16
+_PREFIX = "optimizer.state"
+_MASTER = {True: "param", False: "fp32_param"}  # by whether the optimizer is the distributed one, fully reshardable
+
+
+def names(
+    chunks: Sequence[Any],
+    optimizers: Sequence[Any],
+    rank: int,
+    replicas: Replicas,
+    arguments: argparse.Namespace | None,
+) -> dict[str, Any]:
+    """See above. Raises UnsupportedError for state that cannot be described so, and what Megatron itself raises."""
+    found = _Found(chunks, optimizers, rank, replicas)
+    tensors = [*found.parameters(), *found.buffers(), *found.optimizer_state()]
+    return {
+        "framework": FRAMEWORK,
+        "groups": [list(group) for group in found.groups],
+        "tensors": tensors,
+        "objects": list(found.objects()),
+        "optimizers": [_kind(optimizer) for optimizer in optimizers],
+        "arguments": plain(arguments) if arguments is not None and rank == 0 else None,
+    }
+
+
+class _Found:
+    """Megatron's sharded state of this rank's model, by parameter and by buffer."""
+
+    def __init__(self, chunks: Sequence[Any], optimizers: Sequence[Any], rank: int, replicas: Replicas) -> None:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "dp_cp_group": group}
+        states = [chunk.sharded_state_dict(metadata=dict(metadata)) for chunk in unwrap_model(list(chunks))]
+        self._values = [value for each in states for value in nested_values(each)]
+        self._sharded: dict[int, ShardedTensor | ShardedTensorFactory] = {}
+        for value in self._values:
+            if isinstance(value, ShardedTensor | ShardedTensorFactory):
+                self._sharded.setdefault(id(value.data), value)
+        self._chunks, self._optimizers, self._rank, self._replicas = chunks, optimizers, rank, replicas
+        self._names = state.parameter_names(chunks)
+        self.groups: list[tuple[int, ...]] = []
+
+    def parameters(self) -> Iterator[dict[str, Any]]:
+        """The model's parameters; those with a master, or a shard of one, are made from that."""
+        mastered = {p for o in self._optimizers for p in state.derivable(o)} - {
+            one.parameter
+            for optimizer in self._optimizers
+            for one in state.trained(optimizer, self._names)
+            if one.main is one.parameter
+        }
+        for parameter, name in self._names.items():
+            if id(parameter) in self._sharded:
+                source = f"{name}:main" if parameter in mastered else name
+                sharded = self._sharded[id(parameter)]
+                yield self._tensor(source, self._replicas(parameter), sharded, parameter)
+
+    def buffers(self) -> Iterator[dict[str, Any]]:
+        """Those that Megatron saves."""
+        for held in state.buffers(self._chunks, self._rank):
+            buffer = held.read()
+            if id(buffer) in self._sharded:
+                yield self._tensor(held.item.name, (self._rank,), self._sharded[id(buffer)], buffer)
+
+    def optimizer_state(self) -> Iterator[dict[str, Any]]:
+        """Masters and moments."""
+        for optimizer in self._optimizers:
+            for one in state.trained(optimizer, self._names):
+                sharded = self._sharded.get(id(one.parameter))
+                if sharded is None:
+                    raise UnsupportedError(f"parameter '{one.name}' is trained, but not in Megatron's sharded state")
+                kinds = {"main": (_MASTER[one.sharded], one.main)} if one.main is not one.parameter else {}
+                kinds |= {
+                    key: (key, value)
+                    for key, value in one.state.items()
+                    if isinstance(value, torch.Tensor) and value.dim() > 0
+                }
+                for key, (called, tensor) in kinds.items():
+                    like = torch.empty(one.parameter.shape, dtype=tensor.dtype, device="meta")
+                    made = make_sharded_optimizer_tensor(sharded, like, f"{_PREFIX}.{called}")
+                    yield self._tensor(f"{one.name}:{key}", self._replicas(one.parameter), made, like)
+
+    def objects(self) -> Iterator[dict[str, Any]]:
+        """What is no tensor. Raises UnsupportedError for what has no plain value."""
+        for value in self._values:
+            if isinstance(value, ShardedObject):
+                yield {"key": value.unique_key, "replica": _replica(value), "value": _plain_object(value)}
+
+    def _tensor(
+        self, source: str, group: tuple[int, ...], sharded: ShardedTensor | ShardedTensorFactory, base: torch.Tensor
+    ) -> dict[str, Any]:
+        if group not in self.groups:
+            self.groups.append(group)
+        parts = [sharded]
+        if isinstance(sharded, ShardedTensorFactory):
+            built = sharded.build()
+            parts = list(nested_values(built)) if isinstance(built, dict | list) else [built]
+        return {
+            "source": source,
+            "dtype": str(base.dtype).removeprefix("torch."),
+            "group": self.groups.index(group),
+            "replica": _replica(sharded),
+            "shape": list(base.shape),
+            "blocks": [_block(part, base) for part in parts],
+        }
+
+
+def _block(part: ShardedTensor, base: torch.Tensor) -> list[Any]:
+    """One rectangle of a global tensor. Raises UnsupportedError for one that is no view of `base`."""
+    data = part.data
+    if data.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+        raise UnsupportedError(f"'{part.key}' is saved as a copy in another order, which cannot be described")
+    view: list[Any] = [data.storage_offset() - base.storage_offset(), list(data.stride())]
+    if tuple(data.shape) == tuple(base.shape) and data.is_contiguous():
+        view = []
+    size = [1] * part.prepend_axis_num + list(part.local_shape)
+    return [part.key, list(part.global_shape), list(part.global_offset), size, view]
+
+
+def _replica(sharded: Any) -> list[int]:
+    return [sharded.replica_id] if isinstance(sharded.replica_id, int) else list(sharded.replica_id)
+
+
+def _plain_object(sharded: ShardedObject) -> list[str]:
+    data = sharded.data
+    kind = "stream" if isinstance(data, io.BytesIO) else "value"
+    encoded = codec.encode(data.getvalue() if isinstance(data, io.BytesIO) else data)
+    if len(encoded) > _OBJECT_BYTES:
+        raise UnsupportedError(f"'{sharded.key}' is an object of {len(encoded)} bytes, which is too large to keep")
+    return [kind, encoded.hex()]
+
+
+def _kind(optimizer: Any) -> str:
+    if is_stub(optimizer):
+        return "stub"
+    if isinstance(optimizer, DistributedOptimizer):
+        return "distributed"
+    return "float16" if isinstance(optimizer, Float16OptimizerWithFloat16Params) else "fp32"
+
+
+def described(
+    chunks: Sequence[Any],
+    optimizers: Sequence[Any],
+    rank: int,
+    replicas: Replicas,
+    arguments: argparse.Namespace | None,
+) -> Mapping[str, Any]:
+    """`names`, or why there are none: what cannot be exported is protected all the same."""
+    try:
+        return names(chunks, optimizers, rank, replicas, arguments)
+    except Exception as error:  # of a model of the user's own, whose sharded state is anybody's code
+        return {"framework": FRAMEWORK, "problem": f"{type(error).__name__}: {error}".replace("\n", " ")}

@@ -1,0 +1,125 @@
+"""Megatron's `torch_dist` format written by one process, tensor by tensor: torch's distributed checkpoint format with
+Megatron's keys, and two small files of Megatron's own beside it.
+
+Invariant: tensors are made when they are written and let go of with their file; nothing else in memory grows with the
+model. Each file is durable before the metadata that names it is written.
+
+    __<n>_0.distcp   tensors and objects, about FILE_BYTES a file      .metadata       torch's: which lies where
+    common.pt        what all ranks have alike                        metadata.json   Megatron's: which format this is
+
+In: blocks, a function that makes the tensor of one, objects, the common state. Out: a folder.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .assembly import Block
+
+FILE_BYTES = 1 << 30  # torch's writer holds what it has written until the file is closed
+
+
+def write(
+    folder: Path,
+    blocks: Sequence[Block],
+    tensor: Callable[[Block], torch.Tensor],
+    objects: Mapping[str, Any],
+    common: Mapping[str, Any],
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write a checkpoint into `folder`, which is made. Raises OSError, and what `tensor` raises."""
+    folder.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: 'assuming the intention is to save in a single process'; it is
+        planner = _Planner(blocks, tensor, objects)
+        try:
+            dcp.save({}, storage_writer=_Writer(folder, file_bytes), planner=planner, no_dist=True)
+        except dcp.CheckpointException as wrapped:  # torch puts whatever went wrong, by rank, into one of its own
+            raise next(iter(wrapped.failures.values()))[0] from None
+    torch.save(dict(common), folder / COMMON_STATE_FNAME)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+class _Planner(SavePlanner):
+    """Plans from blocks instead of from tensors in memory."""
+
+    def __init__(
+        self, blocks: Sequence[Block], tensor: Callable[[Block], torch.Tensor], objects: Mapping[str, Any]
+    ) -> None:
+        self._blocks = {(block.key, block.offset): block for block in blocks}
+        self._tensor, self._objects = tensor, objects
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None: ...
+
+    def create_local_plan(self) -> SavePlan:
+        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
+        return SavePlan([*objects, *map(_item, self._blocks.values())])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        index = write_item.index
+        if write_item.type is WriteItemType.BYTE_IO:
+            content = io.BytesIO()
+            torch.save([self._objects[index.fqn]], content)  # Megatron stores a list, one entry a shard
+            return content
+        return self._tensor(self._blocks[index.fqn, tuple(index.offset or ())])
+
+
+def _item(block: Block) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.size))
+    told = TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, block.dtype)), torch.Size(block.shape))
+    return WriteItem(MetadataIndex(block.key, chunk.offsets), WriteItemType.SHARD, tensor_data=told)
+
+
+class _Writer(FileSystemWriter):
+    """Torch's, with files of a bounded size: numbered in the place where a rank's number stands in a job's own."""
+
+    def __init__(self, folder: Path, file_bytes: int) -> None:
+        super().__init__(folder, sync_files=True, overwrite=False)
+        self._file_bytes = file_bytes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written: list[WriteResult] = []
+        for number, items in enumerate(_files(plan.items, self._file_bytes)):
+            prefix = replace(plan.storage_data, prefix=f"__{number}_")
+            part = super().write_data(replace(plan, items=items, storage_data=prefix), planner)
+            written += part.wait()
+        whole: Future[list[WriteResult]] = Future()
+        whole.set_result(written)
+        return whole
+
+
+def _files(items: Sequence[WriteItem], file_bytes: int) -> Iterator[list[WriteItem]]:
+    """Consecutive items, as many as fit into a file, at least one."""
+    held: list[WriteItem] = []
+    room = file_bytes
+    for item in items:
+        told = item.tensor_data
+        nbytes = told.chunk.sizes.numel() * told.properties.dtype.itemsize if told else 0
+        if held and nbytes > room:
+            yield held
+            held, room = [], file_bytes
+        held.append(item)
+        room -= nbytes
+    yield held

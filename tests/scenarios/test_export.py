@@ -1,0 +1,176 @@
+"""A checkpoint of a Megatron job, exported, loads through megatron.core alone, bit for bit, at any parallel size.
+
+The witness is the state in which the writing run ended: digests of every tensor and of the small state, by rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from ft_plugins.model.topology import Coords, Topology
+from ft_plugins.rig.forkserver import ForkServer, JobSpec
+from ft_plugins.rig.golden import differing, explain
+from ft_plugins.rig.gpt_runs import ITERATIONS, RANKS, Configuration, GptRun
+from ft_plugins.snapshot import checkpoint, persist
+from ft_plugins.snapshot.shares import Shares
+
+Spec = Callable[..., JobSpec]
+BOUND = 240
+LOADER = f"{Path(__file__).with_name('loads_export.py')}:main"
+TOPOLOGY, HALF = Topology(tp=2, pp=2, dp=2), Topology(tp=2, pp=2, dp=1)
+
+CONFIGURATIONS = [
+    Configuration(bf16=True, distributed_optimizer=True, interleaved=True, overlap_param_gather=True),
+    Configuration(bf16=True, distributed_optimizer=False, interleaved=False),
+    Configuration(bf16=False, distributed_optimizer=True, interleaved=False),
+    Configuration(bf16=False, distributed_optimizer=False, interleaved=True),
+]
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_an_exported_checkpoint_loads_into_megatron_bit_for_bit_also_at_other_sizes(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, configuration: Configuration
+) -> None:
+    run, folder = written(megatron_server, jobs, tmp_path, configuration)
+    target = tmp_path / "exported"
+    said = export(folder, target)
+    assert f"iteration {ITERATIONS}" in said
+
+    same = loaded(megatron_server, tmp_path / "same", configuration, target)
+    ranks = range(RANKS)
+    found = [line for r in ranks for line in differing(f"rank {r}", state(run.digests, r), state(same, r))]
+    assert not found, explain(found)
+
+    half = loaded(megatron_server, tmp_path / "half", configuration, target, ranks=RANKS // 2)
+    assert_same_model(run, half)
+    assert_same_optimizer_state(folder, half)
+
+
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    _, folder = written(megatron_server, jobs, tmp_path, CONFIGURATIONS[1])
+    targets = tmp_path / "targets"
+    (targets / "full").mkdir(parents=True)
+    (targets / "full" / "theirs").write_text("kept")
+
+    assert "the folder is not empty" in refused(folder, targets / "full")
+    assert (targets / "full" / "theirs").read_text() == "kept"
+    assert "no complete checkpoint" in refused(folder.parent, targets / "new")
+    for name, what, words in (
+        ("flipped", checkpoint.data_file(3), "does not match the digest taken when it was captured"),
+        ("absent", checkpoint.data_file(5), "cannot be read"),
+        ("unindexed", checkpoint.index_file(7), "was written without it"),
+    ):
+        damaged = shutil.copytree(folder, tmp_path / name)
+        path = damaged / what
+        if name == "flipped":  # in the last bucket: most of the export is written by then
+            content = bytearray(path.read_bytes())
+            start, _, small = persist.read_head(path, checkpoint.read_record(damaged, 3))
+            content[len(content) - len(small) - 100] ^= 1
+            assert len(content) - len(small) - 100 > start
+            path.write_bytes(content)
+        else:
+            path.unlink()
+        line = refused(damaged, targets / "new")
+        assert words in line and what in line, line
+
+
+def test_a_job_of_torch_alone_has_no_format_to_be_exported_to(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    flags = ("--reft", "--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", "4")
+    argv = ("--iterations", "4", "--mib", "1", "--journal", str(tmp_path / "journal"))
+    job = torch_server.start(jobs(entry="ft_plugins.rig.fills:main", argv=argv, flags=flags, nproc=2))
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    (folder,) = (tmp_path / "ck").glob("*/v1-4")
+    line = refused(folder, tmp_path / "new")
+    assert "only checkpoints of Megatron jobs can be exported" in line and str(folder) in line
+
+
+def written(server: ForkServer, jobs: Spec, tmp_path: Path, configuration: Configuration) -> tuple[GptRun, Path]:
+    """A run that ended in order, and the checkpoint of its last iteration."""
+    (tmp_path / "run").mkdir()
+    flags = ("--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", str(ITERATIONS))
+    run = GptRun("written", tmp_path / "run", configuration, protected=True, flags=flags)
+    spec = run.spec()
+    job = server.start(jobs(**{key: value for key, value in vars(spec).items() if key != "name"}))
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    (folder,) = (tmp_path / "ck").glob(f"*/v1-{ITERATIONS}")
+    return run, folder
+
+
+def command(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    """`ft-plugins export` as a user gives it, without a device and without the job."""
+    words = [Path(sys.executable).with_name("ft-plugins"), "export", folder, "--to", target]
+    return subprocess.run(words, capture_output=True, text=True, timeout=BOUND)
+
+
+def export(folder: Path, target: Path) -> str:
+    done = command(folder, target)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def refused(folder: Path, target: Path) -> str:
+    """The one line with which an export was refused; nothing is left where it was to be."""
+    before = sorted(path.name for path in target.parent.iterdir())
+    done = command(folder, target)
+    assert (done.returncode, done.stdout) == (1, ""), done.stdout
+    assert sorted(path.name for path in target.parent.iterdir()) == before
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def loaded(
+    server: ForkServer, folder: Path, configuration: Configuration, target: Path, *more: str, ranks: int = RANKS
+) -> Path:
+    """The prefix of the digests of a job of `ranks` that has loaded `target`."""
+    folder.mkdir()
+    checkpoint = target / f"iter_{int((target / 'latest_checkpointed_iteration.txt').read_text()):07d}"
+    words = [str(checkpoint), str(folder / "state-"), *configuration.argv(), *more]
+    spec = JobSpec(LOADER, tuple(words), f"l{os.getpid()}", str(folder), ranks, environment={"OMP_NUM_THREADS": "1"})
+    job = server.start(spec)
+    assert job.wait(BOUND)["status"] == "succeeded", job.tail(60)
+    return folder / "state-"
+
+
+def state(prefix: Path, rank: int) -> dict[str, Any]:
+    """All but the data position, which Megatron's checkpoints do not have (it follows from the counters), and the
+    number of updates, which Megatron's own load leaves in the distributed optimizer's groups, where Adam ignores it.
+    """
+    found: dict[str, Any] = json.loads(Path(f"{prefix}{rank:05d}.json").read_text())
+    del found["small"]["position"]
+    for group in (each for groups in found["small"]["groups"] for each in groups):
+        group.pop("step", None)
+    return found
+
+
+def assert_same_model(run: GptRun, half: Path) -> None:
+    """Half as many replicas hold the same parameters."""
+    for rank in range(RANKS):
+        at = TOPOLOGY.coords(rank)
+        peer = HALF.rank_of(Coords(at.tp, at.pp, 0))
+        assert state(run.digests, rank)["parameters"] == state(half, peer)["parameters"]
+
+
+def assert_same_optimizer_state(folder: Path, half: Path) -> None:
+    """Masters and moments, of which one rank holds now what two have written."""
+    shares = Shares(folder)
+    for peer in range(HALF.world_size):
+        at = HALF.coords(peer)
+        items = {name: digest for name, digest in state(half, peer)["items"].items() if ":" in name}
+        assert any(name.endswith(":exp_avg_sq") for name in items)
+        for name, digest in items.items():
+            raw, dtype = shares.whole(name, TOPOLOGY.sharding_groups()[at.pp, at.tp])
+            assert (digest["xxh3"], digest["dtype"]) == (xxhash.xxh3_64_hexdigest(raw.data), dtype), name

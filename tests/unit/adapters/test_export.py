@@ -1,0 +1,171 @@
+"""Exporting, the parts that need no job: which blocks make a checkpoint, arguments and back, files of bounded size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path, PosixPath
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins.adapters import export
+from ft_plugins.adapters.megatron.arguments import namespace, plain
+from ft_plugins.adapters.megatron.assembly import assemble
+from ft_plugins.errors import ConfigError, StorageError
+from ft_plugins.snapshot.index import Index
+
+# ---- assembly ----
+
+
+def told(rank: int, *tensors: tuple[Any, ...], objects: list[Any] | None = None) -> Index:
+    """Each tensor: source, replica id, blocks (key, shape, offset, size)."""
+    entries = [
+        {"source": source, "dtype": "float32", "group": 0, "replica": replica, "shape": [2, 4],
+         "blocks": [[*block, []] for block in blocks]}
+        for source, replica, blocks in tensors
+    ]  # fmt: skip
+    names = {"groups": [[rank, rank + 10]], "tensors": entries, "objects": objects or []}
+    return Index(rank, 1, {}, names)
+
+
+def block(offset: int) -> list[Any]:
+    return ["w", [4, 4], [offset, 0], [2, 4]]
+
+
+def anywhere(source: str, ranks: tuple[int, ...]) -> int:
+    return 0
+
+
+def test_a_block_is_taken_from_the_replica_that_megatron_saves() -> None:
+    stages = [told(3, ("tied", [1, 0, 0], [block(0)])), told(0, ("first", [0, 0, 1], [block(0)]))]
+    other = told(1, ("first", [0, 0, 0], [block(2)]))
+    made = assemble([*stages, other], anywhere)
+    assert [(each.source, each.offset, each.ranks) for each in made.blocks] == [
+        ("first", (0, 0), (0, 10)),
+        ("first", (2, 0), (1, 11)),
+    ]
+
+
+def test_a_tensor_with_a_gap_is_refused() -> None:
+    with pytest.raises(StorageError, match="'w' has 16 elements, but the ranks tell of 8 together"):
+        assemble([told(0, ("first", [0, 0, 0], [block(0)]))], anywhere)
+
+
+def test_ranks_that_disagree_about_a_tensor_are_refused() -> None:
+    other = ["w", [8, 4], [2, 0], [2, 4]]
+    with pytest.raises(StorageError, match="on rank 1 .* on rank 0"):
+        assemble([told(0, ("a", [0], [block(0)])), told(1, ("a", [0], [other]))], anywhere)
+
+
+def test_objects_are_those_of_the_smallest_replica() -> None:
+    first, second = ({"key": "k", "replica": [0, 0, n], "value": ["value", str(n)]} for n in (0, 1))
+    assert assemble([told(0, objects=[second]), told(1, objects=[first])], anywhere).objects == {"k": ["value", "0"]}
+
+
+# ---- arguments ----
+
+
+def test_arguments_come_back_with_their_types() -> None:
+    given = argparse.Namespace(
+        lr=1e-3, none=None, flag=True, name="x", sizes=[1, 2], betas=(0.9, 0.95), params_dtype=torch.bfloat16,
+        folder=PosixPath("/a"), mapping={"a": (1,)}, exit_signal=signal.SIGTERM, model=torch.nn.Linear(1, 1),
+        function=print, consumed_train_samples=0,
+    )  # fmt: skip
+    kept = json.loads(json.dumps(plain(given)))
+    assert kept["left_out"] == ["function", "model"]
+    back = namespace(kept, {"consumed_train_samples": 32})
+    expected = {name: value for name, value in vars(given).items() if name not in ("function", "model")}
+    assert vars(back) == {**expected, "consumed_train_samples": 32}
+    assert type(back.exit_signal) is signal.Signals and type(back.betas) is tuple
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "name"),
+    [("os", "system", "x"), ("signal", "signal", "x"), ("signal", "Signals", "SIGNONE"), ("megatron", "x", "y")],
+)
+def test_only_enums_of_megatron_are_looked_up(module: str, kind: str, name: str) -> None:
+    value = {"ftp": "enum", "module": module, "class": kind, "name": name}
+    with pytest.raises(StorageError, match=f"{module}.{kind}.{name} is not known"):
+        namespace({"values": {"a": value}}, {})
+
+
+# ---- files ----
+
+WRITE = """
+import json, sys, weakref
+from pathlib import Path
+import torch
+from ft_plugins.adapters.megatron import prepare
+prepare()
+from ft_plugins.adapters.megatron.assembly import Block
+from ft_plugins.adapters.megatron.torch_dist import write
+
+ROWS, FILE = 64, 40_000
+blocks = [Block("w", (64, 256), (row, 0), (1, 256), "float32", f"{row}", (0,), (1, 256), None) for row in range(ROWS)]
+alive, peak = set(), [0]
+
+def tensor(block):
+    made = torch.full(block.size, float(block.offset[0]))
+    alive.add(block.source)
+    weakref.finalize(made.untyped_storage(), alive.discard, block.source)
+    peak[0] = max(peak[0], len(alive))
+    return made
+
+folder = Path(sys.argv[1])
+write(folder, blocks, tensor, {"extra/shard_0_1": None}, {"iteration": 3}, FILE)
+import torch.distributed.checkpoint as dcp
+found = {"w": torch.empty(64, 256), "extra/shard_0_1": 1}
+dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+same = bool((found["w"] == torch.arange(64.0)[:, None]).all())
+files = sorted(path.name for path in folder.glob("*.distcp"))
+print(json.dumps({"peak": peak[0], "same": same, "object": found["extra/shard_0_1"], "files": files}))
+"""
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]")
+def test_tensors_are_held_no_longer_than_their_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WRITE, str(tmp_path / "made")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["same"] and found["object"] == [None]
+    assert len(found["files"]) == 2, "64 KiB in files of 40,000 bytes"
+    assert found["peak"] <= 40, "39 tensors of 1 KiB fit into a file, and one is on its way"
+
+
+WITHOUT = """
+import sys
+sys.modules["megatron"] = None  # as where it is not installed
+from ft_plugins.adapters.megatron import export
+from ft_plugins.errors import UnsupportedError
+try:
+    export.export(None, None)
+except UnsupportedError as error:
+    print(error)
+"""
+
+
+def test_where_megatron_is_not_installed_that_is_said() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
+    assert "megatron-core is not installed here; pip install 'ft_plugins[megatron]'" in done.stdout, done.stderr
+
+
+# ---- the target ----
+
+
+def test_a_target_in_use_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, words in (("full", "not empty"), ("full/file", "no folder"), ("link", "no folder")):
+        with pytest.raises(ConfigError, match=words):
+            export.export(tmp_path / "no checkpoint", tmp_path / name)
+    with pytest.raises(StorageError, match="is no complete checkpoint"):
+        export.export(tmp_path / "no checkpoint", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "link"]
