@@ -27,6 +27,7 @@ from .planner.intervals import Costs, plan_intervals
 from .planner.survival import Cluster, plan_survival
 from .smp import client as smp
 from .smp import liveness
+from .smp.signals import Signal
 
 ASK_SECONDS = 5.0  # an SMP that is alive answers in milliseconds
 _EXTRA_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -71,7 +72,7 @@ def status(
             print(json.dumps(report))
         return
     table = Table(
-        *("job", "node", "SMP", "ft-run", "token", "ranks", "host memory", "newest version", "completed"),
+        *("job", "node", "SMP", "ft-run", "state", "token", "ranks", "host memory", "newest version", "completed"),
         *("survives a lost node", "storage"),
     )
     for report in found:
@@ -255,13 +256,14 @@ def _reports(job: str | None, node: str | None) -> Iterator[dict[str, Any]]:
 def _row(report: Mapping[str, Any]) -> list[str]:
     ft_run = "running" if report["ft_run_alive"] else "gone"
     if not report["alive"]:
-        return [report["job"], report["node"], "gone", ft_run, *[""] * 7]
+        return [report["job"], report["node"], "gone", ft_run, Signal.OFFLINE.value, *[""] * 7]
     segments, newest = report["segments"], smp.newest_common(report)
     return [
         report["job"],
         report["node"],
         f"pid {report['pid']}",
         ft_run,
+        report["signal"],
         str(report["token"]),
         str(len(segments)),
         f"{sum(segment['bytes'] for segment in segments) / 2**20:.1f} MiB",

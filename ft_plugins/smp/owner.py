@@ -30,6 +30,7 @@ from .node import NodeTier
 from .peers import read_version
 from .persister import Persister
 from .protection import Protection
+from .signals import Signal, signal
 
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
@@ -100,6 +101,7 @@ class SnapshotProcess:
             "node": self._node,
             "token": self.token,
             "watched_pid": self.watched[0],
+            "signal": self._signal().value,
             "refused": [path for path in self._refused if Path(path).exists()],
             "node_tier": self._tier.status(),
             "storage": self.persister.status(),
@@ -126,6 +128,19 @@ class SnapshotProcess:
                 for rank, segment in sorted(self._segments.items())
             ],
         }
+
+    def _signal(self) -> Signal:
+        """How this node stands."""
+        owners = [found.owner for found in self._segments.values() if found.attached and found.owner[1]]
+        slots = [slot for found in self._segments.values() for slot in found.slots()]
+        tier = self._tier.status()
+        clean = any(slot.state is SlotState.CLEAN for slot in slots)
+        return signal(
+            answers=True,
+            trainers_work=not self._stopped and all(liveness.started(pid) == began for pid, began in owners),
+            on_its_way=bool(tier["exchange"]) or any(s.state is SlotState.DIRTY and s.version for s in slots),
+            complete=bool(tier["counts"]) if tier["nodes"] else clean,
+        )
 
     def _watch(self, request: dict[str, Any]) -> dict[str, Any]:
         pid = protocol.field(request, "pid", int)

@@ -1,0 +1,66 @@
+"""A node in one word: the worse one goes first."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ft_plugins.smp import liveness
+from ft_plugins.smp.signals import Signal, signal
+from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.slots import Version
+
+SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ((False, True, True, True), Signal.OFFLINE),
+        ((True, False, True, True), Signal.UNHEALTHY),
+        ((True, True, True, True), Signal.SNAP),
+        ((True, True, False, True), Signal.CLEAN),
+        ((True, True, False, False), Signal.HEALTHY),
+    ],
+)
+def test_the_worst_is_said(facts: tuple[bool, bool, bool, bool], expected: Signal) -> None:
+    names = ("answers", "trainers_work", "on_its_way", "complete")
+    assert signal(**dict(zip(names, facts, strict=True))) is expected
+
+
+def test_every_signal_is_reached() -> None:
+    names = ("answers", "trainers_work", "on_its_way", "complete")
+    found = {signal(**dict(zip(names, facts, strict=True))) for facts in itertools.product((False, True), repeat=4)}
+    assert found == set(Signal)
+
+
+@pytest.fixture
+def trainer() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing for as long as nobody ends it."""
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_an_smp_says_it_of_its_node(node: Any, trainer: subprocess.Popen[bytes]) -> None:
+    node.start()
+    token = node.fence()
+    with node.client() as client:
+        segment = Segment(client.attach(0, token, SHAPE, {}, fresh=False))
+        segment.owner = (trainer.pid, liveness.started(trainer.pid))
+        segment.ranges = [(0, 100)]
+        assert client.status()["signal"] == "HEALTHY"
+        segment.dirty(0, Version(1, 1), token)
+        assert client.status()["signal"] == "SNAP"
+        segment.write_small(0, b"")
+        segment.seal(0, Version(1, 1), token, b"", np.zeros(1, dtype=np.uint64))
+        assert client.status()["signal"] == "CLEAN"
+        trainer.kill()
+        trainer.wait(20)
+        assert client.status()["signal"] == "UNHEALTHY"
