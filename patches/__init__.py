@@ -1,4 +1,4 @@
-"""Changes to upstream frameworks at run time: the CPU device shim for Megatron.
+"""Changes to upstream frameworks at run time: the CPU device shim for Megatron, and what DeepSpeed needs there.
 
 Invariant: nothing is touched where there is a CUDA device. Every change is a declared `Patch` (upstream module,
 symbol, versions it was checked with, reason); one that no longer applies raises PatchError when its module is imported.
@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 
 from . import (
+    deepspeed_shm_comm,
     megatron_datasets,
     megatron_distrib_optimizer,
     megatron_fused_kernels,
@@ -79,4 +80,13 @@ def apply_cpu(on_import: OnImport, instead_of_import: OnImport, device_count: in
     return True
 
 
-__all__ = ["Patch", "Stub", "apply_cpu", "cpu_patches", "cpu_stubs", "is_applied"]
+def apply_deepspeed_cpu(on_import: OnImport) -> bool:
+    """Have DeepSpeed build nothing at start. False, and nothing is changed, where there is a CUDA device."""
+    if torch.cuda.is_available() and not is_applied():
+        return False
+    for patch in deepspeed_shm_comm.patches():
+        on_import(patch.module, lambda module, patch=patch: patch.apply(module) and None)  # type: ignore[misc]
+    return True
+
+
+__all__ = ["Patch", "Stub", "apply_cpu", "apply_deepspeed_cpu", "cpu_patches", "cpu_stubs", "is_applied"]

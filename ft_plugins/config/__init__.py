@@ -8,9 +8,11 @@ secret: what is secret is a file that only its owner can read.
     schema    the keys: `Config` and one block per system
     keys      a field of the schema in all its spellings, and the words for what it expects
     sources   a command line or a JSON block -> values by key; nothing unknown gets through
+    deepspeed_json   the block of a DeepSpeed configuration
     launch    the environment of a worker, the run directory of a job on a node
 """
 
+from . import deepspeed_json
 from .keys import Key
 from .launch import LaunchContext, launch_context, run_directory, run_root, worker_environment
 from .schema import Config, ReftConfig, SystemConfig, add_flags, keys, merge
@@ -22,6 +24,7 @@ __all__ = [
     "ReftConfig",
     "SystemConfig",
     "add_flags",
+    "deepspeed_json",
     "keys",
     "launch_context",
     "merge",

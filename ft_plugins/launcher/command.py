@@ -18,12 +18,13 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
-from ..config import Config, add_flags, run_directory
+from ..config import Config, add_flags, deepspeed_json, merge, run_directory
 from ..errors import EXIT_REFUSED, ConfigError, FtError
 from . import identity
 from .launch import Outcome, launch
@@ -68,8 +69,9 @@ def parser() -> argparse.ArgumentParser:
 
 def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
     """Read a command line given by user `uid` in `folder` on `host`. Raises ConfigError, SystemExit."""
-    config, words = Config.from_flags(argv)
+    config, words = Config.from_flags(argv, whole=False)
     options = parser().parse_args(words)
+    config = _with_deepspeed(config, options, Path(folder))
     if config.given() and not config.systems:
         raise ConfigError(f"{config.flags()[0]}: has no effect while no system is on; add --reft or drop it")
     if config.systems and options.no_python:
@@ -87,6 +89,12 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
         node=config.node_name or identity.name_of(host),
         bounded=options.max_restarts is not _UNSET or not config.systems,
     )
+
+
+def _with_deepspeed(config: Config, options: argparse.Namespace, folder: Path) -> Config:
+    """With what the block of a DeepSpeed configuration says that the script is given. Raises ConfigError."""
+    block = deepspeed_json.from_arguments(options.training_script_args, folder)
+    return merge(config, block, ("the command line", "the DeepSpeed configuration"))
 
 
 def execute(plan: Plan) -> Outcome:

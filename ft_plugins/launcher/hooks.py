@@ -36,8 +36,12 @@ class FirstImport(importlib.abc.MetaPathFinder):
         return None
 
 
-def register(context: LaunchContext) -> None:
-    """Have Megatron prepared for this machine, and hooked where a system is on, once the script imports it."""
+def register(context: LaunchContext) -> list[Callable[[], None]]:
+    """Have the frameworks prepared for this machine, and hooked, once the script imports them: Megatron where a system
+    is on, DeepSpeed always, whose configuration may say so itself. Returns a list of what is to be called when the
+    script has ended in order, which fills as the script imports.
+    """
+    endings: list[Callable[[], None]] = []
 
     def megatron() -> None:
         adapter: Any = importlib.import_module("ft_plugins.adapters.megatron")
@@ -45,4 +49,11 @@ def register(context: LaunchContext) -> None:
         if context.config is not None and context.config.systems:
             adapter.install()
 
+    def deepspeed() -> None:
+        adapter: Any = importlib.import_module("ft_plugins.adapters.deepspeed")
+        adapter.prepare()
+        endings.append(adapter.install())
+
     sys.meta_path.insert(0, FirstImport("megatron", megatron))
+    sys.meta_path.insert(0, FirstImport("deepspeed", deepspeed))
+    return endings

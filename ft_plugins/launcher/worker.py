@@ -135,8 +135,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     def run() -> None:
         context = launch_context(os.environ)
         enter(context)
-        hooks.register(context)
-        run_script(script, arguments, module)
+        endings = hooks.register(context)
+        try:
+            run_script(script, arguments, module)
+        except SystemExit as stop:
+            if stop.code:
+                raise
+        for end in endings:
+            end()
 
     record(guarded(run))()
 

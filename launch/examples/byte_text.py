@@ -93,6 +93,14 @@ class Sampler:
         batch = torch.from_numpy(windows.astype(np.int64))
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands, for DeepSpeed jobs; Megatron's example keeps `position` itself."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Stand there again."""
+        self.position = state["position"]
+
     def skip(self, micro_batches: int) -> None:
         """Move on without reading."""
         self.position += micro_batches * self._replicas * self._micro_batch

@@ -36,6 +36,7 @@ from ...errors import ResumeError, TopologyError
 from ...model.host import Hooks
 from ...model.inventory import Inventory
 from ...model.topology import Topology
+from ..held import groups, restore_groups
 from . import naming, state
 from .rng import restore_rng, rng_state
 from .support import flat, is_stub, require_supported
@@ -161,7 +162,7 @@ class MegatronCoreHost:
     def small_state(self) -> dict[str, Any]:
         """Everything that is no tensor, at the version point."""
         return {
-            "groups": [state.groups(optimizer) for optimizer in self.optimizers],
+            "groups": [groups(optimizer) for optimizer in self.optimizers],
             "scalars": state.scalars(self.optimizers, self._names),
             "scalers": [scaler.state_dict() if scaler else None for scaler in self._scalers()],
             "scheduler": self.scheduler.state_dict(),
@@ -192,8 +193,8 @@ class MegatronCoreHost:
         self._require_same_parts(small)
         for name, entry in self._counters.items():
             entry.write(small["counters"][name])
-        for optimizer, groups in zip(self.optimizers, small["groups"], strict=True):
-            state.restore_groups(optimizer, groups)
+        for optimizer, captured in zip(self.optimizers, small["groups"], strict=True):
+            restore_groups(optimizer, captured)
         state.restore_scalars(self.optimizers, self._names, small["scalars"])
         for scaler, captured in zip(self._scalers(), small["scalers"], strict=True):
             if scaler:

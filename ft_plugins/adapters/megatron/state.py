@@ -29,14 +29,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from ...errors import InventoryError, ResumeError
-from ...model.inventory import Item, Role, Span
+from ...model.inventory import Role
+from ..held import ANYWHERE, NEVER, UPDATE, Held, first_step, hold, is_item, own, scalars_of
 from .support import is_stub
 
 Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
-
-_UPDATE = frozenset({Span.UPDATE})
-_ANYWHERE = frozenset(Span)
-_NEVER: frozenset[Span] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,6 @@ class Trained:
     sharded: bool
     state: Mapping[str, Any]  # the inner optimizer's, per parameter
     piece: tuple[int, int, int] | None = None  # of the flattened parameter, where it is sharded: `Item.piece`
-
-
-@dataclass(frozen=True)
-class Held:
-    """An item and where its tensor lives now."""
-
-    item: Item
-    read: Callable[[], torch.Tensor]
 
 
 def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
@@ -80,10 +69,8 @@ def create_optimizer_state(optimizer: Any) -> None:
         optimizer.init_state_fn(inner, optimizer.config)
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         for group in inner.param_groups:
-            on_device = group["capturable"] or group["fused"]
             for parameter in group["params"]:
-                step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-                inner.state[parameter].setdefault("step", step)
+                inner.state[parameter].setdefault("step", first_step(group, parameter))
 
 
 def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[Trained]:
@@ -155,7 +142,7 @@ def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int
                 f"rank {rank}: parameter '{name}' requires a gradient, but no optimizer updates it: "
                 "freeze it, or give the host its optimizer"
             )
-        found.append(_held(name, Role.PARAMETER, replicas(parameter), layers, _NEVER, parameter.detach))
+        found.append(hold(name, Role.PARAMETER, replicas(parameter), _layer_of(name, layers), NEVER, parameter.detach))
     found.extend(buffers(chunks, rank))
     return found
 
@@ -170,38 +157,19 @@ def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[Held]:
             name = f"chunk{index}.{_unwrapped(name)}"
             if isinstance(buffer, torch.Tensor):
                 read = lambda module=module, key=key: module._buffers[key]  # noqa: E731  (may be replaced by the model)
-                yield _held(name, Role.BUFFER, (rank,), layers, _ANYWHERE, read)
+                yield hold(name, Role.BUFFER, (rank,), _layer_of(name, layers), ANYWHERE, read)
 
 
 def _of_trained(one: Trained, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[Held]:
-    piece = one.piece
+    piece, layer = one.piece, _layer_of(one.name, layers)
     if one.main is one.parameter:
-        yield _held(one.name, Role.PARAMETER, replicas, layers, _UPDATE, one.main.detach, piece)
+        yield hold(one.name, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece)
     else:
-        yield _held(f"{one.name}:main", Role.MAIN_PARAMETER, replicas, layers, _UPDATE, one.main.detach, piece)
+        yield hold(f"{one.name}:main", Role.MAIN_PARAMETER, replicas, layer, UPDATE, one.main.detach, piece)
     for key, value in one.state.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
+        if is_item(value):
             read = lambda state=one.state, key=key: state[key]  # noqa: E731
-            yield _held(f"{one.name}:{key}", Role.MOMENT, replicas, layers, _UPDATE, read, piece)
-
-
-def _held(
-    name: str,
-    role: Role,
-    replicas: tuple[int, ...],
-    layers: Mapping[str, int],
-    changed_by: frozenset[Span],
-    read: Callable[[], torch.Tensor],
-    piece: tuple[int, int, int] | None = None,
-) -> Held:
-    tensor = read()
-    if piece is not None and piece[1] - piece[0] != tensor.numel():
-        piece = None  # not laid out as its parameter is: it stays where it is
-    if not tensor.is_contiguous():
-        raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
-    dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-    item = Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, _layer_of(name, layers), changed_by, piece)
-    return Held(item, read)
+            yield hold(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece)
 
 
 # scalars
@@ -209,11 +177,7 @@ def _held(
 
 def scalars(optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str]) -> dict[str, dict[str, Any]]:
     """What the inner optimizers keep per parameter without dimensions: 'step'."""
-    return {
-        one.name: {k: v for k, v in one.state.items() if not (isinstance(v, torch.Tensor) and v.dim() > 0)}
-        for optimizer in optimizers
-        for one in trained(optimizer, names)
-    }
+    return {one.name: scalars_of(one.state) for optimizer in optimizers for one in trained(optimizer, names)}
 
 
 def restore_scalars(
@@ -225,30 +189,7 @@ def restore_scalars(
             if one.name not in saved:
                 raise ResumeError(f"parameter '{one.name}' is updated here, but no optimizer scalars were captured")
             for key, value in saved[one.name].items():
-                optimizer.optimizer.state[one.main][key] = _own(value, one.state.get(key))
-
-
-def groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The values of the parameter groups (lr, weight decay, betas, FusedAdam's 'step'), without the parameters."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Set the values of the parameter groups, in place: schedulers hold the dictionaries."""
-    if len(saved) != len(optimizer.param_groups):
-        raise ResumeError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, captured were {len(saved)}: "
-            "resume with the model and the optimizer settings of the captured job"
-        )
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        group.update({key: _own(value, group.get(key)) for key, value in values.items()})
-
-
-def _own(value: Any, like: Any) -> Any:
-    """`value` as a tensor of its own, on the device of the one that it replaces."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.clone().to(like.device if isinstance(like, torch.Tensor) else "cpu")
+                optimizer.optimizer.state[one.main][key] = own(value, one.state.get(key))
 
 
 # names

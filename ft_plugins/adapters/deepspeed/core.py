@@ -1,0 +1,211 @@
+"""A DeepSpeed engine as a host: PipelineEngine with ZeRO-0 and ZeRO-1, DeepSpeedEngine with ZeRO-0 to ZeRO-3.
+
+Invariant: building a host changes nothing, and installing it changes no number: the optimizer's state is created
+eagerly as the first update would create it, and methods are wrapped on this one engine. `restore` leaves the engine as
+DeepSpeed's own load would (param groups, scheduler, loss scaler, counters), with the derivable parameters rebuilt by
+DeepSpeed's own copy and gather; `restore_position` sets data position, then RNG, which its own checkpoints lack.
+
+In: what `deepspeed.initialize` returned. Out: a `model.host.Host`. `training.Loop` tells the hooks where an iteration
+begins and ends; `before_update` and `after_update` come from here.
+
+    iteration.forward   first forward of an iteration     update.middle   inner optimizer stepped, nothing copied yet
+    update.begin        past the fence                    update.end      all done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import deepspeed
+import torch
+import xxhash
+
+from ... import faults
+from ...errors import ResumeError, TopologyError
+from ...model.host import Hooks
+from ...model.inventory import Inventory
+from ...model.topology import Topology
+from ..held import Held, groups, restore_groups
+from . import state
+from .position import Positions
+from .rng import restore_rng, rng_state
+from .support import require_supported
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
+_SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
+
+
+class DeepSpeedHost:
+    """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
+
+    `positions` are what `training` knows of the data; without them data is the caller's matter.
+    """
+
+    def __init__(self, engine: Any, positions: Positions | None = None) -> None:
+        self.framework = f"DeepSpeed {deepspeed.__version__}"
+        self.rank = torch.distributed.get_rank()
+        self.engine = engine
+        self._positions = positions
+        require_supported(engine, self.rank)
+        self._topology = topology(engine)
+        self._require_deepspeeds_layout()
+
+    # facts
+
+    def topology(self) -> Topology:
+        """Where every rank of the job stands."""
+        return self._topology
+
+    def inventory(self) -> Inventory:
+        """What this rank's state is made of; creates the optimizer's state where no update has done so yet."""
+        return Inventory.of(self.rank, (one.item for one in self._held))
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors, by item name."""
+        return {one.item.name: one.read() for one in self._held}
+
+    @cached_property
+    def _held(self) -> list[Held]:
+        state.create_optimizer_state(self.engine.optimizer)
+        return state.held(self.engine, self.rank, self._topology.replicas(self.rank))
+
+    def _require_deepspeeds_layout(self) -> None:
+        """The replica sets that items will name must be the group over which DeepSpeed reduces gradients."""
+        found = tuple(sorted(torch.distributed.get_process_group_ranks(self.engine.seq_data_parallel_group)))
+        named = self._topology.replicas(self.rank)
+        if found != named:
+            raise TopologyError(
+                f"rank {self.rank}: DeepSpeed's data-parallel group is {list(found)}; ranks laid out as "
+                f"{self._topology.order} say {list(named)}: such a layout cannot be protected yet"
+            )
+
+    def names(self) -> Mapping[str, Any] | None:
+        """Export into DeepSpeed's own format is not here yet."""
+        return None
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What must be equal for captured state to belong to this job; equal on all ranks."""
+        engine, topology = self.engine, self._topology
+        model, accumulated = engine.get_data_types()
+        return {
+            "framework": "deepspeed",
+            "architecture": _architecture(engine.module),
+            "precision": [_word(model), _word(accumulated)],
+            "parallel": {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "order")},
+            "optimizer": sorted({type(engine.optimizer).__name__, type(state.inner(engine.optimizer)).__name__}),
+            "settings": {name: getattr(engine, name)() for name in _SETTINGS},
+        }
+
+    def small_state(self) -> dict[str, Any]:
+        """Everything that is no tensor, at the version point."""
+        optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
+        return {
+            "groups": groups(state.inner(optimizer)),
+            "scalars": state.scalars(optimizer),
+            "scaler": state.scaler(optimizer),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
+            "position": {} if self._positions is None else self._positions.read(),
+            "rng": rng_state(),
+        }
+
+    def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """That of the first replica: scalars of the optimizer are equal on all, the generators differ."""
+        return dict(parts[0])
+
+    def admits(self, replicas: int) -> bool:
+        """Where the configuration leaves the accumulation steps to DeepSpeed, so that the global batch stays."""
+        given = self.engine._config._param_dict
+        micro = self.engine.train_micro_batch_size_per_gpu()
+        divides = self.engine.train_batch_size() % (micro * replicas) == 0
+        return divides and "train_batch_size" in given and "gradient_accumulation_steps" not in given
+
+    # back
+
+    def restore(self, small: Mapping[str, Any]) -> None:
+        """The item tensors hold the version: set the rest, and rebuild what is derivable. A collective."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if (small["scheduler"] is None) != (engine.lr_scheduler is None):
+            raise ResumeError(
+                f"rank {self.rank}: only one of this job and the captured one has a learning rate scheduler: resume "
+                "with the settings of the captured job, or start with --ftp-resume fresh"
+            )
+        for name in _COUNTERS:
+            setattr(engine, name, small["counters"][name])
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(dict(small["scheduler"]))
+        restore_groups(state.inner(optimizer), small["groups"])
+        state.restore_scalars(optimizer, small["scalars"])
+        state.restore_scaler(optimizer, small["scaler"])
+        state.rebuild_derivable(optimizer)
+
+    def restore_position(self, small: Mapping[str, Any]) -> None:
+        """Data position, then RNG last."""
+        if self._positions is not None:
+            self._positions.write(small["position"])
+        restore_rng(small["rng"])
+
+    # hooks
+
+    def install(self, hooks: Hooks) -> None:
+        """Call `hooks` around every update from now on, and reach the fault points."""
+        original = self.engine._take_model_step
+
+        def _take_model_step(*args: Any, **kwargs: Any) -> Any:
+            iteration = self.engine.global_steps + 1
+            hooks.before_update(iteration)
+            faults.reach("update.begin", iteration=iteration)
+            outcome = original(*args, **kwargs)
+            faults.reach("update.end", iteration=iteration)
+            hooks.after_update(iteration)
+            return outcome
+
+        self.engine._take_model_step = _take_model_step
+        self._reach_points_inside()
+
+    def _reach_points_inside(self) -> None:
+        reached = [0]
+
+        def first_forward(module: torch.nn.Module, args: Any) -> None:
+            iteration = self.engine.global_steps + 1
+            if module.training and reached[0] != iteration:
+                reached[0] = iteration
+                faults.reach("iteration.forward", iteration=iteration)
+
+        def inner_stepped(*args: Any) -> None:
+            faults.reach("update.middle", iteration=self.engine.global_steps + 1)
+
+        self.engine.module.register_forward_pre_hook(first_forward)
+        state.inner(self.engine.optimizer).register_step_post_hook(inner_stepped)
+
+
+def topology(engine: Any) -> Topology:
+    """Where every rank stands: as a PipelineModule's topology says, else replicas of a model that may be sharded."""
+    grid = getattr(engine.module, "_topo", None)
+    if grid is None:
+        replicas = torch.distributed.get_world_size(engine.seq_data_parallel_group)
+        return Topology(tp=torch.distributed.get_world_size() // replicas, pp=1, dp=replicas)
+    axes = grid.get_axis_names()
+    unknown = [axis for axis in axes if axis not in _AXES and grid.get_dim(axis) > 1]
+    if unknown:
+        raise TopologyError(f"the topology of the PipelineModule has an axis '{unknown[0]}'; known are {list(_AXES)}")
+    sizes = {_AXES[axis]: grid.get_dim(axis) for axis in axes if axis in _AXES}
+    order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis is the nearest
+    return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
+
+
+def _architecture(module: Any) -> Any:
+    """What the model is, equal on all ranks: the layers of a pipeline by type, or names and shapes, as a digest."""
+    specs = getattr(module, "_layer_specs", None)
+    if specs is not None:
+        told = [getattr(getattr(spec, "typename", spec), "__name__", type(spec).__name__) for spec in specs]
+    else:
+        told = [(name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in module.named_parameters()]
+    return [type(module).__name__, len(told), xxhash.xxh3_64_hexdigest(repr(told).encode())]
+
+
+def _word(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

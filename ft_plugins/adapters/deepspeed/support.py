@@ -1,0 +1,111 @@
+"""What of DeepSpeed cannot be followed, by name: found at start, before anything is captured.
+
+Invariant: a job that passes has only state that `state` inventories, and only updates that go through
+`_take_model_step`. In: an engine. Out: one sentence per feature that is in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from .state import inner
+
+_ENGINES = ("DeepSpeedEngine", "PipelineEngine")
+_WRAPPERS = (
+    *("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"),
+    *("FP16_Optimizer", "FP16_UnfusedOptimizer"),
+)
+_OPTIMIZERS = ("Adam", "AdamW", "FusedAdam", "SGD")
+_OFFLOAD_NOWHERE = ("none", None)
+
+
+def require_supported(engine: Any, rank: int) -> None:
+    """Raises UnsupportedError that names every feature in use that cannot be followed."""
+    found = [*_of_engine(engine), *_of_zero(engine), *_of_optimizer(engine.optimizer), *_of_curricula(engine)]
+    if found:
+        raise UnsupportedError(
+            f"rank {rank}: cannot protect this job: {'; '.join(dict.fromkeys(found))}. "
+            "Drop the option, or take the block ft_plugins out of the DeepSpeed configuration"
+        )
+
+
+def _of_engine(engine: Any) -> Iterator[str]:
+    kind = type(engine).__name__
+    if kind == "DualPipeVEngine":
+        yield "DualPipeV has a schedule of its own"
+    elif kind not in _ENGINES:
+        yield f"the engine {kind} is unknown"
+    if getattr(engine, "has_moe_layers", False):
+        yield "MoE layers: the replica sets of experts are not known yet"
+    if _asked(engine, "autotp_size", 0) > 1 and kind == "PipelineEngine":
+        yield "AutoTP with pipelines (tensor_parallel.autotp_size)"
+    if _asked(engine, "is_deepcompile_enabled", False):
+        yield "DeepCompile replaces the step (compile.deepcompile)"
+    if getattr(engine, "torch_autocast_z0_gradscaler", None) is not None:
+        yield "torch_autocast in fp16 scales gradients by a scaler of its own"
+    if not _asked(engine, "managed_gradient_accumulation", True):
+        yield "managed_gradient_accumulation false: the caller's accumulation is unknown"
+
+
+def _of_zero(engine: Any) -> Iterator[str]:
+    zero = getattr(engine._config, "zero_config", None)
+    for name in ("offload_optimizer", "offload_param"):
+        device = getattr(getattr(zero, name, None), "device", None)
+        where = getattr(device, "value", device)
+        if where not in _OFFLOAD_NOWHERE:
+            to = "NVMe: its state is in files" if where == "nvme" else f"{where}: an update runs in pieces of its own"
+            yield f"zero_optimization.{name} to {to}"
+    if getattr(engine, "zenflow", None):
+        yield "ZenFlow (zero_optimization.zenflow) updates behind the step"
+    if _asked(engine, "zero_hpz_partition_size", 1) > 1:
+        yield "ZeRO++ hpZ (zero_hpz_partition_size) keeps second copies"
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if _asked(engine, name, False):
+            yield f"ZeRO++ ({name}) keeps quantized parameters"
+    if (getattr(zero, "mics_shard_size", 0) or 0) > 0:
+        yield "MiCS (zero_optimization.mics_shard_size) shards over parts of the replicas"
+
+
+def _of_optimizer(optimizer: Any) -> Iterator[str]:
+    if optimizer is None:
+        yield "the engine has no optimizer: there is nothing to protect"
+        return
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer) and kind not in _WRAPPERS:
+        yield f"the optimizer {kind} is unknown"
+        return
+    updating = inner(optimizer)
+    if type(updating).__name__ not in _OPTIMIZERS:
+        yield f"the optimizer {type(updating).__name__}: known are {', '.join(_OPTIMIZERS)}"
+        return
+    for group in getattr(updating, "param_groups", ()):
+        if group.get("momentum"):
+            yield f"{type(updating).__name__} with momentum creates its state in its first step only"
+        if group.get("amsgrad"):
+            yield "amsgrad"
+    if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
+        yield "torch_autocast in fp16 scales gradients by a scaler of its own"
+
+
+def _of_curricula(engine: Any) -> Iterator[str]:
+    """What keeps counters of its own, beside iteration and samples."""
+    asked = {
+        "random_ltd_enabled": "random-LTD (data_efficiency.data_routing)",
+        "curriculum_learning_enabled": "curriculum learning (data_efficiency.data_sampling)",
+        "curriculum_enabled_legacy": "curriculum learning (curriculum_learning)",
+        "pld_enabled": "progressive layer drop (progressive_layer_drop)",
+        "eigenvalue_enabled": "eigenvalues (eigenvalue)",
+    }
+    for name, words in asked.items():
+        if _asked(engine, name, False):
+            yield f"{words} keeps counters of its own"
+
+
+def _asked(engine: Any, name: str, usual: Any) -> Any:
+    """What the engine answers; `usual` where this version does not know the question."""
+    found = type(engine).__dict__.get(name) or getattr(type(engine), name, None)
+    return found(engine) if callable(found) else usual

@@ -1,0 +1,236 @@
+"""A script's own training loop over a DeepSpeed engine as a host, without an edit to the script.
+
+Invariant: a job that is not protected runs what DeepSpeed wrote. A protected engine is restored before
+`deepspeed.initialize` returns, so the script sees `engine.global_steps` as after DeepSpeed's own load; data position
+and RNG follow right before the first batch is read. An iteration is what ends in an update, skipped updates included.
+
+    deepspeed.initialize     the block is checked first; builds host and session, restores
+    engine.train_batch       PipelineEngine: iteration_begin, iteration_end
+    engine.forward, step     DeepSpeedEngine: iteration_begin at the first read or forward, iteration_end at an update
+    engine.load_checkpoint   the larger iteration wins
+    destroy_process_group    the orderly end, or that of the script under ft-run
+
+In: the module `deepspeed`, right after its import. Out: the same module, followed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ...config import Config, LaunchContext, deepspeed_json, launch_context, merge
+from ...errors import ConfigError, UnsupportedError
+from ...session import Session, attach
+from .position import Positions
+from .wrapping import replace
+
+
+class EngineHooks:
+    """The hooks of one process; `loop` is there once a protected engine has been built."""
+
+    def __init__(self) -> None:
+        self.loop: Loop | None = None
+        self.positions = Positions()
+
+    def follow(self, module: ModuleType) -> None:
+        """Wrap `deepspeed.initialize`. Raises UnsupportedError when there is none."""
+        replace(module, "initialize", self._initializing)
+
+    def _initializing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            context = launch_context()
+            resolve(given(signature.bind_partial(*args, **kwargs).arguments), context)  # before DeepSpeed acts on it
+            built = original(*args, **kwargs)
+            engine = built[0]
+            config = resolve(engine._config._param_dict, context)
+            if not config.systems:
+                return built
+            if self.loop is not None:
+                raise UnsupportedError("deepspeed.initialize was called twice: a second engine cannot be protected")
+            self.loop = Loop(engine, config, context, self.positions)
+            self.loop.resume()
+            return built
+
+        return initialize
+
+    def finish(self) -> None:
+        """The script has ended in order."""
+        if self.loop is not None:
+            self.loop.shutdown()
+            self.loop = None
+
+
+class Loop:
+    """One protected engine: session, host, and where the script stands."""
+
+    def __init__(self, engine: Any, config: Config, context: LaunchContext, positions: Positions) -> None:
+        """Build host and session. A collective. Raises what `attach` raises."""
+        from .core import DeepSpeedHost  # imports DeepSpeed, which is there by now
+
+        world_size = torch.distributed.get_world_size()
+        if world_size == 1:
+            raise ConfigError(
+                "ft_plugins.reft: the job has a single rank, with nobody to share state out with: start it with "
+                "ft-run --nproc-per-node N, or take the block out"
+            )
+        self.engine = engine
+        self._positions = positions
+        self._begun = 0  # the iteration that has begun last
+        self._known = False  # whether training data were read where that is followed
+        self._host = DeepSpeedHost(engine, positions)
+        self._session: Session = attach(self._host, config, context)
+        self._pipeline = hasattr(engine, "train_batch")
+        (self._follow_pipeline if self._pipeline else self._follow_engine)()
+        self._wrap("load_checkpoint", self._loading)
+        self._follow_end()
+
+    def resume(self) -> None:
+        """Restore the newest version."""
+        self._session.resume(loaded=self.engine.global_steps)
+
+    def shutdown(self) -> None:
+        """The orderly end of training. Idempotent."""
+        self._session.shutdown()
+
+    def begin(self) -> None:
+        """An iteration begins, unless it has."""
+        iteration = self.engine.global_steps + 1
+        if self._begun != iteration:
+            self._begun = iteration
+            self._session.iteration_begin(iteration)
+
+    def _wrap(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        replace(self.engine, name, wrap)
+
+    # PipelineEngine
+
+    def _follow_pipeline(self) -> None:
+        self._wrap("train_batch", self._training_batch)
+        self._wrap("_next_batch", self._reading_batch)
+
+    def _training_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train_batch(data_iter: Any = None) -> Any:
+            if data_iter is not None:
+                self.engine.set_dataiterator(data_iter)
+            if self.engine.data_iterator is not None:
+                self._positions.expect("train", self.engine.data_iterator)
+            self.begin()
+            outcome = original()
+            self._session.iteration_end(self.engine.global_steps)
+            return outcome
+
+        return train_batch
+
+    def _reading_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _next_batch() -> Any:
+            if self.engine.data_iterator is not None:
+                role = "train" if self.engine.module.training else "eval"
+                self._positions.reading(role, self.engine.data_iterator)
+            return original()
+
+        return _next_batch
+
+    # DeepSpeedEngine
+
+    def _follow_engine(self) -> None:
+        self._wrap("forward", self._going_forward)
+        self._wrap("step", self._stepping)
+        self._positions.before_read = self._before_read
+
+    def _before_read(self, loader: Any) -> None:
+        if self.engine.training:
+            self._known = True
+            self._positions.expect("train", loader)
+            self.begin()
+        else:
+            self._positions.reading("eval", loader)
+
+    def _going_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.engine.training:
+                if not self._begun and not self._known and self._host.rank == 0:
+                    print(
+                        "ft_plugins: the data position is not followed: batches come neither from "
+                        "deepspeed.initialize(training_data=...), engine.deepspeed_io nor deepspeed's RepeatingLoader; "
+                        "after a restore the script reads from wherever it begins",
+                        flush=True,
+                    )
+                self.begin()
+            return original(*args, **kwargs)
+
+        return forward
+
+    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before = self.engine.global_steps
+            outcome = original(*args, **kwargs)
+            if self.engine.global_steps != before:
+                self._session.iteration_end(self.engine.global_steps)
+            return outcome
+
+        return step
+
+    # both
+
+    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            restored = self.engine.global_steps
+            outcome = original(*args, **kwargs)
+            if self.engine.global_steps < restored:
+                if self._host.rank == 0:
+                    print(
+                        f"ft_plugins: the checkpoint is of iteration {self.engine.global_steps}, the state in memory "
+                        f"of {restored}: the latter is restored again",
+                        flush=True,
+                    )
+                self._session.resume(loaded=self.engine.global_steps)
+            return outcome
+
+        return load_checkpoint
+
+    def _follow_end(self) -> None:
+        """Scripts end by taking the process group down; those that do not end with their process."""
+
+        def ending(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def destroy_process_group(group: Any = None) -> Any:
+                if group is None or group is torch.distributed.group.WORLD:
+                    self.shutdown()
+                return original(group)
+
+            return destroy_process_group
+
+        replace(torch.distributed, "destroy_process_group", ending)
+
+
+def given(arguments: Mapping[str, Any]) -> Any:
+    """What `deepspeed.initialize` was given as configuration: a path, a mapping or None."""
+    for name in ("config", "config_params"):
+        if arguments.get(name) is not None:
+            return arguments[name]
+    return getattr(arguments.get("args"), "deepspeed_config", None)
+
+
+def resolve(configuration: Any, context: LaunchContext) -> Config:
+    """What ft-run was told and what the block says, together. Raises ConfigError where they differ."""
+    if isinstance(configuration, Mapping):
+        block = deepspeed_json.from_mapping(configuration)
+    elif isinstance(configuration, str) and (Path(configuration).exists() or configuration.endswith(".json")):
+        block = deepspeed_json.from_file(Path(configuration))
+    else:  # encoded, which DeepSpeed reads: the engine's own configuration is asked later
+        block = Config()
+    return merge(context.config or Config(), block, ("ft-run", "the DeepSpeed configuration"))

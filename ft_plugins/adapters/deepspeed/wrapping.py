@@ -1,0 +1,9 @@
+"""`adapters.wrapping` for DeepSpeed, with the version that is tested."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .. import wrapping
+
+replace = partial(wrapping.replace, framework="DeepSpeed", tested="0.19.8")

@@ -1,0 +1,88 @@
+"""What adapters share about training state: an item with its live tensor, and the optimizer's values beside tensors.
+
+Invariant: values are set in place, each in a tensor of its own: schedulers hold the dictionaries of parameter groups,
+and a 'step' that parameters share is incremented once per parameter.
+
+In: live tensors and what a framework says of them, torch optimizers. Out: `Held`; plain values, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import InventoryError, ResumeError
+from ..model.inventory import Item, Role, Span
+
+UPDATE = frozenset({Span.UPDATE})
+ANYWHERE = frozenset(Span)
+NEVER: frozenset[Span] = frozenset()
+
+
+@dataclass(frozen=True)
+class Held:
+    """An item and where its tensor lives now."""
+
+    item: Item
+    read: Callable[[], torch.Tensor]
+
+
+def hold(
+    name: str,
+    role: Role,
+    replicas: tuple[int, ...],
+    layer: int | None,
+    changed_by: frozenset[Span],
+    read: Callable[[], torch.Tensor],
+    piece: tuple[int, int, int] | None = None,
+) -> Held:
+    """The item that `read` shows. Raises InventoryError when it is not dense in memory."""
+    tensor = read()
+    if piece is not None and piece[1] - piece[0] != tensor.numel():
+        piece = None  # not laid out as its parameter is: it stays where it is
+    if not tensor.is_contiguous():
+        raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
+    dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
+    return Held(Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, layer, changed_by, piece), read)
+
+
+def is_item(value: Any) -> bool:
+    """Whether a value of an optimizer's state is an item of its own; what has no dimensions ('step') is small state."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps for a parameter beside items."""
+    return {key: value for key, value in state.items() if not is_item(value)}
+
+
+def first_step(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+    """The 'step' with which torch's Adam begins for a parameter of `group`."""
+    on_device = group["capturable"] or group["fused"]
+    return torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+
+
+def groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The values of the parameter groups (lr, weight decay, betas, FusedAdam's 'step'), without the parameters."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Set the values of the parameter groups, in place: schedulers hold the dictionaries."""
+    if len(saved) != len(optimizer.param_groups):
+        raise ResumeError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, captured were {len(saved)}: "
+            "resume with the model and the optimizer settings of the captured job"
+        )
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: own(value, group.get(key)) for key, value in values.items()})
+
+
+def own(value: Any, like: Any) -> Any:
+    """`value` as a tensor of its own, on the device of the one that it replaces."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone().to(like.device if isinstance(like, torch.Tensor) else "cpu")

@@ -1,0 +1,98 @@
+"""The `ft_plugins` block of a DeepSpeed configuration: read as DeepSpeed reads the file, but checked.
+
+Invariant: what DeepSpeed would pass over in silence is an error here: a block that is no object, a key that is unknown
+or has no effect, a file that names the block twice. DeepSpeed's own keys are DeepSpeed's business.
+
+In: a path, a mapping, or a script's arguments. Out: a `Config`, not yet merged with other sources.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .schema import Config
+
+BLOCK = "ft_plugins"
+_FLAGS = ("--deepspeed_config", "--deepspeed-config")
+
+
+def path_in(arguments: Sequence[str]) -> str | None:
+    """The file that a script's arguments name as DeepSpeed's configuration; None for none. The last one counts."""
+    found = None
+    for index, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name in _FLAGS and equals:
+            found = value
+        elif name in _FLAGS and index + 1 < len(arguments):
+            found = arguments[index + 1]
+    return found
+
+
+def from_arguments(arguments: Sequence[str], folder: Path) -> Config:
+    """What the file says that a script, run in `folder`, is given; nothing where it has none. Raises ConfigError."""
+    path = path_in(arguments)
+    return Config() if path is None else from_file(folder / path)
+
+
+def from_file(path: Path) -> Config:
+    """What the file says. Raises ConfigError, with the place, for one that cannot be read."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"--deepspeed_config {path}: cannot be read ({reason}); name a JSON file") from error
+    return _checked(_parse(text, str(path)), str(path))
+
+
+def from_mapping(config: Mapping[str, Any]) -> Config:
+    """What a configuration says that is passed as a dictionary. Raises ConfigError."""
+    return _checked(config, "the DeepSpeed configuration")
+
+
+def _checked(config: Any, place: str) -> Config:
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{place}: expected an object, found {type(config).__name__}")
+    if BLOCK not in config:
+        return Config()
+    try:
+        return Config.from_json(config[BLOCK], whole=False)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _parse(text: str, place: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ConfigError(f"{place}: '{name}' is given twice, and only one can count; drop one of them")
+            found[name] = value
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        found = _as_hjson(text, once)
+        if found is None:
+            raise ConfigError(
+                f"{place}: line {error.lineno}, column {error.colno}: this is no JSON ({error.msg})"
+            ) from error
+        return found
+
+
+def _as_hjson(text: str, once: Any) -> Any:
+    """With comments and the like, which DeepSpeed takes too; None where that does not help."""
+    try:
+        hjson = importlib.import_module("hjson")
+    except ImportError:
+        return None
+    try:
+        found = hjson.loads(text, object_pairs_hook=once)
+    except hjson.HjsonDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
