@@ -45,7 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ("--iterations", 20, "iterations of the whole run"),
         ("--eval-at", 0, "evaluate every so many iterations; 0: never"),
         ("--seed", 1234, "of weights, dropout and data order"),
-        ("--local_rank", 0, "given by DeepSpeed's launcher"),
+        ("--local_rank", int(os.environ.get("LOCAL_RANK", 0)), "given by DeepSpeed's launcher"),
     ):
         add(flag, default=default, help=f"{meaning} (default {default})")
     parser.add_argument("--deepspeed_config", required=True, help="DeepSpeed's JSON file")
