@@ -10,11 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-from .gpt_runs import GptRun
+from typing import Any, Protocol
 
 SHOWN = 12
+
+
+class Described(Protocol):
+    """A run of an example: where the description of its final state and its losses are."""
+
+    @property
+    def digests(self) -> Path: ...
+
+    @property
+    def loss_log(self) -> Path: ...
 
 
 def state_differences(left: Path, right: Path, ranks: int) -> list[str]:
@@ -62,7 +70,7 @@ def explain(found: list[str]) -> str:
     return "\n".join([f"{len(found)} differences", *found[:SHOWN]])
 
 
-def assert_identical(run: GptRun, golden: GptRun, ranks: int) -> None:
+def assert_identical(run: Described, golden: Described, ranks: int) -> None:
     """Raises AssertionError naming the first differences between the final states and loss sequences of two runs."""
     found = state_differences(run.digests, golden.digests, ranks) + loss_differences(run.loss_log, golden.loss_log)
     if found:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from .forkserver import ForkServer, JobSpec, RunningJob
-from .gpt_runs import GptRun
 from .journal import wait_for
 from .nodes import Place, destroy
 
@@ -22,6 +22,15 @@ DETECT_SECONDS = "5"
 Spec = Callable[..., JobSpec]
 
 
+class Run(Protocol):
+    """A run of an example, whichever framework it uses."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def spec(self, **fields: object) -> JobSpec: ...
+
+
 class MultiNodeJob:
     """A job of `ranks` on `count` nodes; it can go on with `min_nodes`, with all of them unless given."""
 
@@ -29,7 +38,7 @@ class MultiNodeJob:
         self,
         server: ForkServer,
         jobs: Spec,
-        run: GptRun,
+        run: Run,
         ranks: int,
         count: int,
         endpoint: str,

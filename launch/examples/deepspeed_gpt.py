@@ -3,8 +3,8 @@
     ft-run --nproc-per-node 8 launch/examples/deepspeed_gpt.py --tp 2 --pp 2 --deepspeed_config ds.json
     torchrun --nproc-per-node 8 launch/examples/deepspeed_gpt.py --tp 2 --pp 2 --deepspeed_config ds.json
 
-Nothing here protects the job: a block `"ft_plugins": {"reft": {}}` in ds.json does. What a script needs for that is what
-it needs for DeepSpeed's own checkpoints: a loop that goes on from `engine.global_steps`. `main(argv)` is one rank.
+Nothing here protects the job: a block `"ft_plugins": {"reft": {}}` in ds.json does. What a script needs for that is
+what it needs for DeepSpeed's own checkpoints: a loop that goes on from `engine.global_steps`. `main(argv)` is one rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from byte_text import Sampler, Text
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed_layers import Block, Cut, Embedding, Norm, Plain, Sizes, logits, loss
 
 
@@ -50,6 +50,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         add(flag, default=default, help=f"{meaning} (default {default})")
     parser.add_argument("--deepspeed_config", required=True, help="DeepSpeed's JSON file")
     parser.add_argument("--data", help="any text file (default: the sources of Python's standard library)")
+    parser.add_argument(
+        "--axes", default="pipe-data-model", help="of the ranks, the last one nearest (default %(default)s)"
+    )
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--loss-log", help="JSON lines, appended by one rank")
     parser.add_argument("--state-digest", help="prefix of the files that describe the final state, one per rank")
@@ -92,7 +95,9 @@ def main(argv: Sequence[str]) -> None:
 def pipeline(args: argparse.Namespace, sizes: Sizes, train: Text, valid: Text) -> Iterator[dict[str, Any]]:
     """Training as a pipeline: first the engine, then what to log of each iteration."""
     replicas = max(1, dist.get_world_size() // (args.tp * args.pp))
-    places = PipeModelDataParallelTopology(num_pp=args.pp, num_mp=args.tp, num_dp=replicas)
+    dims = {"pipe": args.pp, "data": replicas, "model": args.tp}
+    axes = args.axes.split("-")
+    places = ProcessTopology(axes=axes, dims=[dims[axis] for axis in axes])
     at = places.get_coord(dist.get_rank())
     seed(args.seed + 100 * at.pipe, args.seed + 2718 + 100 * at.pipe + at.model)
     cut = Cut(tensor_group(places))
@@ -145,7 +150,7 @@ def seed(everywhere: int, here: int) -> None:
     get_cuda_rng_tracker().add("model-parallel-rng", here)
 
 
-def tensor_group(places: PipeModelDataParallelTopology) -> Any:
+def tensor_group(places: ProcessTopology) -> Any:
     """The group of this rank's tensor-parallel neighbours; None without any."""
     if places.get_dim("model") == 1:
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import FtError
-from ft_plugins.rig import gpt_runs
+from ft_plugins.rig import deepspeed_runs, gpt_runs
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
@@ -30,6 +30,13 @@ def torch_server() -> Iterator[ForkServer]:
 def megatron_server() -> Iterator[ForkServer]:
     """Jobs of the GPT example."""
     with ForkServer(gpt_runs.PRELOAD) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def deepspeed_server() -> Iterator[ForkServer]:
+    """Jobs of the DeepSpeed example."""
+    with ForkServer(deepspeed_runs.PRELOAD) as server:
         yield server
 
 

@@ -1,0 +1,98 @@
+"""The block in a DeepSpeed configuration: what DeepSpeed would pass over in silence is one clear line here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.config import Config, deepspeed_json
+from ft_plugins.errors import ConfigError
+from ft_plugins.launcher import command
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "ds.json").write_text(text)
+    return "ds.json"
+
+
+@pytest.mark.parametrize(
+    "words, path",
+    [
+        (["--deepspeed_config", "a.json"], "a.json"),
+        (["--deepspeed_config=a.json", "--x"], "a.json"),
+        (["--deepspeed-config", "a.json", "--deepspeed_config", "b.json"], "b.json"),
+        (["--deepspeed", "a.json"], None),
+        (["--deepspeed_config"], None),
+    ],
+)
+def test_the_file_is_found_among_a_scripts_arguments(words: list[str], path: str | None) -> None:
+    assert deepspeed_json.path_in(words) == path
+
+
+def test_a_block_means_what_the_flags_mean(tmp_path: Path) -> None:
+    path = tmp_path / write(tmp_path, '{"zero_optimization": {"stage": 1}, "ft_plugins": {"reft": {"interval": 4}}}')
+    flags, _ = Config.from_flags(["--reft", "--reft-interval", "4"])
+    assert deepspeed_json.from_file(path) == flags
+    assert deepspeed_json.from_mapping({"zero_optimization": {}}) == Config()
+
+
+def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("hjson")
+    path = tmp_path / write(tmp_path, '{\n  // two replicas\n  "ft_plugins": {"reft": true},\n}')
+    assert deepspeed_json.from_file(path).reft is not None
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"ft_plugins": {"reft": {}}', r"ds.json: line 1, column \d+: this is no JSON"),
+        ("[1, 2]", "ds.json: expected an object, found list"),
+        ('{"ft_plugins": 3}', "ds.json: ft_plugins: expected an object, found 3"),
+        ('{"ft_plugins": {"reft": 3}}', "ds.json: ft_plugins.reft: expected .*found 3"),
+        ('{"ft_plugins": {"reft": {"interval": "4"}}}', "ds.json: ft_plugins.reft.interval: expected an integer >= 1"),
+        ('{"ft_plugins": {"reft": {"intervall": 4}}}', "unknown key; did you mean ft_plugins.reft.interval"),
+        ('{"ft_plugins": {"reft": {}}, "ft_plugins": {"reft": false}}', "'ft_plugins' is given twice"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_anything_starts(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message):
+        deepspeed_json.from_file(tmp_path / name)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["train.py", "--deepspeed_config", name]) == 78
+    told = capsys.readouterr().err
+    assert told.startswith("ft-run: ") and told.count("\n") == 1
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent.json: cannot be read .No such file"):
+        deepspeed_json.from_file(tmp_path / "absent.json")
+
+
+def test_ft_run_reads_the_block_and_leaves_the_scripts_arguments_alone(tmp_path: Path) -> None:
+    name = write(tmp_path, '{"ft_plugins": {"reft": {"interval": 4}, "job": "one"}}')
+    (tmp_path / "train.py").write_text("")
+    words = ["--nproc-per-node", "2", "train.py", "--deepspeed_config", name]
+    planned = command.plan(words, 1, str(tmp_path), "host")
+    assert planned.protected and planned.job == "one"
+    assert planned.config.reft is not None and planned.config.reft.interval == 4
+    assert planned.torch.training_script_args == ["--deepspeed_config", name]
+
+
+def test_ft_run_refuses_a_block_that_contradicts_its_flags(tmp_path: Path) -> None:
+    name = write(tmp_path, '{"ft_plugins": {"reft": {"interval": 4}}}')
+    (tmp_path / "train.py").write_text("")
+    words = ["train.py", "--deepspeed_config", name, "--reft", "--reft-interval", "2"]
+    with pytest.raises(ConfigError, match="the command line says 2, the DeepSpeed configuration says 4; give it once"):
+        command.plan(words, 1, str(tmp_path), "host")
+
+
+def test_a_key_beside_no_system_has_no_effect_and_says_so(tmp_path: Path) -> None:
+    name = write(tmp_path, '{"ft_plugins": {"resume": "memory"}}')
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(ConfigError, match="--ftp-resume: has no effect while no system is on"):
+        command.plan(["train.py", "--deepspeed_config", name], 1, str(tmp_path), "host")
