@@ -1,6 +1,6 @@
 """The main job, proven: pretrain a small GPT twice, kill one process of the second run, compare what the runs ended in.
 
-    python -m ft_plugins.rig.quickstart [--data FILE] [--iterations N] [--out DIR]
+    python -m ft_plugins.rig.quickstart [--framework megatron|deepspeed] [--data FILE] [--iterations N] [--out DIR]
 
 Invariant: the exit status is 0 only if the killed run restored exactly once, from memory, and ended bit for bit where
 the other one ended. Both runs go through `ft-run` as users start it; the kill comes from outside; whatever happens,
@@ -31,18 +31,22 @@ from .driver import Drive, DriveError, Phase
 from .picture import draw
 from .report import Report, Run, make_report, table, verdict
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "megatron_gpt.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
+FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}
 TP, PP, DP = 2, 2, 2
 RANKS = TP * PP * DP
 FAILED_STATUS = 1
-REPORT, PICTURE = "report.json", "report.png"
+REPORT, PICTURE, SETTINGS = "report.json", "report.png", "deepspeed.json"
 _LOOK_SECONDS = 0.2
 _WRITTEN = ("output.log", "loss.jsonl", "events.jsonl", "smp.log", "state-*.json")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. The process of `rank` is killed once iteration `kill_at` is logged."""
+    """What is run. The process of `rank` is killed once iteration `kill_at` is logged.
+
+    Megatron's example is protected by flags, DeepSpeed's by the block in `settings`, its configuration.
+    """
 
     data: Path | None
     out: Path
@@ -51,11 +55,20 @@ class Plan:
     rank: int
     patience: float  # seconds without anything new after which a run counts as hung
     job: tuple[str, ...]  # flags of the example
+    framework: str = "megatron"
+    settings: dict[str, Any] | None = None
+
+    @property
+    def example(self) -> Path:
+        """The script that is run."""
+        return EXAMPLES / FRAMEWORKS[self.framework]
 
     def arguments(self, folder: Path) -> list[str]:
         """The command line for ft-run of a run in `folder`."""
-        words = ["--nproc-per-node", str(RANKS), "--reft", "--reft-interval", "1", "--ftp-orphan-seconds", "60"]
-        words += [str(EXAMPLE), *self.job, "--iterations", str(self.iterations)]
+        flags = ["--reft", "--reft-interval", "1", "--ftp-orphan-seconds", "60"] if self.settings is None else []
+        words = ["--nproc-per-node", str(RANKS), *flags, str(self.example), *self.job]
+        words += ["--deepspeed_config", str(self.out / SETTINGS)] if self.settings is not None else []
+        words += ["--iterations", str(self.iterations)]
         words += ["--loss-log", str(folder / "loss.jsonl"), "--state-digest", str(folder / "state-")]
         return words if self.data is None else [*words, "--data", str(self.data)]
 
@@ -64,6 +77,9 @@ def parse(argv: Sequence[str]) -> Plan:
     """Raises ConfigError, SystemExit."""
     parser = argparse.ArgumentParser(
         prog="quickstart", description="Pretrain a small GPT twice, kill a process in the second run, and compare."
+    )
+    parser.add_argument(
+        "--framework", choices=tuple(FRAMEWORKS), default="megatron", help="with which to train (default %(default)s)"
     )
     parser.add_argument("--data", type=Path, help="any text file (default: the sources of Python's standard library)")
     parser.add_argument("--iterations", type=int, default=80, help="iterations of each run (default %(default)s)")
@@ -85,17 +101,43 @@ def parse(argv: Sequence[str]) -> Plan:
         raise ConfigError(
             f"--data {options.data}: expected a text file with something in it; leave it out for a default"
         )
-    if not EXAMPLE.is_file():
-        raise ConfigError(f"{EXAMPLE} is missing: the quickstart runs from a checkout of the project")
-    return Plan(
+    deepspeed = options.framework == "deepspeed"
+    plan = Plan(
         data=options.data.resolve() if options.data else None,
         out=options.out.resolve(),
         iterations=iterations,
         kill_at=kill_at,
         rank=options.kill_rank,
         patience=options.patience,
-        job=job_flags(options.quick),
+        job=deepspeed_flags(options.quick) if deepspeed else job_flags(options.quick),
+        framework=options.framework,
+        settings=deepspeed_settings(options.quick) if deepspeed else None,
     )
+    if not plan.example.is_file():
+        raise ConfigError(f"{plan.example} is missing: the quickstart runs from a checkout of the project")
+    return plan
+
+
+def deepspeed_flags(quick: bool) -> tuple[str, ...]:
+    """The same model as a PipelineModule, in sizes that two cores can bear."""
+    sizes = {"--tp": TP, "--pp": PP, "--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
+    return tuple(word for name, size in sizes.items() for word in (name, str(size)))
+
+
+def deepspeed_settings(quick: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration: bf16 with ZeRO-1, and what protects the job."""
+    batch, micro = (16, 2) if quick else (64, 8)
+    return {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 1_000_000,
+        "ft_plugins": {"reft": {"interval": 1}, "orphan_seconds": 60.0},
+    }
 
 
 def job_flags(quick: bool) -> tuple[str, ...]:
@@ -154,6 +196,8 @@ def prove(plan: Plan, console: Console, display: Display) -> Report:
         plan.out.mkdir(parents=True, exist_ok=True)
         for name in (REPORT, PICTURE):  # of an earlier start, which must not pass for this one's
             (plan.out / name).unlink(missing_ok=True)
+        if plan.settings is not None:
+            (plan.out / SETTINGS).write_text(json.dumps(plan.settings, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out {plan.out}: {error.strerror}; name a folder that can be written") from error
     unfailed = run(plan, "unfailed", "unfailed run", False, display)

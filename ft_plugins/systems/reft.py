@@ -270,6 +270,9 @@ class Reft:
         """
         segment = self._mapped()
         started = time.perf_counter()
+        if self._capture is not None:  # asked again before anything was captured: a framework's checkpoint was loaded
+            self._capture.close()
+            self._capture = None
         faults.reach("restore.begin")
         if self._takeover is not None:
             self._take_over(self._takeover)

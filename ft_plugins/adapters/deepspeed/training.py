@@ -2,11 +2,13 @@
 
 Invariant: a job that is not protected runs what DeepSpeed wrote. A protected engine is restored before
 `deepspeed.initialize` returns, so the script sees `engine.global_steps` as after DeepSpeed's own load; data position
-and RNG follow right before the first batch is read. An iteration is what ends in an update, skipped updates included.
+and RNG follow right before the first batch is read. An iteration is what ends in an update, skipped updates included;
+its version point is the moment before the next one begins, so that what the script does in between (evaluation, its own
+random numbers) belongs to it, or the orderly end.
 
     deepspeed.initialize     the block is checked first; builds host and session, restores
-    engine.train_batch       PipelineEngine: iteration_begin, iteration_end
-    engine.forward, step     DeepSpeedEngine: iteration_begin at the first read or forward, iteration_end at an update
+    engine.train_batch       PipelineEngine: the end of the iteration before, then iteration_begin
+    engine.forward, step     DeepSpeedEngine: likewise at the first read or forward after an update
     engine.load_checkpoint   the larger iteration wins
     destroy_process_group    the orderly end, or that of the script under ft-run
 
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 
 from ...config import Config, LaunchContext, deepspeed_json, launch_context, merge
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError, ResumeError, UnsupportedError
 from ...session import Session, attach
 from .position import Positions
 from .wrapping import replace
@@ -85,6 +87,7 @@ class Loop:
         self.engine = engine
         self._positions = positions
         self._begun = 0  # the iteration that has begun last
+        self._updated: int | None = None  # an iteration whose version point is still to come
         self._known = False  # whether training data were read where that is followed
         self._host = DeepSpeedHost(engine, positions)
         self._session: Session = attach(self._host, config, context)
@@ -94,18 +97,31 @@ class Loop:
         self._follow_end()
 
     def resume(self) -> None:
-        """Restore the newest version."""
-        self._session.resume(loaded=self.engine.global_steps)
+        """Restore the newest version; with a checkpoint of DeepSpeed's loaded, the larger iteration wins."""
+        iteration = self._session.resume(loaded=self.engine.global_steps)
+        if iteration != self.engine.global_steps:
+            raise ResumeError(
+                f"rank {self._host.rank}: iteration {iteration} was restored, but DeepSpeed's counter says "
+                f"{self.engine.global_steps}; start with --ftp-resume fresh"
+            )
 
     def shutdown(self) -> None:
         """The orderly end of training. Idempotent."""
+        self._end()
         self._session.shutdown()
+
+    def _end(self) -> None:
+        """The version point of an iteration that has had its update."""
+        if self._updated is not None:
+            iteration, self._updated = self._updated, None
+            self._session.iteration_end(iteration)
 
     def begin(self) -> None:
         """An iteration begins, unless it has."""
         iteration = self.engine.global_steps + 1
         if self._begun != iteration:
             self._begun = iteration
+            self._end()
             self._session.iteration_begin(iteration)
 
     def _wrap(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -126,7 +142,7 @@ class Loop:
                 self._positions.expect("train", self.engine.data_iterator)
             self.begin()
             outcome = original()
-            self._session.iteration_end(self.engine.global_steps)
+            self._updated = self.engine.global_steps
             return outcome
 
         return train_batch
@@ -178,7 +194,7 @@ class Loop:
             before = self.engine.global_steps
             outcome = original(*args, **kwargs)
             if self.engine.global_steps != before:
-                self._session.iteration_end(self.engine.global_steps)
+                self._updated = self.engine.global_steps
             return outcome
 
         return step
@@ -188,16 +204,13 @@ class Loop:
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            restored = self.engine.global_steps
+            if self._begun:
+                raise UnsupportedError(
+                    "engine.load_checkpoint after training has begun: what is in memory is of the iterations that it "
+                    "would undo; end the job, and start it with --ftp-resume fresh"
+                )
             outcome = original(*args, **kwargs)
-            if self.engine.global_steps < restored:
-                if self._host.rank == 0:
-                    print(
-                        f"ft_plugins: the checkpoint is of iteration {self.engine.global_steps}, the state in memory "
-                        f"of {restored}: the latter is restored again",
-                        flush=True,
-                    )
-                self._session.resume(loaded=self.engine.global_steps)
+            self.resume()
             return outcome
 
         return load_checkpoint

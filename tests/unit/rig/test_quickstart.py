@@ -25,6 +25,16 @@ def test_both_runs_are_the_same_command_but_for_their_files(tmp_path: Path) -> N
     assert plan.kill_at == 20
 
 
+def test_with_deepspeed_both_runs_have_one_configuration_whose_block_protects_them(tmp_path: Path) -> None:
+    plan = parse(["--framework", "deepspeed", "--out", str(tmp_path), "--iterations", "40"])
+    words = plan.arguments(tmp_path / "one")
+    config, rest = Config.from_flags(words)
+    assert not config.systems, "no flag of ours"
+    assert rest[2].endswith("deepspeed_gpt.py")
+    assert rest[rest.index("--deepspeed_config") + 1] == str(tmp_path / "deepspeed.json")
+    assert plan.settings is not None and Config.from_json(plan.settings["ft_plugins"]).reft is not None
+
+
 def test_the_given_text_is_what_both_runs_learn_from(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("some text")
     words = parse(["--data", str(tmp_path / "text")]).arguments(tmp_path)
