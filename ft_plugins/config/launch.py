@@ -77,6 +77,8 @@ def launch_context(environ: Mapping[str, str] = os.environ) -> LaunchContext:
         near = difflib.get_close_matches(name, _OURS, 1, 0.85) if name.startswith("FTP_") else []
         if near and name not in _OURS:
             raise ConfigError(f"environment variable {name}: unknown; did you mean {near[0]}?")
+    if "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ:  # so DeepSpeed's launcher calls it
+        environ = {**environ, "LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]}
     launched = any(name in environ for name in _PLACE)
     rank, local_rank, world_size, local_world_size = (
         _number(environ, name, None if launched else usual) for name, usual in zip(_PLACE, (0, 0, 1, 1), strict=True)

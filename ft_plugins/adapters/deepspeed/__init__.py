@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ...patches import apply_deepspeed_cpu
 from ..imports import on_import
-from .training import EngineHooks
+from .training import EngineHooks, Join
 
 
 def prepare() -> bool:
@@ -19,12 +19,13 @@ def prepare() -> bool:
     return apply_deepspeed_cpu(on_import)
 
 
-def install() -> Callable[[], None]:
+def install(join: Join | None = None) -> Callable[[], None]:
     """Follow the engine that a script builds, as ft-run and the DeepSpeed configuration say. Call it once.
 
-    What is returned is to be called when the script has ended in order.
+    `join` gives a rank that ft-run has not started what ft-run would have given it. What is returned is to be called
+    when the script has ended in order.
     """
-    hooks = EngineHooks()
+    hooks = EngineHooks(join)
     on_import("deepspeed.runtime.dataloader", hooks.positions.follow)
     on_import("deepspeed", hooks.follow)
     return hooks.finish

@@ -32,11 +32,15 @@ from ...session import Session, attach
 from .position import Positions
 from .wrapping import replace
 
+Leave = Callable[[], None]
+Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
+
 
 class EngineHooks:
     """The hooks of one process; `loop` is there once a protected engine has been built."""
 
-    def __init__(self) -> None:
+    def __init__(self, join: Join | None = None) -> None:
+        self._join = join
         self.loop: Loop | None = None
         self.positions = Positions()
 
@@ -58,7 +62,11 @@ class EngineHooks:
                 return built
             if self.loop is not None:
                 raise UnsupportedError("deepspeed.initialize was called twice: a second engine cannot be protected")
-            self.loop = Loop(engine, config, context, self.positions)
+            require_several_ranks()
+            leave: Leave = _stay
+            if self._join is not None and context.run_dir is None:
+                context, leave = self._join(config, context)
+            self.loop = Loop(engine, config, context, self.positions, leave)
             self.loop.resume()
             return built
 
@@ -74,17 +82,14 @@ class EngineHooks:
 class Loop:
     """One protected engine: session, host, and where the script stands."""
 
-    def __init__(self, engine: Any, config: Config, context: LaunchContext, positions: Positions) -> None:
-        """Build host and session. A collective. Raises what `attach` raises."""
+    def __init__(
+        self, engine: Any, config: Config, context: LaunchContext, positions: Positions, leave: Leave
+    ) -> None:
+        """Build host and session. A collective. Raises what `attach` raises. `leave` is called after the end."""
         from .core import DeepSpeedHost  # imports DeepSpeed, which is there by now
 
-        world_size = torch.distributed.get_world_size()
-        if world_size == 1:
-            raise ConfigError(
-                "ft_plugins.reft: the job has a single rank, with nobody to share state out with: start it with "
-                "ft-run --nproc-per-node N, or take the block out"
-            )
         self.engine = engine
+        self._leave = leave
         self._positions = positions
         self._begun = 0  # the iteration that has begun last
         self._updated: int | None = None  # an iteration whose version point is still to come
@@ -109,6 +114,8 @@ class Loop:
         """The orderly end of training. Idempotent."""
         self._end()
         self._session.shutdown()
+        leave, self._leave = self._leave, _stay
+        leave()
 
     def _end(self) -> None:
         """The version point of an iteration that has had its update."""
@@ -228,6 +235,19 @@ class Loop:
             return destroy_process_group
 
         replace(torch.distributed, "destroy_process_group", ending)
+
+
+def _stay() -> None:
+    """Nothing is left to ft_plugins at the end: ft-run sees to it."""
+
+
+def require_several_ranks() -> None:
+    """Raises ConfigError for a job of one rank."""
+    if torch.distributed.get_world_size() == 1:
+        raise ConfigError(
+            "ft_plugins.reft: the job has a single rank, with nobody to share state out with: start it with "
+            "ft-run --nproc-per-node N, or take the block out"
+        )
 
 
 def given(arguments: Mapping[str, Any]) -> Any:

@@ -1,0 +1,33 @@
+"""`import ft_plugins.deepspeed`: the one line for a DeepSpeed script that ft-run does not start.
+
+Invariant: under ft-run the line changes nothing, for the hooks are there already. Under torchrun or DeepSpeed's own
+launcher the block `ft_plugins` of the DeepSpeed configuration then means what it means under ft-run; without such a
+block nothing is touched but DeepSpeed's build at start, which a CPU does not need. It stands before the first import of
+deepspeed, or behind it.
+
+In: the import. Out: `deepspeed.initialize` followed; an error of ours is one line.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from .adapters import deepspeed as _adapter
+from .config import launch_context
+from .errors import FtError
+from .launcher.unlaunched import join
+
+
+def _in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, FtError):
+        if not error.echo:
+            print(f"ft_plugins: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return
+    sys.__excepthook__(kind, error, trace)
+
+
+if launch_context().run_dir is None:
+    _adapter.prepare()
+    _adapter.install(join)
+    sys.excepthook = _in_one_line

@@ -1,0 +1,72 @@
+"""An SMP for a job that another launcher has started: torchrun's, DeepSpeed's.
+
+Invariant: as with ft-run the SMP is no child of training, the old incarnation is ended before the new one gets its
+token, and an orderly end removes the memory. What only ft-run does is missing, and the caller says so: restarts bounded
+by progress (the launcher restarts, or the user gives the command again), an SMP replaced while training runs, nodes
+replaced.
+
+In: the configuration, what the launcher said, a process group that is up. Out: the context that ft-run would give.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+
+from ..config import Config, LaunchContext, run_directory
+from ..errors import ConfigError, FtError, ProtectionError
+from ..recovery.collective import Collective
+from ..smp import client as smp
+from . import identity
+
+_CALL_SECONDS = 30.0
+
+
+def join(config: Config, context: LaunchContext) -> tuple[LaunchContext, Callable[[], None]]:
+    """Every rank of the job calls. Returns its context, and what every rank calls after an orderly end.
+
+    Raises what a rank of any node had: BusyError, ConfigError; ProtectionError becomes that of the session.
+    """
+    collective = Collective()
+    failure: FtError | None = None
+    told: tuple[str, int] | None = None
+    if context.local_rank == 0:
+        try:
+            told = _bring_up(config)
+        except ProtectionError as error:
+            print(f"ft_plugins: {error}", file=sys.stderr, flush=True)
+        except FtError as error:
+            failure = error
+    collective.agree(failure)
+    nodes = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([context.group_rank, told]))]
+    own = [place for group, place in nodes if group == context.group_rank and place is not None]
+    if not own:
+        return context, lambda: None
+    run_dir, token = Path(own[0][0]), int(own[0][1])
+
+    def leave() -> None:
+        collective.barrier()  # every rank has let go of its memory
+        if context.local_rank == 0:
+            with smp.Client(run_dir, _CALL_SECONDS) as client:
+                client.end()
+
+    return replace(context, run_dir=run_dir, token=token, agent_pid=os.getppid()), leave
+
+
+def _bring_up(config: Config) -> tuple[str, int]:
+    """The run directory of this job on this node, and the token of this incarnation."""
+    if config.reft is None:
+        raise ConfigError("no system is on")
+    job = identity.job_name(config.job, "", os.getuid(), os.getcwd(), sys.argv[0], sys.argv[1:])
+    node = config.node_name or identity.name_of(socket.gethostname())
+    run_dir, launcher = run_directory(job, node), os.getppid()
+    smp.ensure(run_dir, job, node, config.orphan_seconds, config.faults, _CALL_SECONDS, launcher)
+    with smp.Client(run_dir, _CALL_SECONDS) as client:
+        client.watch(launcher, config.detect_seconds, config.orphan_seconds)
+        return str(run_dir), client.fence()
