@@ -29,10 +29,17 @@ class FirstImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """None: the finders behind this one find the module."""
-        if self._action is not None and fullname == self._package:
-            action, self._action = self._action, None
-            action()
+        """None: the finders behind this one find the module. For the package itself all finders are asked anew: the
+        action may have put one in front, which this search has passed already."""
+        if self._action is None or fullname != self._package:
+            return None
+        action, self._action = self._action, None
+        action()
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target) if find is not None else None
+            if spec is not None:
+                return spec
         return None
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ft_plugins.adapters.imports import on_import
 from ft_plugins.launcher.hooks import FirstImport
 
 
@@ -44,3 +46,12 @@ def test_an_error_of_the_action_reaches_whoever_imports(package: str) -> None:
     sys.meta_path.insert(0, FirstImport(package, fail))
     with pytest.raises(RuntimeError, match="no longer applies"):
         importlib.import_module(package)
+
+
+def test_the_action_may_wait_for_the_package_itself_to_have_run(package: str) -> None:
+    """A finder that it puts in front is asked, although the search has begun."""
+    called: list[str] = []
+    action = partial(on_import, package, lambda module: called.append(module.__name__))
+    sys.meta_path.insert(0, FirstImport(package, action))
+    importlib.import_module(package)
+    assert called == [package]

@@ -1,0 +1,91 @@
+"""A DeepSpeed script as users start it: ft-run and the block, or the one line and another launcher; and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.rig.deepspeed_runs import EXAMPLE, Configuration, DeepSpeedRun
+from ft_plugins.rig.golden import assert_identical
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
+
+SMALLEST = Configuration(2, 1)
+LINE = Path(__file__).with_name("deepspeed_line.py")
+BOUND = 280
+FT_RUN = ("-m", "ft_plugins.launcher.command")
+TORCHRUN = ("-m", "torch.distributed.run")
+
+
+def launched(run: DeepSpeedRun, launcher: tuple[str, ...], script: Path, ranks: int = 2) -> Any:
+    """The run as a command of its own, in its folder."""
+    words = [sys.executable, *launcher, "--nproc-per-node", str(ranks), str(script), *run.spec().argv]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(run.folder)}
+    return subprocess.run(
+        words, cwd=run.folder, env=environment, capture_output=True, text=True, timeout=BOUND, check=False
+    )
+
+
+@pytest.fixture
+def short(tmp_path_factory: pytest.TempPathFactory, own_environment: Path) -> Path:
+    """A folder whose path leaves room for that of a socket."""
+    folder = own_environment / f"d{len(list(own_environment.iterdir()))}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def test_ft_run_and_the_one_line_under_torchrun_survive_a_kill_and_end_alike(short: Path) -> None:
+    kill = {"reft": {}, "faults": "update.middle@iteration=4,rank=1,restart=0:kill"}
+    runs = []
+    for name, launcher, script in (
+        ("f", FT_RUN, EXAMPLE),
+        ("t", (*TORCHRUN, "--max-restarts", "1", "--standalone"), LINE),
+    ):
+        (short / name).mkdir(mode=0o700)
+        run = DeepSpeedRun(name, short / name, SMALLEST, kill)
+        done = launched(run, launcher, script)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "ft_plugins configuration" in done.stdout
+        [told] = [path.read_text().splitlines() for path in run.folder.glob("ft_plugins/*/*/events.jsonl")]
+        restored = [event for event in map(json.loads, told) if event["name"] == "restore.done"]
+        assert [event["iteration"] for event in restored] == [3, 3]
+        runs.append(run)
+    assert_identical(*runs, ranks=2)  # type: ignore[misc]
+    (short / "g").mkdir(mode=0o700)
+    golden = DeepSpeedRun("g", short / "g", SMALLEST)
+    done = launched(golden, TORCHRUN, LINE)  # without a block the line protects nothing
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_identical(runs[0], golden, 2)
+    assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
+
+
+@pytest.mark.parametrize(
+    "launcher, script, block, message",
+    [
+        (FT_RUN, EXAMPLE, {"reft": {}}, "ft_plugins.reft: the job has a single rank"),
+        (FT_RUN, EXAMPLE, {"reft": {"intervall": 2}}, "unknown key; did you mean ft_plugins.reft.interval?"),
+        (TORCHRUN, LINE, {"reft": {}}, "ft_plugins.reft: the job has a single rank"),
+        (TORCHRUN, LINE, {"reft": 3}, "ft_plugins.reft: expected"),
+        (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system is on"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(
+    short: Path, launcher: tuple[str, ...], script: Path, block: dict[str, Any], message: str
+) -> None:
+    run = DeepSpeedRun("bad", short, Configuration(1, 1))
+    argv = run.spec().argv
+    written = json.loads((short / "ds.json").read_text())
+    (short / "ds.json").write_text(json.dumps({**written, "ft_plugins": block}))
+    words = [sys.executable, *launcher, "--nproc-per-node", "1", str(script), *argv]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(short)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=BOUND, check=False)
+    assert done.returncode != 0
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if message in line]
+    assert len(lines) == 1, done.stdout[-2000:] + done.stderr[-3000:]
