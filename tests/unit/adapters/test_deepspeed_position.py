@@ -1,0 +1,144 @@
+"""Data positions of loaders and iterators: the next batch after a restore is the one that would have come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime import dataloader  # noqa: E402
+from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
+
+from ft_plugins.adapters.deepspeed.position import Positions, drawn, redraw  # noqa: E402
+from ft_plugins.snapshot import codec  # noqa: E402
+
+
+class Numbers(torch.utils.data.Dataset):
+    """0 to 19, that count how often they were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded += 1
+        return index
+
+
+class Followed:
+    """DeepSpeed's loaders of one 'process', followed by positions of its own."""
+
+    def __init__(self) -> None:
+        self.positions = Positions()
+        self.data = Numbers()
+        self.module: Any = SimpleNamespace(
+            DeepSpeedDataLoader=type("Own", (dataloader.DeepSpeedDataLoader,), {}),
+            RepeatingLoader=type("Repeating", (dataloader.RepeatingLoader,), {}),
+        )
+        self.positions.follow(self.module)
+        torch.manual_seed(1)
+
+    def of_deepspeed(self, workers: int) -> Any:
+        """Shuffled by torch's default generator, repeated."""
+        own = self.module.DeepSpeedDataLoader(
+            self.data, 4, False, 0, None, data_sampler=RandomSampler(self.data), num_local_io_workers=workers
+        )
+        return self.module.RepeatingLoader(own)
+
+    def of_torch(self, workers: int) -> Any:
+        """Likewise, around torch's own loader."""
+        return self.module.RepeatingLoader(DataLoader(self.data, 4, shuffle=True, num_workers=workers))
+
+    def read(self, source: Any, count: int) -> list[list[int]]:
+        """As an engine reads, with dropout in between."""
+        found = []
+        for _ in range(count):
+            self.positions.reading("train", source)
+            found.append(next(source).tolist())
+            torch.rand(3)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["of_deepspeed", "of_torch"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("before", [0, 3, 5, 7])  # an epoch has five batches
+def test_a_loader_with_a_sampler_goes_on_in_any_epoch_without_loading(kind: str, workers: int, before: int) -> None:
+    one = Followed()
+    source = getattr(one, kind)(workers)
+    one.positions.expect("train", source)
+    one.read(source, before)
+    position, generators = codec.decode(codec.encode(one.positions.read())), drawn()
+    wanted = one.read(source, 8)
+
+    other = Followed()
+    source = getattr(other, kind)(workers)
+    torch.rand(5)  # whatever else a new process draws
+    other.positions.expect("train", source)
+    other.positions.write(position)
+    assert other.data.loaded == 0, "nothing is loaded to get there"
+    redraw(generators)
+    assert other.read(source, 8) == wanted
+
+
+class Stateful:
+    """An iterator that knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Stateful:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.at += 1
+        return torch.tensor([self.at])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_an_iterator_with_a_state_of_its_own_is_asked_for_it() -> None:
+    one, other = Followed(), Followed()
+    source, again = Stateful(), Stateful()
+    one.read(source, 3)
+    other.positions.expect("train", again)
+    other.positions.write(one.positions.read())
+    assert other.read(again, 1) == one.read(source, 1) == [[4]]
+
+
+def test_of_anything_else_as_much_is_read_again_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def numbers() -> Iterator[torch.Tensor]:
+        yield from (torch.tensor([number]) for number in range(10))
+
+    one, other = Followed(), Followed()
+    source, again = numbers(), numbers()
+    one.read(source, 3)
+    other.positions.expect("train", again)
+    other.positions.write(one.positions.read())
+    assert "3 batches were read again and dropped" in capsys.readouterr().out
+    assert other.read(again, 2) == one.read(source, 2) == [[3], [4]]
+    assert other.positions.read()["train"]["read"] == 5
+
+
+def test_the_position_of_evaluation_waits_for_the_first_evaluation() -> None:
+    one, other = Followed(), Followed()
+    source, again = Stateful(), Stateful()
+    one.positions.reading("eval", source)
+    next(source)
+    saved = one.positions.read()
+    other.positions.write(saved)
+    assert other.positions.read() == saved, "what was not put in place yet is captured all the same"
+    before = torch.get_rng_state()
+    other.positions.reading("eval", again)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert next(again).tolist() == [2]
