@@ -28,6 +28,8 @@ def launched(run: DeepSpeedRun, launcher: tuple[str, ...], script: Path, ranks: 
     """The run as a command of its own, in its folder."""
     words = [sys.executable, *launcher, "--nproc-per-node", str(ranks), str(script), *run.spec().argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(run.folder)}
+    # else torchrun's workers find the addresses of the incarnation before in its store, and hang in gloo (torch 2.13)
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return subprocess.run(
         words, cwd=run.folder, env=environment, capture_output=True, text=True, timeout=BOUND, check=False
     )
