@@ -107,5 +107,5 @@ def _of_curricula(engine: Any) -> Iterator[str]:
 
 def _asked(engine: Any, name: str, usual: Any) -> Any:
     """What the engine answers; `usual` where this version does not know the question."""
-    found = type(engine).__dict__.get(name) or getattr(type(engine), name, None)
+    found = getattr(type(engine), name, None)
     return found(engine) if callable(found) else usual

@@ -1,0 +1,60 @@
+"""What of DeepSpeed cannot be followed is refused by name, all of it at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins.adapters.deepspeed.support import require_supported
+from ft_plugins.errors import UnsupportedError
+
+
+def engine(
+    kind: str = "DeepSpeedEngine", optimizer: Any = None, zero: dict[str, Any] | None = None, **answers: Any
+) -> Any:
+    """An engine of class `kind`, whose methods answer `answers`."""
+    methods = {name: (lambda self, value=value: value) for name, value in answers.items()}
+    found = type(kind, (), methods)()
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    found.optimizer = torch.optim.AdamW([parameter]) if optimizer is None else optimizer(parameter)
+    found._config = SimpleNamespace(zero_config=SimpleNamespace(**(zero or {})))
+    return found
+
+
+def test_what_is_followed_passes() -> None:
+    for kind in ("DeepSpeedEngine", "PipelineEngine"):
+        require_supported(engine(kind, zero_hpz_partition_size=1, autotp_size=0), 0)
+    require_supported(engine(optimizer=lambda one: torch.optim.SGD([one], 0.1)), 0)
+
+
+@pytest.mark.parametrize(
+    "refused, words",
+    [
+        ({"kind": "DualPipeVEngine"}, "DualPipeV"),
+        ({"kind": "DeepSpeedHybridEngine"}, "the engine DeepSpeedHybridEngine is unknown"),
+        ({"kind": "PipelineEngine", "autotp_size": 2}, "AutoTP with pipelines"),
+        ({"zero": {"offload_optimizer": SimpleNamespace(device="nvme")}}, "offload_optimizer to NVMe"),
+        ({"zero": {"offload_param": SimpleNamespace(device="cpu")}}, "offload_param to cpu"),
+        ({"zero": {"mics_shard_size": 2}}, "MiCS"),
+        ({"zero_hpz_partition_size": 2}, "hpZ"),
+        ({"zero_quantized_weights": True}, "zero_quantized_weights"),
+        ({"is_deepcompile_enabled": True}, "DeepCompile"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
+        ({"random_ltd_enabled": True}, "random-LTD"),
+        ({"optimizer": lambda one: torch.optim.Adagrad([one])}, "the optimizer Adagrad"),
+        ({"optimizer": lambda one: torch.optim.SGD([one], 0.1, momentum=0.9)}, "SGD with momentum"),
+        ({"optimizer": lambda one: torch.optim.AdamW([one], amsgrad=True)}, "amsgrad"),
+    ],
+)
+def test_what_cannot_be_followed_is_named(refused: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match="rank 3: cannot protect this job: ") as told:
+        require_supported(engine(**refused), 3)
+    assert words in str(told.value) and "Drop the option" in str(told.value)
+
+
+def test_all_of_it_is_named_at_once() -> None:
+    with pytest.raises(UnsupportedError, match="DualPipeV.*hpZ"):
+        require_supported(engine("DualPipeVEngine", zero_hpz_partition_size=2), 0)
