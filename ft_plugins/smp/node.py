@@ -27,7 +27,7 @@ from ..events import Events
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.segment import Segment, vault_of
 from ..snapshot.slots import Pin, SlotState, Version
-from . import protocol, wire
+from . import checks, protocol, wire
 from .exchange import Exchange, RatePacer
 from .frames import Data, Parity
 from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, read_report, read_version, told, written
@@ -118,6 +118,7 @@ class NodeTier:
         plan = told_now.plan()
         if told_now.position >= len(plan.nodes) or plan.nodes[told_now.position] != self._node:
             raise ProtocolError(f"node {self._node} was told that it is position {told_now.position} of {plan.nodes}")
+        checks.by_target(plan, [r for r in plan.ranks[told_now.position] if r in self._segments], self._segments)
         shape = shape_of(plan, told_now.position, told_now.shapes, told_now.digest)
         if self._vault is not None:
             self._vault.close()
@@ -241,6 +242,9 @@ class NodeTier:
                     if slot.version is not None and slot.version.lineage == told_now.lineage:
                         begun = max(begun, slot.version.iteration)
             running = self._exchange
+            if running is not None and running.differences:
+                self._missed = running.version  # it can never count: a later one is tried
+                self._tell(str(running.differences[0]))
             encoded = None
             if running is not None and running.done and running.version in self._vault.versions():
                 encoded = running.version
@@ -292,7 +296,7 @@ class NodeTier:
             version = self._directive.exchange
             if version is None or self._exchange is not None or self._missed == version or self._stop.is_set():
                 return False
-            assert self._plan is not None and self._told is not None
+            assert self._plan is not None and self._told is not None and self._vault is not None
             ranks = self._plan.ranks[self._told.position]
             for rank in ranks:
                 segment = self._segments[rank]
@@ -308,7 +312,7 @@ class NodeTier:
             self._exchange = Exchange(
                 self._plan, self._told.position, version, self._told.lineage,
                 {rank: self._segments[rank] for rank in ranks}, self._connect,
-                RatePacer(self._told.exchange_mbps * 1e6 / 8), self._events,
+                RatePacer(self._told.exchange_mbps * 1e6 / 8), self._events, self._vault.alike,
             )  # fmt: skip
             return False
 
@@ -339,6 +343,10 @@ class NodeTier:
         self._events.emit("node.lost", lost=lost)
         written(self._run_dir / "lost.json", {"token": token, "lost": lost})
 
+    def _tell(self, alarm: str) -> None:
+        """Have the trainers print an alarm: what is printed here nobody sees."""
+        written(self._run_dir / protocol.ALARM, {"alarm": alarm})
+
     # ---- requests of other nodes' SMPs ----
 
     def _handle(self, message: dict[str, Any], payload: Bytes) -> tuple[dict[str, Any], Bytes | None]:
@@ -362,6 +370,10 @@ class NodeTier:
                     protocol.number(message, "at"), protocol.number(message, "total"), payload,
                 )  # fmt: skip
                 return {"taken": done}, None
+            case "check":
+                self._of_this_epoch(message)
+                found = checks.differing(self._segments, read_version(message["version"]), payload)
+                return ({"wait": True} if found is None else {"differ": found}), None
             case "read":
                 return self._handle_read(message)
         raise ProtocolError(f"'{message.get('do')}' is no request between SMPs")
@@ -451,7 +463,7 @@ class NodeTier:
         if self._vault is not None:
             self._vault.close()
             self._vault = None
-        for name in ("endpoint.json", "protection.json", _COUNTED):
+        for name in ("endpoint.json", "protection.json", _COUNTED, protocol.ALARM):
             (self._run_dir / name).unlink(missing_ok=True)
 
 

@@ -23,6 +23,7 @@ FRAME_LIMIT = 1 << 20  # bytes; a status of thousands of slots fits, nothing els
 REQUESTS = frozenset({"status", "watch", "fence", "attach", "restore", "shutdown", "end"})
 NODE_REQUESTS = frozenset({"endpoint", "protect", "inventory", "rebuild"})  # about the other nodes
 STORAGE_REQUESTS = frozenset({"checkpoint"})
+ALARM = "alarm.json"  # in the run directory: what the SMP wants a person to see, printed by the lowest rank of the node
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:

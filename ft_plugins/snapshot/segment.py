@@ -8,6 +8,8 @@ as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once
     file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
     header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, fingerprint
     slot   = header page (state, version, token, small size, cursor, seal, pins) | digest table | small state | data
+    data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
+    table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
 
 In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery), `jobs` and `remove` (sweep).
 Files in /dev/shm are mapped directly: multiprocessing.shared_memory would unlink them behind our back.
@@ -20,7 +22,7 @@ import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ SHM = Path("/dev/shm")
 _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+|-parity)(\.new)?|\.lock)")
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
 PAGE = 4096
-_MAGIC = int.from_bytes(b"FTPSEG02", "little")
+_MAGIC = int.from_bytes(b"FTPSEG03", "little")
 _FINGERPRINT = 1024  # offset in the header page: length, then JSON
 _FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
 
@@ -59,6 +61,8 @@ _HEADER = {
             "attached",
             "slots",
             "from_nothing",
+            "parity_nbytes",
+            "checks",
         ]
     )
 }
@@ -67,21 +71,34 @@ _SLOT = {
     for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal", "pins"])
 }
 NO_CURSOR = 2**64 - 1
+NOT_COMPUTED = 0  # the digest of a parity bucket that is still to be computed: nothing fits it
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a segment has to hold, in bytes per slot."""
 
-    nbytes: int  # captured tensors
+    nbytes: int  # captured tensors, and the parity behind them
     small_nbytes: int  # room for small state
     buckets: int
     layout: int  # digest of the layout: two layouts of one size do not share a segment
     slots: int = SLOTS
+    parity_nbytes: int = 0  # of `nbytes`, at the end
+    checks: int = 0  # digests of the parity's sources
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of captured tensors."""
+        return self.nbytes - self.parity_nbytes
+
+    @property
+    def digests(self) -> int:
+        """Entries of the digest table."""
+        return self.buckets + self.checks
 
     @property
     def table_room(self) -> int:
-        return _pages(8 * self.buckets)
+        return _pages(8 * self.digests)
 
     @property
     def small_room(self) -> int:
@@ -153,6 +170,8 @@ def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any]) 
                 ("buckets", shape.buckets),
                 ("layout", shape.layout),
                 ("slots", shape.slots),
+                ("parity_nbytes", shape.parity_nbytes),
+                ("checks", shape.checks),
                 ("rank", rank),
                 ("magic", _MAGIC),
             ):
@@ -200,7 +219,7 @@ class Segment:
                 f"segment {path} was written by another version of ft_plugins or is damaged; "
                 "'ft-plugins sweep' removes it"
             )
-        self.shape = Shape(*(self._word(name) for name in ("nbytes", "small_nbytes", "buckets", "layout", "slots")))
+        self.shape = Shape(*(self._word(field.name) for field in fields(Shape)))
         if self.shape.total != found.st_size:
             raise SegmentError(f"segment {path} has {found.st_size} bytes where its header tells {self.shape.total}")
         self._slot_words = [
@@ -312,6 +331,12 @@ class Segment:
         area = self.bytes[PAGE : PAGE + 16 * self.shape.buckets].view(np.uint64)
         area[:] = np.array(value, dtype=np.uint64).reshape(-1)
 
+    @property
+    def data_ranges(self) -> list[tuple[int, int]]:
+        """The ranges of the buckets of captured tensors, without those of parity."""
+        found = self.ranges
+        return [entry for entry in found if entry[0] < self.shape.data_nbytes] if self.shape.parity_nbytes else found
+
     def _slot_start(self, index: int) -> int:
         return PAGE + self.shape.ranges_room + index * self.shape.slot_room
 
@@ -320,8 +345,8 @@ class Segment:
         return self.bytes[start : start + nbytes]
 
     def digests(self, index: int) -> npt.NDArray[np.uint64]:
-        """The digest table of a slot, a view: one xxh3-64 per bucket."""
-        return self._area(index, 0, 8 * self.shape.buckets).view(np.uint64)
+        """The digest table of a slot, a view: one xxh3-64 per bucket, then one per source of parity."""
+        return self._area(index, 0, 8 * self.shape.digests).view(np.uint64)
 
     def data(self, index: int) -> npt.NDArray[np.uint8]:
         """The data area of a slot, a view."""
@@ -360,8 +385,12 @@ class Segment:
         version = Version(int(words[_SLOT["lineage"]]), int(words[_SLOT["iteration"]]))
         if state is SlotState.CLEAN and not self._sealed(index):
             state = SlotState.DIRTY
-        pins = Pin(int(words[_SLOT["pins"]]))
-        return Slot(index, state, version if state is not SlotState.EMPTY else None, int(words[_SLOT["token"]]), pins)
+        held = version if state is not SlotState.EMPTY else None
+        return Slot(index, state, held, int(words[_SLOT["token"]]), self.pins(index))
+
+    def pins(self, index: int) -> Pin:
+        """What a slot is kept for, without a look at what it holds."""
+        return Pin(int(self._slot_words[index][_SLOT["pins"]]))
 
     def slots(self) -> tuple[Slot, ...]:
         """All slots."""

@@ -9,6 +9,7 @@ In: host, collective, the SMP's run directory. Out: versions in the segment; `re
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -31,8 +32,10 @@ from ..recovery.run import agree_on_version, load_tensors
 from ..recovery.storage import StorageTier
 from ..redundancy.plan import unprotected
 from ..smp.client import Client
+from ..smp.protocol import ALARM
 from ..snapshot import codec
 from ..snapshot.capture import Capture, Commit
+from ..snapshot.double import told, with_parity
 from ..snapshot.layout import Layout, plan_layout
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment, Shape, path_of
@@ -76,11 +79,16 @@ class Reft:
         self._token = token
         self._events = events
         self.layout: Layout = plan_layout(host.inventory(), nodes, self._config.bucket_mib << 20)
+        if self._losses:
+            self.layout = with_parity(
+                self.layout, nodes, self._groups, self._losses, self._config.bucket_mib << 20
+            )
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
         self._path = path_of(run_dir.parent.name, run_dir.name, host.rank)  # a run directory is job / node
         self._peer_degraded = False
+        self._alarm = ""  # printed last
         self._waits: list[tuple[int, float]] = []  # fences not yet reported: that is left to the capture thread
 
     @cached_property
@@ -90,7 +98,9 @@ class Reft:
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         layout = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib, kinds)).encode())
         pins = [*([Pin.NODE, Pin.SOURCE] if self._losses else []), *([Pin.STORAGE] if self._storage else [])]
-        return Shape(self.layout.nbytes, small, len(self.layout.buckets), layout, slots_for(*pins))
+        nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes
+        ranges = len(self.layout.ranges)
+        return Shape(nbytes + parity, small, ranges, layout, slots_for(*pins), parity, self.layout.checks)
 
     @cached_property
     def _storage(self) -> Storage | None:
@@ -133,7 +143,8 @@ class Reft:
             self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
             self._token,
         )  # fmt: skip
-        return JobNodes(self._collective, self._nodes, self._groups, self._mapped().shape, config)
+        shape = self._mapped().shape
+        return JobNodes(self._collective, self._nodes, self._groups, shape, told(self.layout), config)
 
     @property
     def claimed(self) -> bool:
@@ -170,7 +181,7 @@ class Reft:
             path = client.attach(self._host.rank, self._token, shape, fingerprint, fresh=fresh, storage=self._storage)
         faults.reach("attach.after")
         self._segment = Segment(path, populate=True)
-        self._segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in self.layout.buckets]
+        self._segment.ranges = self.layout.ranges
         shape = self._segment.shape  # the room for small state is that of the first start
         if self._segment.resident_bytes < shape.total:
             raise BudgetError(
@@ -205,6 +216,9 @@ class Reft:
             raise
         verified = time.perf_counter()
         restored = load_tensors(plan, segment, self.layout, self._host.tensors(), self._collective)
+        if plan.version is not None and plan.tier == "storage" and self.layout.parity:
+            with contextlib.closing(Capture(segment, self.layout, self._host.tensors, self._token)) as once:
+                once.add_parity(plan.version)  # storage has none; the tensors are what was stored now, and nothing else
         small: dict[str, Any] | None = None
         if restored.small is not None:
             small = codec.decode(restored.small)
@@ -325,6 +339,17 @@ class Reft:
         it had that rank's gradients: so the last version that all ranks hold is not overwritten.
         """
         self._peer_degraded = self._collective.told(DEGRADED)
+        self._print_alarm()
+
+    def _print_alarm(self) -> None:
+        """What the SMP wants a person to see, once on each node."""
+        if self._nodes.index(self._nodes[self._host.rank]) != self._host.rank:
+            return
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            alarm = json.loads((self._run_dir / ALARM).read_text())["alarm"]
+            if alarm != self._alarm:
+                print(f"ft_plugins: replica.differs: {alarm}", file=sys.stderr, flush=True)
+            self._alarm = alarm
 
     def _committed(self, commit: Commit) -> None:
         self._report_waits()
@@ -340,7 +365,9 @@ def budget_table(shapes: Mapping[int, Shape], node: str) -> str:
     A slot holds the captured share, its digests and small state, in whole pages; the kernel's figure was compared.
     """
     total = sum(shape.total for shape in shapes.values())
-    share = sum(shape.nbytes for shape in shapes.values())
-    lines = [f"host memory for protection on node {node}: {total} bytes for {share} bytes captured, all of it resident"]
+    share = sum(shape.data_nbytes for shape in shapes.values())
+    parity = sum(shape.parity_nbytes for shape in shapes.values())
+    what = f"{share} bytes captured" + (f" and {parity} of parity made of replicas" if parity else "")
+    lines = [f"host memory for protection on node {node}: {total} bytes for {what}, all of it resident"]
     lines += [f"  rank {rank}: {shape.slots} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
     return "\n".join(lines)

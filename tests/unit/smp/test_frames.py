@@ -70,7 +70,7 @@ def test_the_frames_of_any_lost_rank_add_up_to_its_slot(draw: st.DataObject) -> 
     data, parity = made(plan, nbytes, Random(draw.draw(st.integers(0, 9))))
     for rank in (rank for position in lost for rank in plan.ranks[position]):
         done = 0
-        for frame in decoded(plan, rank, VERSION, nbytes[rank], lost):
+        for frame in decoded(plan, rank, VERSION, lost):
             assert frame.offset == done and 0 < frame.nbytes <= LIMIT
             done += frame.nbytes
             assert (put_together(frame, data, parity) == data[rank][frame.offset : done]).all()
@@ -94,7 +94,7 @@ def test_a_frame_of_the_middle_of_a_block_is_one_bucket_of_its_parity() -> None:
     plan = plan_exchange(list("aabbcc"), [(0, 2, 4), (1, 3, 5)], nbytes, 1)
     assert any(area.offset % LIMIT for kept in plan.areas for area in kept), "or this test shows nothing"
     for rank in (2, 3):
-        frames = list(decoded(plan, rank, VERSION, nbytes[rank], [1]))
+        frames = list(decoded(plan, rank, VERSION, [1]))
         for frame in frames:
             (parity,) = [part.wanted for part in frame.parts if isinstance(part.wanted, Parity)]
             assert len(_buckets(plan, parity)) == 1
@@ -104,7 +104,7 @@ def test_a_frame_of_the_middle_of_a_block_is_one_bucket_of_its_parity() -> None:
 def test_more_lost_than_parity_makes_up_for_is_refused_before_a_frame_is_asked_for() -> None:
     plan = plan_exchange(list("abc"), [(0, 1, 2)], [500, 500, 500], 1)
     with pytest.raises(ResumeError, match="makes up for 1"):
-        decoded(plan, 1, VERSION, 500, [0, 1])
+        decoded(plan, 1, VERSION, [0, 1])
 
 
 def test_a_slot_that_lies_whole_is_read_from_end_to_end() -> None:
