@@ -220,6 +220,7 @@ class Exchange:
         }
         for batch in checks.batches(self._checks[target]):
             asked = checks.payload(batch, tables)
+            faults.reach("exchange.check", position=self._position, target=target)
             self._pacer.take(len(asked), self._stop)
             if self._stop.is_set():
                 return False

@@ -211,12 +211,17 @@ def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: C
     story.end()
 
 
-def test_an_smp_killed_between_xor_and_cursor_gathers_anew_and_what_then_counts_is_right(
-    job: Callable[..., Job],
+@pytest.mark.parametrize(
+    ("point", "replicated"),
+    [("vault.xored@hit=21", False), ("exchange.check@hit=8", True), ("vault.seal.before@hit=4", True)],
+)
+def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_right(
+    job: Callable[..., Job], point: str, replicated: bool
 ) -> None:
-    story = job(replicated=True)
+    """Between XOR and cursor of what is sent; where replicas are compared; when all that is not sent is there."""
+    story = job(replicated)
     story.start("n0")
-    story.start("n1", "vault.xored@hit=9,position=1:kill")
+    story.start("n1", f"{point},position=1:kill")
     story.start("n2")
     running = story.nodes["n1"]
     wait_for(running.spec.run_dir / "events.jsonl", lambda e: any(x["name"] == "smp.lost" for x in e), BOUND)
