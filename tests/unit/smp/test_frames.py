@@ -17,6 +17,7 @@ from ft_plugins.errors import ResumeError
 from ft_plugins.redundancy import blocked
 from ft_plugins.redundancy.field import power, times
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.sections import Extent
 from ft_plugins.smp import frames as module
 from ft_plugins.smp.frames import Data, Frame, Parity, copied, decoded
 from ft_plugins.snapshot.slots import Version
@@ -79,6 +80,41 @@ def test_the_frames_of_any_lost_rank_add_up_to_its_slot(draw: st.DataObject) -> 
             may = [part.factor == 1 and part.wanted.nbytes == frame.nbytes for part in frame.parts]
             assert frame.has_base == any(may) == may[0], "the others can be added to the first one, if to any"
         assert done == nbytes[rank]
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_frames_of_a_rank_that_computes_parity_itself_add_up_to_its_data_and_to_that_parity(
+    draw: st.DataObject,
+) -> None:
+    """Part of each slot is of a replica set of all ranks; what lies before and behind it is the rank's own."""
+    count = draw.draw(st.integers(2, 5))
+    ranks_on = draw.draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    nodes = [f"n{node}" for node, ranks in enumerate(ranks_on) for _ in range(ranks)]
+    replicated = [
+        Extent(rank, 64 * draw.draw(st.integers(0, 2)), 64 * draw.draw(st.integers(0, 9))) for rank in range(len(nodes))
+    ]
+    nbytes = [extent.offset + extent.nbytes + 64 * draw.draw(st.integers(0, 4)) for extent in replicated]
+    lost = draw.draw(st.integers(0, count - 1))
+    plan = plan_exchange(nodes, [tuple(range(len(nodes)))], nbytes, 1, [replicated])
+    data, parity = made(plan, nbytes, Random(draw.draw(st.integers(0, 9))))
+    whole = {}
+    for rank, parts in enumerate(plan.parts):
+        behind = [np.zeros(part.stop - part.start, dtype=np.uint8) for part in parts]
+        for part, target in zip(parts, behind, strict=True):
+            for _, at, e in plan.sections[part.section].sources(part.stripe, part.start, part.stop):
+                target[at : at + e.nbytes] ^= data[e.rank][e.offset : e.offset + e.nbytes]
+        whole[rank] = np.concatenate([data[rank], *behind])
+    for rank in plan.ranks[lost]:
+        done = 0
+        for frame in decoded(plan, rank, VERSION, [lost]):
+            assert frame.offset == done and 0 < frame.nbytes <= LIMIT
+            done += frame.nbytes
+            assert (put_together(frame, whole, parity) == whole[rank][frame.offset : done]).all()
+            assert all(part.position != lost and part.factor for part in frame.parts)
+            may = [part.factor == 1 and part.wanted.nbytes == frame.nbytes for part in frame.parts]
+            assert frame.has_base == any(may) == any(may[:1])
+        assert done == len(whole[rank])
 
 
 def _buckets(plan: ExchangePlan, wanted: Parity) -> list[tuple]:
