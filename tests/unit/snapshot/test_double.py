@@ -278,7 +278,7 @@ def test_a_superseded_writer_stops_at_the_edge_of_a_parity_bucket(world: Callabl
     assert all(slot.state is not SlotState.CLEAN for slot in job.segments[0].slots())
 
 
-def test_a_late_write_into_the_parity_bucket_it_was_in_does_not_become_part_of_it(world: Callable[[str], World]) -> None:
+def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world: Callable[[str], World]) -> None:
     """A writer was stopped in a parity bucket and wakes while the next incarnation computes that one again."""
     job = world("2 nodes")
     job.train(1)
