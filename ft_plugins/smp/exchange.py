@@ -33,6 +33,7 @@ from .checks import Difference
 from .wire import PAYLOAD_LIMIT, Peer
 
 _AGAIN_SECONDS = 0.2  # until a receiver that has all is asked whether it still has; or after an error
+_REPORTED = 4  # differences one by one; a replica that has drifted as a whole has thousands
 _WAIT_SECONDS = 0.02  # for a receiver that has not heard of the version yet
 
 Bytes = npt.NDArray[np.uint8]
@@ -228,9 +229,10 @@ class Exchange:
             if reply.get("wait"):
                 return False
             self._count(len(asked))
-            for place in reply["differ"]:
-                self._differs(Difference(self._version, batch[place]))
-            if reply["differ"]:
+            differ = [Difference(self._version, batch[place]) for place in reply["differ"]]
+            for found in differ[:_REPORTED]:
+                self._differs(found, len(differ))
+            if differ:
                 return False
         with self._counting:
             self._unchecked.discard(target)
@@ -239,13 +241,13 @@ class Exchange:
             self._alike(self._version)
         return True
 
-    def _differs(self, found: Difference) -> None:
+    def _differs(self, found: Difference, count: int) -> None:
         check = found.check
         self.differences.append(found)
         self._events.emit(
             "replica.differs", about=check.keeper, ranks=[check.keeper, check.source.rank], bucket=check.bucket,
             lineage=found.version.lineage, iteration=found.version.iteration, offset=check.source.offset,
-            bytes=check.source.nbytes, reason=str(found),
+            bytes=check.source.nbytes, count=count, reason=str(found),
         )  # fmt: skip
 
     def _count(self, nbytes: int) -> None:
