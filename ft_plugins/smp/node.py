@@ -453,7 +453,8 @@ class NodeTier:
             self._coordinator = None
             if self._vault is not None:
                 self._vault.pause()
-        (self._run_dir / "lost.json").unlink(missing_ok=True)
+        for name in ("lost.json", protocol.ALARM):
+            (self._run_dir / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """The end of the SMP."""
@@ -463,7 +464,7 @@ class NodeTier:
         if self._vault is not None:
             self._vault.close()
             self._vault = None
-        for name in ("endpoint.json", "protection.json", _COUNTED, protocol.ALARM):
+        for name in ("endpoint.json", "protection.json", _COUNTED):
             (self._run_dir / name).unlink(missing_ok=True)
 
 
