@@ -47,6 +47,7 @@ class Encoder:
             [{} if source.direct else self._copies(source, self._staging, source.at) for source in bucket.sources]
             for bucket in layout.parity
         ]
+        self._in_place = [[self._as_it_lies(source) for source in bucket.sources] for bucket in layout.parity]
         self._direct = [
             [self._direct_copies(number, self._area(index, number)) for number in range(len(layout.parity))]
             for index in range(segment.shape.slots)
@@ -71,8 +72,10 @@ class Encoder:
             else:
                 target[done:] = 0
                 done = bucket.nbytes
-                part = self._staging[: source.nbytes].numpy()
-                self._bring(self._staged[number][place], source, part)
+                lying = self._in_place[number][place]
+                part = self._staging[: source.nbytes].numpy() if lying is None else lying
+                if lying is None:
+                    self._bring(self._staged[number][place], source, part)
                 into = target[source.at : source.at + source.nbytes]
                 np.bitwise_xor(into, part, out=into)
             digests.append(xxhash.xxh3_64_intdigest(part.data))
@@ -85,6 +88,7 @@ class Encoder:
     def close(self) -> None:
         """Let go of tensors and of pinned memory."""
         self._staged.clear()
+        self._in_place.clear()
         self._direct.clear()
         self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -101,6 +105,14 @@ class Encoder:
         part[at - source.at :] = 0
         for device, (destinations, sources) in copies.items():
             self._copiers[device].copy(destinations, sources)
+
+    def _as_it_lies(self, source: ParitySource) -> Bytes | None:
+        """The bytes of a source that is one piece of one tensor on the host: it need not be staged."""
+        piece = source.pieces[0] if len(source.pieces) == 1 else None
+        if piece is None or piece.nbytes != source.nbytes or self._flat[piece.item].device.type != "cpu":
+            return None
+        taken: Bytes = self._flat[piece.item][piece.item_offset : piece.item_offset + piece.nbytes].numpy()
+        return taken
 
     def _direct_copies(self, number: int, target: Bytes) -> Sequence[_Copies]:
         into = torch.from_numpy(target)
