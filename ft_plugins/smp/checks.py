@@ -90,17 +90,21 @@ def differing(segments: Mapping[int, Segment], version: Version, asked: Bytes) -
     entries = asked.view("<u8").reshape(-1, _WORDS).tolist()
     if len(entries) > 1 and sum(entry[2] for entry in entries) > SOURCE_BYTES:
         raise ProtocolError(f"checks of more than {SOURCE_BYTES} bytes at a time")
-    found = []
-    for place, (rank, offset, nbytes, digest) in enumerate(entries):
+    for rank, offset, nbytes, _ in entries:
         if rank not in segments or offset + nbytes > segments[rank].shape.data_nbytes:
             raise ProtocolError(f"{nbytes} bytes at {offset} of rank {rank} are not in slots of this node")
-        index = _pinned(segments[rank], version)
+    ranks = {entry[0] for entry in entries}
+    kept = {rank: _pinned(segments[rank], version) for rank in ranks}
+    found = []
+    for place, (rank, offset, nbytes, digest) in enumerate(entries):
+        index = kept[rank]
         if index is None:
             return None
-        same = xxhash.xxh3_64_intdigest(segments[rank].data(index)[offset : offset + nbytes].data) == digest
-        if not same and _pinned(segments[rank], version) == index:  # and not because it was given up meanwhile
+        area = segments[rank].data(index)[offset : offset + nbytes]
+        if xxhash.xxh3_64_intdigest(area.data) != digest:
             found.append(place)
-    return found
+    given_up = any(_pinned(segments[rank], version) != kept[rank] for rank in ranks)  # while it was looked at
+    return None if given_up else found
 
 
 def _pinned(segment: Segment, version: Version) -> int | None:
