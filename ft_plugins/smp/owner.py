@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from .signals import Signal, signal
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
 _RANKS = 1 << 32  # a number beyond is no rank
+_SHAPE_FIELDS = {field.name for field in fields(Shape)}
 
 
 class SnapshotProcess:
@@ -185,12 +186,11 @@ class SnapshotProcess:
 
     def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
         rank = self._check_token(request)
-        fields = protocol.field(request, "shape", dict)
-        if sorted(fields) != ["buckets", "layout", "nbytes", "slots", "small_nbytes"] or not all(
-            type(v) is int and v >= 0 for v in fields.values()
-        ):
-            raise ProtocolError(f"rank {rank}: attach with shape {fields}")
-        shape = Shape(**fields)
+        told = protocol.field(request, "shape", dict)
+        right = set(told) == _SHAPE_FIELDS and all(type(value) is int and value >= 0 for value in told.values())
+        if not right or told["parity_nbytes"] > told["nbytes"]:
+            raise ProtocolError(f"rank {rank}: attach with shape {told}")
+        shape = Shape(**told)
         fingerprint = _plain(rank, protocol.field(request, "fingerprint", dict))
         pid = protocol.number(request, "pid")
         world_size = protocol.number(request, "world_size", _RANKS) if "world_size" in request else 0

@@ -92,7 +92,7 @@ def decode(
     Returns the bytes read over the wire. Raises ResumeError when more is lost than parity makes up for, what the
     readers raise, CorruptSlotError.
     """
-    frames = decoded(plan, segment.rank, version, segment.shape.nbytes, lost)
+    frames = decoded(plan, segment.rank, version, lost)
     copy = _copy_from_any(plan, segment.rank, version, readers)
     return _write(segment, version, token, copy, frames, readers)
 
@@ -123,9 +123,9 @@ def _write(
     """Write what `frames` tell into a slot, verify it against the copied digests, and seal it."""
     small, table = msgpack.unpackb(copy)
     digests = np.frombuffer(table, dtype=np.uint64)
-    if len(digests) != segment.shape.buckets:
+    if len(digests) != segment.shape.digests:
         raise ResumeError(
-            f"rank {segment.rank}: version {version} has {len(digests)} buckets, this segment {segment.shape.buckets}: "
+            f"rank {segment.rank}: version {version} has {len(digests)} digests, this segment {segment.shape.digests}: "
             "the state was laid out otherwise"
         )
     if not any(nbytes for _, nbytes in segment.ranges):  # of a former rank: no trainer has claimed it

@@ -66,7 +66,7 @@ def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Mani
                 Held(item.name, item.dtype, item.role.value, len(item.replicas) > 1, whole, start,
                      start + piece.nbytes, piece.offset)
             )  # fmt: skip
-    ranges = tuple((bucket.offset, bucket.nbytes) for bucket in layout.buckets)
+    ranges = tuple(layout.ranges)
     return Manifest(layout.rank, world_size, place, ranges, tuple(held))
 
 

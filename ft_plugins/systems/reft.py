@@ -9,6 +9,7 @@ In: host, collective, the SMP's run directory. Out: versions in the segment; `re
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -34,8 +35,10 @@ from ..recovery.storage import StorageTier
 from ..recovery.takeover import FormerJob, Takeover
 from ..redundancy.plan import unprotected
 from ..smp.client import Client
+from ..smp.protocol import ALARM
 from ..snapshot import codec, index, manifest
 from ..snapshot.capture import Capture, Commit
+from ..snapshot.double import told, with_parity
 from ..snapshot.layout import Layout, plan_layout
 from ..snapshot.manifest import Manifest
 from ..snapshot.retention import Storage
@@ -81,11 +84,16 @@ class Reft:
         self._events = events
         self.layout: Layout = plan_layout(host.inventory(), nodes, self._config.bucket_mib << 20)
         self._takeover: Takeover | None = None
+        if self._losses:
+            self.layout = with_parity(
+                self.layout, nodes, self._groups, self._losses, self._config.bucket_mib << 20
+            )
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
         self._path = path_of(run_dir.parent.name, run_dir.name, host.rank)  # a run directory is job / node
         self._peer_degraded = False
+        self._alarm = ""  # printed last
         self._waits: list[tuple[int, float]] = []  # fences not yet reported: that is left to the capture thread
 
     @cached_property
@@ -95,7 +103,9 @@ class Reft:
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         layout = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib, kinds)).encode())
         pins = [*([Pin.NODE, Pin.SOURCE] if self._losses else []), *([Pin.STORAGE] if self._storage else [])]
-        return Shape(self.layout.nbytes, small, len(self.layout.buckets), layout, slots_for(*pins))
+        nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes
+        ranges = len(self.layout.ranges)
+        return Shape(nbytes + parity, small, ranges, layout, slots_for(*pins), parity, self.layout.checks)
 
     @cached_property
     def _storage(self) -> Storage | None:
@@ -139,7 +149,7 @@ class Reft:
             self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
             self._token,
         )  # fmt: skip
-        return JobNodes(self._collective, self._nodes, self._groups, shape, config)
+        return JobNodes(self._collective, self._nodes, self._groups, shape, told(self.layout), config)
 
     @property
     def claimed(self) -> bool:
@@ -236,7 +246,7 @@ class Reft:
             )  # fmt: skip
         faults.reach("attach.after")
         self._segment = Segment(path, populate=True)
-        self._segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in self.layout.buckets]
+        self._segment.ranges = self.layout.ranges
         shape = self._segment.shape  # the room for small state is that of the first start
         if self._segment.resident_bytes < shape.total:
             raise BudgetError(
@@ -282,6 +292,9 @@ class Reft:
             raise
         verified = time.perf_counter()
         restored = load_tensors(plan, segment, self.layout, self._host.tensors(), self._collective)
+        if plan.version is not None and segment.lacks_parity(plan.version):  # from storage, or of another size
+            with contextlib.closing(Capture(segment, self.layout, self._host.tensors, self._token)) as once:
+                once.add_parity(plan.version)
         small: dict[str, Any] | None = None
         if restored.small is not None:
             small = codec.decode(manifest.split(restored.small)[1])
@@ -418,6 +431,17 @@ class Reft:
         it had that rank's gradients: so the last version that all ranks hold is not overwritten.
         """
         self._peer_degraded = self._collective.told(DEGRADED)
+        self._print_alarm()
+
+    def _print_alarm(self) -> None:
+        """What the SMP wants a person to see, once on each node."""
+        if self._nodes.index(self._nodes[self._host.rank]) != self._host.rank:
+            return
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            alarm = json.loads((self._run_dir / ALARM).read_text())["alarm"]
+            if alarm != self._alarm:
+                print(f"ft_plugins: replica.differs: {alarm}", file=sys.stderr, flush=True)
+            self._alarm = alarm
 
     def _committed(self, commit: Commit) -> None:
         self._report_waits()
@@ -433,7 +457,9 @@ def budget_table(shapes: Mapping[int, Shape], node: str) -> str:
     A slot holds the captured share, its digests and small state, in whole pages; the kernel's figure was compared.
     """
     total = sum(shape.total for shape in shapes.values())
-    share = sum(shape.nbytes for shape in shapes.values())
-    lines = [f"host memory for protection on node {node}: {total} bytes for {share} bytes captured, all of it resident"]
+    share = sum(shape.data_nbytes for shape in shapes.values())
+    parity = sum(shape.parity_nbytes for shape in shapes.values())
+    what = f"{share} bytes captured" + (f" and {parity} of parity made of replicas" if parity else "")
+    lines = [f"host memory for protection on node {node}: {total} bytes for {what}, all of it resident"]
     lines += [f"  rank {rank}: {shape.slots} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
     return "\n".join(lines)

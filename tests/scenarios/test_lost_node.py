@@ -114,6 +114,14 @@ def test_a_lost_node_is_rebuilt_on_a_fresh_one(
         declared = [event for each in job.nodes.values() for event in each.events("node.lost")]
         assert declared and all(event.fields["lost"] == [f"node {story.lost}"] for event in declared)
     assert_identical(run, golden(configuration, 8), 8)
+    every = [event for each in job.nodes.values() for event in each.events()]
+    assert not [event for event in every if event.name == "replica.differs"]
+    sent = [event.fields for event in every if event.name == "exchange.sent"]
+    slot = min(event.fields["share_bytes"] for event in every if event.name == "rank.attach")
+    if story.distributed:
+        assert max(fields["bytes"] for fields in sent) > slot and not any(fields["compared"] for fields in sent)
+    else:  # all of it is replicated: what is sent are small state, digest tables, digests of what is compared
+        assert max(fields["bytes"] for fields in sent) < slot / 5 and all(fields["compared"] for fields in sent)
 
 
 @dataclass(frozen=True)
