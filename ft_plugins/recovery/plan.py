@@ -99,9 +99,10 @@ class RecoveryPlan:
         """The plan for people."""
         left = f"{self.completed} were completed, {self.lost} lost; lineage {self.lineage}"
         if self.version is not None:
+            why = f" ({self.reason})" if self.tier == "storage" else ""
             lines = [
                 f"recovery: iteration {self.version.iteration} of lineage {self.version.lineage} "
-                f"from the {self.tier} tier; {left}"
+                f"from the {self.tier} tier{why}; {left}"
             ]
             for way in (Way.FETCH, Way.DECODE):
                 ranks = [rank for rank, source in enumerate(self.sources) if source.way is way]
