@@ -149,7 +149,8 @@ class JobNodes(SeenNodes):
 
     def protect(self, lineage: int, base: Version | None) -> list[tuple[str, int]]:
         """Have the SMPs guard each other's slots from now on; what each has claimed for that, in bytes, by node."""
-        told = replace(self._protection, lineage=lineage, base=base, counted=counted(self.facts(), base))
+        counts = counted(self.facts(), base, self.exchange, self.digest)
+        told = replace(self._protection, lineage=lineage, base=base, counted=counts)
         found = self.ask(lambda client: client.protect(self._collective.rank, self._config.token, told))
         return [(name, int(answer["bytes"])) for name, answer in zip(self._names, found, strict=True)]
 
