@@ -189,12 +189,16 @@ class Teller:
                 assert_identical(self._job.run, self._golden(), self._story.job.ranks)
 
     def _restored(self, name: str, tier: str, iteration: int) -> None:
-        fields = restore(self._job.nodes[name]).fields
+        """All ranks of a node restored the same, in its last incarnation."""
+        job = self._job.nodes[name]
+        last = job.events("restore.done")[-self._story.job.ranks // self._story.job.nodes :]
+        fields = restore(job).fields
+        assert len({(event.fields["tier"], event.fields["iteration"]) for event in last}) == 1, f"node {name}: {last}"
         assert fields["tier"] == tier and fields["iteration"] >= iteration, f"node {name}: {fields}"
         if tier == "storage":
             lineage = fields["lineage"]
             done = [event.fields for event in self._events("persist.done") if event.fields["lineage"] <= lineage]
-            newest = max(found["iteration"] for found in done)
+            newest = max((found["iteration"] for found in done), default=0)
             assert fields["iteration"] == newest, f"node {name}: {fields}, although checkpoint {newest} was complete"
 
     def _events(self, name: str) -> list[Event]:
