@@ -158,7 +158,8 @@ class JobNodes(SeenNodes):
 
         Raises BudgetError, on all ranks, where the kernel has not given it.
         """
-        told = replace(self._protection, lineage=lineage, base=base, counted=counted(self.facts(), base))
+        counts = counted(self.facts(), base, self.exchange, self.digest)
+        told = replace(self._protection, lineage=lineage, base=base, counted=counts)
         found = self.ask(lambda client: client.protect(self._collective.rank, self._config.token, told))
         for name, answer in zip(self._names, found, strict=True):
             if answer["resident_bytes"] < answer["bytes"]:

@@ -336,9 +336,11 @@ class SnapshotProcess:
         self._check_token(request)
         told = Protection.read(protocol.field(request, "protection", dict))
         with self._lock:
-            for rank in set(self._segments) - {r for r, node in enumerate(told.nodes) if node == self._node}:
-                self._segments.pop(rank).close()  # it has moved to another node, and was restored there
+            moved = set(self._segments) - {r for r, node in enumerate(told.nodes) if node == self._node}
+            for rank in moved:
+                self._segments.pop(rank).close()  # it is on another node now, and was restored there
                 path_of(self._job, self._node, rank).unlink(missing_ok=True)
+            self.persister.let_go(sorted(moved))  # else its mapping keeps the memory
         return self._tier.protect(told, self.token)
 
     def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -248,6 +248,7 @@ class Reft:
             lineage=plan.version.lineage if plan.version else None,
             iteration=plan.version.iteration if plan.version else plan.loaded,
             tier=plan.tier,
+            reason=plan.reason,
             completed=plan.completed,
             lost=plan.lost,
             **seconds,
