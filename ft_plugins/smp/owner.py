@@ -104,6 +104,7 @@ class SnapshotProcess:
             "watched_pid": self.watched[0],
             "signal": self._signal().value,
             "refused": [path for path in self._refused if Path(path).exists()],
+            "set_aside": {str(size): sorted(held) for size, held in self._aside.sizes().items() if held},
             "node_tier": self._tier.status(),
             "storage": self.persister.status(),
             "segments": [

@@ -89,7 +89,7 @@ def test_state_of_another_job_is_refused_by_name_and_kept(
     else:
         other = dataclasses.replace(spec, nproc=2)
     line = refused(torch_server.start(other))
-    assert ("tensors: 37 -> 5" if what == "another model" else "world_size: 1 -> 2") in line
+    assert ("tensors: 37 -> 5" if what == "another model" else "'layer000' is each rank's own") in line
     assert "--ftp-resume fresh" in line
     assert resumed(torch_server, spec) == 4, "nothing was lost by it"
 
