@@ -110,6 +110,8 @@ class Exchange:
         self._sent_bytes = 0
         self._announced = False
         self.differences: list[Difference] = []
+        if not self._checks:  # also where there is parity, of nothing
+            alike(version)
         targets = set(self._checks) | {send.area.position for send in plan.sends[position]}
         targets |= {holder for rank in plan.ranks[position] for holder in plan.copy_holders(rank)}
         self._done = dict.fromkeys(sorted(targets), False)

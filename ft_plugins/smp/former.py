@@ -60,8 +60,8 @@ class Former:
         for rank, found in list(self._held.get(world_size, {}).items()):
             if rank in own or found.shape.slots == 1:
                 continue
+            found.claim()  # before it has its name again: under that it is whole
             found.path = found.path.replace(path_of(self._job, self._node, rank))
-            found.claim()
             own[rank] = self._held[world_size].pop(rank)
         return left
 

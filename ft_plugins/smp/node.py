@@ -118,6 +118,7 @@ class NodeTier:
         shape = shape_of(plan, told_now.position, told_now.shapes, told_now.digest)
         if self._vault is not None:
             self._vault.close()
+            self._vault = self._told = self._plan = None  # where the next one cannot be had, there is none
         self._vault = Vault(vault_of(self._job, self._node), plan, told_now.position, shape)
         self._told, self._plan, self.token = told_now, plan, token
         self._first = self._connect(0)

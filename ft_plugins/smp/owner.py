@@ -318,9 +318,8 @@ class SnapshotProcess:
     def _drop_former(self) -> None:
         """Remove what was set aside once the state is safe without it: on several nodes when a version counts, on one
         when every rank holds two versions of its own, the first of which all ranks must have."""
-        if not self._aside or self._tier.counted is None and self._tier.ranks == self._world_size:
-            return
-        if self._tier.ranks != self._world_size and not self._went_on():
+        told = self._tier.token == self.token and self._tier.ranks == self._world_size  # of this very incarnation
+        if not self._aside or not (self._tier.counted is not None if told else self._went_on()):
             return
         with self._lock:
             self._events.emit("smp.settled", segments=self._aside.drop())

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,7 @@ class Reft:
         self.nodes.take_over(segment, self._manifest)
         nodes = self.nodes.of_job(segment.shape, self.layout)
         found = agree_on_version(segment, self._collective, self._report_corrupt, nodes)
+        found = replace(found, lineage=max(found.lineage, self.nodes.lineage + 1))
         try:
             plan = self._choose(found, mode, loaded)
         except ResumeError as error:

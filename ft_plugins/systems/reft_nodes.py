@@ -57,6 +57,7 @@ class ReftNodes:
         self._towards = towards
         self._groups = tuple(host.topology().sharding_groups().values())
         self._takeover: Takeover | None = None
+        self.lineage = 0  # the newest in what other sizes of the job have left, taken over or not
         self.losses = self._survivable(nodes)
 
     @property
@@ -117,7 +118,10 @@ class ReftNodes:
         rank, token = self._host.rank, self._token
         seen = SeenNodes(self._collective, self._nodes, self._run_dir)
         size = self._collective.world_size
-        if not any(seen.ask(lambda client: client.resize(rank, token, size))) or mode == "storage":
+        if not any(seen.ask(lambda client: client.resize(rank, token, size))):
+            return
+        self.lineage = max(node.lineage for node in seen.facts())
+        if mode == "storage":
             return
         nodes = seen if mode == "fresh" else self.of_job(shape, layout) or seen
         former = FormerJob(self._collective, nodes, token, self._run_dir, report)
@@ -137,8 +141,7 @@ class ReftNodes:
 
     def tell_sizes(self) -> str:
         """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node."""
-        named = self.losses if "redundancy" in self._config.model_fields_set else 0
-        found = sizes.admissible(self._host.topology(), self._nodes, self._host.admits, named)
+        found = sizes.admissible(self._host.topology(), self._nodes, self._host.admits, self.losses)
         if self.leads:
             sizes.write(self._run_dir, found)
         count = len(set(self._nodes))

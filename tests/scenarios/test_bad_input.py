@@ -46,7 +46,9 @@ def refused(job: RunningJob) -> str:
     outcome = job.wait(BOUND)
     assert (outcome["status"], outcome["restarts"]) == ("refused", 0), (outcome, job.tail())
     assert "\n" not in outcome["reason"]
-    assert "Traceback" not in job.tail()
+    # torch prints one of its own where the worker ends between our look at it and torch's
+    ours = [line for line in job.tail().splitlines() if "torch/distributed/elastic" not in line]
+    assert not any("Traceback" in line for line in ours), job.tail()
     return str(outcome["reason"])
 
 
