@@ -106,7 +106,7 @@ class Session:
                 held = {rank: Shape(*entry) for rank, entry in enumerate(shapes) if names[rank] == node}
                 print(budget_table(held, node), flush=True)
         if self._reft is not None:
-            sizes = self._reft.tell_sizes()
+            sizes = self._reft.nodes.tell_sizes()
             if sizes and self._host.rank == 0 and self._context.restart == 0:
                 print(f"ft_plugins: {sizes}", flush=True)
 

@@ -18,6 +18,8 @@ from ..errors import ProtocolError
 from .gathering import Roster
 from .station import read
 
+SIZES = "sizes.json"  # in the run directory: what ranks tell, `recovery.sizes`
+
 
 class Memory:
     """The last round of job `run`; only in this process where there is no folder for it."""
@@ -45,7 +47,7 @@ class Memory:
     def sizes(self) -> tuple[int, ...]:
         """The numbers of nodes with which the job can be trained, as its ranks have told; () while they have not."""
         try:
-            found = json.loads((self._path.with_name("sizes.json")).read_text())["sizes"] if self._path else []
+            found = json.loads((self._path.with_name(SIZES)).read_text())["sizes"] if self._path else []
             return tuple(size for size in found if type(size) is int)
         except (OSError, ValueError, TypeError, KeyError):
             return ()

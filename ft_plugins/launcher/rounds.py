@@ -54,6 +54,7 @@ class Rules:
     sizes: tuple[int, ...] = ()  # those allowed; empty: all from min_nodes to max_nodes
     last_call: float = 30.0
     wait: float = 30.0
+    stateful: bool = False  # nodes of the last round hold state that the next one needs
 
     def __post_init__(self) -> None:
         wrong = [size for size in self.sizes if not self.min_nodes <= size <= self.max_nodes]
@@ -68,7 +69,7 @@ class Rules:
         fitting = [size for size in sizes if self.min_nodes <= size <= self.max_nodes]
         if self.sizes:
             fitting = [size for size in fitting if size in self.sizes]
-        return replace(self, sizes=tuple(fitting)) if fitting else self
+        return replace(self, sizes=tuple(fitting), stateful=True) if fitting else self
 
     @property
     def largest(self) -> int:
@@ -104,6 +105,8 @@ def size_now(rules: Rules, candidates: Sequence[Candidate], waited: float) -> in
     back = sum(found.seat is not None and found.seat.round == last for found in candidates)
     if size in (0, rules.largest) or last and back >= last_size:
         return size
+    if rules.stateful and size < back:
+        return 0  # state of the last round would be on a spare, out of reach: a substitute has to come
     return size if waited >= (rules.wait if last else rules.last_call) else 0
 
 

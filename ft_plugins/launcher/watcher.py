@@ -89,7 +89,8 @@ class Watcher:
         """Whether no segment of this node holds a version. Raises ProtectionError."""
         found = self._request("status", lambda client: client.status())
         held = any(slot["state"] == "CLEAN" for segment in found["segments"] for slot in segment["slots"])
-        return not held and not found["refused"]  # what cannot be read may be of use to another version of ft_plugins
+        # what cannot be read may be of use to another version of ft_plugins, what is set aside to another size
+        return not held and not found["refused"] and not found["set_aside"]
 
     def opened_since(self, token: int) -> bool:
         """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""

@@ -23,6 +23,7 @@ from ..errors import BudgetError, ConfigError, FtError, ProtocolError
 from ..redundancy.plan import ExchangePlan, positions
 from ..smp.client import Client
 from ..smp.protection import Protection
+from ..snapshot.double import Told, gathered
 from ..snapshot.segment import Shape
 from ..snapshot.slots import Version
 from .collective import Collective
@@ -105,19 +106,24 @@ class JobNodes(SeenNodes):
         nodes: Sequence[str],
         groups: Sequence[Sequence[int]],
         shape: Shape,
+        replicated: Sequence[Told],
         config: NodeTierConfig,
     ) -> None:
-        """Every rank of the job calls. Raises ConfigError (secret, interface), ProtocolError, on all ranks."""
+        """`replicated` is what `double.told` says of this rank's layout. Every rank of the job calls.
+
+        Raises ConfigError (secret, interface), ProtocolError, on all ranks.
+        """
         super().__init__(collective, nodes, config.run_dir)
         self._config = config
-        gathered = collective.gather(msgpack.packb(list(astuple(shape))))
-        shapes = tuple(Shape(*msgpack.unpackb(part)) for part in gathered)
+        facts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([astuple(shape), replicated]))]
+        shapes = tuple(Shape(*values) for values, _ in facts)
         told = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
         self._protection = Protection(
             lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
             losses=config.losses, position=self._position,
             endpoints=tuple((str(host), int(port)) for host, port in told), interval=config.interval,
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
+            replicated=gathered([told for _, told in facts]),
         )  # fmt: skip
         self.exchange = self._protection.plan()
         self.digest = self._protection.digest
@@ -152,7 +158,8 @@ class JobNodes(SeenNodes):
 
         Raises BudgetError, on all ranks, where the kernel has not given it.
         """
-        told = replace(self._protection, lineage=lineage, base=base, counted=counted(self.facts(), base))
+        counts = counted(self.facts(), base, self.exchange, self.digest)
+        told = replace(self._protection, lineage=lineage, base=base, counted=counts)
         found = self.ask(lambda client: client.protect(self._collective.rank, self._config.token, told))
         for name, answer in zip(self._names, found, strict=True):
             if answer["resident_bytes"] < answer["bytes"]:

@@ -99,9 +99,10 @@ class RecoveryPlan:
         """The plan for people."""
         left = f"{self.completed} were completed, {self.lost} lost; lineage {self.lineage}"
         if self.version is not None:
+            why = f" ({self.reason})" if self.tier == "storage" else ""
             lines = [
                 f"recovery: iteration {self.version.iteration} of lineage {self.version.lineage} "
-                f"from the {self.tier} tier; {left}"
+                f"from the {self.tier} tier{why}; {left}"
             ]
             for way in (Way.FETCH, Way.DECODE):
                 ranks = [rank for rank, source in enumerate(self.sources) if source.way is way]
@@ -167,9 +168,19 @@ def plan_recovery(
     return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone)
 
 
-def counted(nodes: Sequence[NodeFacts], base: Version | None) -> Version | None:
-    """The newest version that counts on any node, as far as going back to `base` leaves it: not all may have heard."""
-    return max((node.counted for node in nodes if node.counted and base and node.counted <= base), default=None)
+def counted(
+    nodes: Sequence[NodeFacts], base: Version | None, exchange: ExchangePlan | None = None, plan_digest: int = 0
+) -> Version | None:
+    """The newest version that counts on any node, as far as going back to `base` leaves it: not all may have heard.
+
+    None may have, where the one that decided it is gone: then the newest that all nodes hold, by `exchange`.
+    """
+    heard = max((node.counted for node in nodes if node.counted and base and node.counted <= base), default=None)
+    if heard is not None or base is None or exchange is None:
+        return heard
+    everywhere = set.intersection(*(set(node.parity) for node in nodes))
+    whole = (v for v in everywhere if len(_holders(v, (), nodes, exchange, plan_digest)) == len(exchange.nodes))
+    return max((version for version in whole if version <= base), default=None)
 
 
 def _without_void(

@@ -21,7 +21,7 @@ from .. import faults
 from ..errors import FtError, SegmentError
 from ..snapshot import codec, manifest
 from ..snapshot.manifest import Manifest
-from ..snapshot.segment import Segment
+from ..snapshot.segment import NOT_COMPUTED, Segment
 from ..snapshot.slots import SlotState, Version, choose
 from .collective import Collective
 from .pull import Bytes, Wanted, pull
@@ -127,9 +127,11 @@ def _sizes(
 
 
 def _seal(segment: Segment, index: int, version: Version, token: int, small: bytes) -> None:
-    data, digests = segment.data(index), segment.digests(index)
-    for number, (offset, nbytes) in enumerate(segment.ranges):
-        digests[number] = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data)
+    """As a slot that was read from storage: without the parity of other ranks' shares, which the trainer computes."""
+    data, table = segment.data(index), np.full(segment.shape.digests, NOT_COMPUTED, dtype=np.uint64)
+    for number, (offset, nbytes) in enumerate(segment.data_ranges):
+        table[number] = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data)
     segment.write_small(index, small)
+    segment.digests(index)[:] = table
     segment.set_cursor(index, None)
-    segment.seal(index, version, token, small, np.array(digests))
+    segment.seal(index, version, token, small, table)

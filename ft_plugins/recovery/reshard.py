@@ -7,6 +7,7 @@ travels. Only the data-parallel size may differ: a rank takes over from ranks of
     replicated   the shares of all former ranks of the place make up the whole
     sharded      likewise, by `Item.piece`
     buffers      each rank's own: those of the first former rank, as frameworks keep them in their checkpoints
+    other state that each rank has of its own is refused: nobody knows whose it should be at another size
 
 In: the manifests of the former ranks of one place, the new rank's manifest. Out: `Move`s.
 """
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from ..errors import ResumeError
 from ..model.inventory import Role
-from ..snapshot.manifest import Held, Manifest
+from ..snapshot.manifest import OWN, Held, Manifest
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def plan_moves(former: Sequence[Manifest], now: Manifest) -> tuple[Move, ...]:
             raise ResumeError(
                 f"rank {now.rank}: '{held.name}' has {held.whole} bytes of {held.dtype}, in the state in memory there "
                 f"is {found}: it is not of this model; --ftp-resume fresh starts from the beginning"
+            )
+        if held.role != Role.BUFFER.value and held.kind == OWN == whole.parts[0][1].kind:
+            raise ResumeError(
+                f"rank {now.rank}: '{held.name}' is each rank's own, it cannot be taken over at another data-parallel "
+                "size; start with the former number of ranks, or --ftp-resume fresh starts from the beginning"
             )
         moves.extend(_moves(held, whole, now.rank))
     return tuple(_joined(moves))

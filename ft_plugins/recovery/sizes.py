@@ -1,7 +1,7 @@
 """With how many nodes the job could go on: the sizes at which its state can be taken over and the batch divided. Pure.
 
-Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks of a node stay as they are; what
-was asked for by name (`--reft-redundancy`) can be had at every size that is admitted.
+Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks of a node stay as they are. A
+lost node can be survived at every size that is admitted if it can be now: else its state could not be taken over.
 
 In: the topology as it is, the host's word on the number of replicas. Out: numbers of nodes, ascending.
 """

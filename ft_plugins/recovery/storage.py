@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from ..errors import FtError, ResumeError, StorageError
+from ..model.host import resizable
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
 from ..snapshot.segment import Segment
@@ -46,6 +47,7 @@ class Shelf:
     lineage: int  # the newest in storage
     other: str = ""
     unreachable: str = ""
+    resized: Version | None = None  # `other` is of this job at another data-parallel size, and of this version
 
 
 def with_storage(found: RecoveryPlan, mode: str, loaded: int, stored: Version | None, later: bool) -> RecoveryPlan:
@@ -100,6 +102,12 @@ class StorageTier:
             plan = with_storage(found, mode, loaded, version, version.lineage > memory_lineage)
             if (plan.tier, plan.version) != ("storage", version):
                 return plan
+            if mode == "auto" and shelf.resized is not None and shelf.resized > version:
+                raise ResumeError(
+                    f"the newest checkpoint of this job in {self._base} is of another data-parallel size "
+                    f"({shelf.other}), which cannot be loaded at this one; start as it was written, or --ftp-resume "
+                    f"storage takes iteration {version.iteration} of this size"
+                )
             if problem:
                 self._report_once("checkpoint.damaged", problem)
             elif self._fetch(name, version, segment, token):
@@ -127,8 +135,9 @@ class StorageTier:
         told = b""
         if self._collective.rank == 0:
             told = bytes(msgpack.packb(_found(self._base, fingerprint, self._collective.world_size)))
-        candidates, lineage, other, unreachable = msgpack.unpackb(self._collective.gather(told)[0])
-        return Shelf(tuple((Version(*v), name, why) for v, name, why in candidates), lineage, other, unreachable)
+        candidates, lineage, other, unreachable, resized = msgpack.unpackb(self._collective.gather(told)[0])
+        known = tuple((Version(*version), name, why) for version, name, why in candidates)
+        return Shelf(known, lineage, other, unreachable, Version(*resized) if resized else None)
 
     def _fetch(self, name: str, version: Version, segment: Segment, token: int) -> bool:
         """Read this rank's file of a checkpoint; whether every rank could. Raises what any rank refuses it with."""
@@ -155,16 +164,19 @@ def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[
     try:
         stored = _within(LOOK_SECONDS, lambda: _listed(base))
     except (OSError, TimeoutError) as error:
-        return [[], 0, "", getattr(error, "strerror", None) or str(error)]
+        return [[], 0, "", getattr(error, "strerror", None) or str(error), None]
     origin = Origin("", world_size, fingerprint)
     own = retention.candidates(stored, origin.digest)[:_OFFERED]
     others = [each for each in stored if each.complete and each.fingerprint not in (origin.digest, "")]
-    other = ""
+    other, resized = "", None
     if others:
         newest = max(others, key=lambda each: each.version)
-        other = f"{newest.name}: {_differing(checkpoint.read_manifest(base / newest.name).fingerprint, fingerprint)}"
+        theirs = checkpoint.read_manifest(base / newest.name).fingerprint
+        other = f"{newest.name}: {_differing(theirs, fingerprint)}"
+        if resizable(theirs) == resizable(fingerprint):
+            resized = [newest.version.lineage, newest.version.iteration]
     candidates = [[[each.version.lineage, each.version.iteration], each.name, each.problem] for each in own]
-    return [candidates, max((each.version.lineage for each in stored), default=0), other, ""]
+    return [candidates, max((each.version.lineage for each in stored), default=0), other, "", resized]
 
 
 def _listed(base: Path) -> tuple[retention.Stored, ...]:

@@ -151,6 +151,13 @@ class Rebuild:
     sources: tuple[tuple[str, int, int], ...]
 
 
+def cut(nbytes: int, parts: int) -> list[tuple[int, int]]:
+    """`parts` consecutive ranges of near equal size, on multiples of ALIGNMENT but for the end."""
+    lines = -(-nbytes // ALIGNMENT)
+    edges = [min(nbytes, lines * i // parts * ALIGNMENT) for i in range(parts)] + [nbytes]
+    return list(zip(edges, edges[1:], strict=False))
+
+
 def place(sizes: Sequence[int], losses: int = 1) -> Placement:
     """Where the pieces and parities of a group lie; `sizes` are the bytes of each node's stream.
 

@@ -1,14 +1,16 @@
 """Which bytes protect which others: the sections of a job, their parity, and who sends what to whom. Pure.
 
-Invariant: trainers and SMPs compute the same plan from the same few facts, without talking. A section is the captured
-state of one sharding group, spread over the nodes that its ranks stand on; no two pieces of a stripe are on one node.
-A node is known by its position (the order of the nodes' lowest ranks), so that a substitute inherits a place.
+Invariant: trainers and SMPs compute the same plan from the same few facts, without talking. A section is captured state
+of one sharding group, spread over the nodes that its ranks stand on; no two pieces of a stripe are on one node. A node
+is known by its position (the order of the nodes' lowest ranks), so that a substitute inherits a place.
 
     slot data of ranks 0, 1 (node 0) | 4, 5 (node 1) | ...     extents, concatenated: one stream per node of the section
     stream of node i = block for stripe i+1 | block for stripe i+2 | ...      (parity.place)
-    parity of stripe x = XOR of the blocks for it, kept on node x; each node sends n-1 blocks, one to each other node
+    parity of stripe x = XOR of the blocks for it, kept on node x; in an EXCHANGED section each node sends n-1 blocks,
+    one to each other node, in a LOCAL one node x has the blocks itself, in its replica (sections.Encoding)
 
-In: node and captured bytes of each rank, sharding groups, how many losses are to be survived (1: RAIM5, 2: RAIM6).
+In: node and captured bytes of each rank, sharding groups, replica sets, how many losses are to be survived (1: RAIM5,
+2: RAIM6).
 Out: `ExchangePlan`; `Loss`, the answer to 'which nodes may be lost now?'.
 """
 
@@ -20,42 +22,18 @@ from functools import cached_property
 
 from ..errors import TopologyError
 from .field import ORDER
-from .parity import OnDemand, Piece, Placement, place
+from .parity import OnDemand, Piece, place
+from .sections import Encoding, Extent, Part, Section, lay_out, local_sections, remainder
 
 NAMES = {1: "RAIM5", 2: "RAIM6"}  # by losses
 
 
 @dataclass(frozen=True)
-class Extent:
-    """Bytes `offset .. offset + nbytes` of the slot data of `rank`."""
-
-    rank: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Section:
-    """One sharding group's state. `positions[i]` is where in the job its i-th node stands, `streams[i]` its bytes."""
-
-    index: int
-    positions: tuple[int, ...]
-    streams: tuple[tuple[Extent, ...], ...]
-    placement: Placement
-
-    def extents(self, node: int, start: int, stop: int) -> Iterator[Extent]:
-        """The parts of slots that bytes `start .. stop` of a node's stream are made of, in order."""
-        at = 0
-        for extent in self.streams[node]:
-            low, high = max(start, at), min(stop, at + extent.nbytes)
-            if low < high:
-                yield Extent(extent.rank, extent.offset + low - at, high - low)
-            at += extent.nbytes
-
-
-@dataclass(frozen=True)
 class Area:
-    """Where a parity block lies: `offset` in the parity slot of the node at `position`. `which`: 0 for P, 1 for Q."""
+    """Where a parity block of an EXCHANGED section lies: `offset` in the parity slot of the node at `position`.
+
+    `which`: 0 for P, 1 for Q.
+    """
 
     section: int
     stripe: int
@@ -77,19 +55,40 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Check:
+    """The copy of `source` from which `keeper` has computed parity is to be compared with what `source.rank` holds.
+
+    `bucket` is that of the keeper's slot, `entry` the place of the copy's digest in the keeper's table.
+    """
+
+    keeper: int
+    bucket: int
+    entry: int
+    source: Extent
+
+
+@dataclass(frozen=True)
 class ExchangePlan:
-    """The node tier of a job. `nodes[position]` and `ranks[position]` say who stands where."""
+    """The node tier of a job. `nodes[position]` and `ranks[position]` say who stands where.
+
+    The first sections are EXCHANGED, one for each sharding group, the others LOCAL. `nbytes[rank]` is its slot data.
+    """
 
     nodes: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
     losses: int
     sections: tuple[Section, ...]
+    nbytes: tuple[int, ...]
+
+    def encoded(self, encoding: Encoding) -> Iterator[Section]:
+        """The sections of one encoding."""
+        return (section for section in self.sections if section.encoding is encoding)
 
     @cached_property
     def areas(self) -> tuple[tuple[Area, ...], ...]:
         """By position, the parity blocks that its node keeps, in the order in which they lie in its parity slot."""
         kept: list[list[Area]] = [[] for _ in self.nodes]
-        for section in self.sections:
+        for section in self.encoded(Encoding.EXCHANGED):
             for node, position in enumerate(section.positions):
                 for stripe, which in section.placement.kept_on(node):
                     offset = kept[position][-1].offset + kept[position][-1].nbytes if kept[position] else 0
@@ -98,7 +97,7 @@ class ExchangePlan:
         return tuple(map(tuple, kept))
 
     def parity_bytes(self, position: int) -> int:
-        """Bytes of one version's parity on a node."""
+        """Bytes of one version's parity in a node's vault."""
         areas = self.areas[position]
         return areas[-1].offset + areas[-1].nbytes if areas else 0
 
@@ -134,9 +133,9 @@ class ExchangePlan:
 
     @cached_property
     def _sections_at(self) -> tuple[tuple[tuple[Section, int], ...], ...]:
-        """By position, the sections that its node is in, and as which of their nodes."""
+        """By position, the EXCHANGED sections that its node is in, and as which of their nodes."""
         found: list[list[tuple[Section, int]]] = [[] for _ in self.nodes]
-        for section in self.sections:
+        for section in self.encoded(Encoding.EXCHANGED):
             for node, position in enumerate(section.positions):
                 found[position].append((section, node))
         return tuple(map(tuple, found))
@@ -148,8 +147,57 @@ class ExchangePlan:
 
     @cached_property
     def section_of_rank(self) -> dict[int, Section]:
-        """The section that protects each rank."""
-        return {extent.rank: section for section in self.sections for stream in section.streams for extent in stream}
+        """The section of each rank's sharding group, on the nodes of which all that protects the rank is."""
+        return {
+            extent.rank: section
+            for section in self.encoded(Encoding.EXCHANGED)
+            for stream in section.streams
+            for extent in stream
+        }
+
+    @cached_property
+    def sections_of_rank(self) -> dict[int, tuple[Section, ...]]:
+        """All sections that hold state of each rank."""
+        found: dict[int, dict[int, Section]] = {rank: {} for rank in range(len(self.nbytes))}
+        for section in self.sections:
+            for stream in section.streams:
+                for extent in stream:
+                    found[extent.rank][section.index] = section
+        return {rank: tuple(there.values()) for rank, there in found.items()}
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Part, ...], ...]:
+        """By rank, the parity of LOCAL sections that lies in its slots, behind the data, in order."""
+        found: list[list[Part]] = [[] for _ in self.nbytes]
+        for part in lay_out(self.encoded(Encoding.LOCAL), dict(enumerate(self.nbytes))):
+            found[part.rank].append(part)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def parts_of_stripe(self) -> dict[tuple[int, int], tuple[Part, ...]]:
+        """By (section, stripe), the parts of its parity, in order."""
+        found: dict[tuple[int, int], list[Part]] = {}
+        for parts in self.parts:
+            for part in parts:
+                found.setdefault((part.section, part.stripe), []).append(part)
+        return {key: tuple(sorted(parts, key=lambda part: part.start)) for key, parts in found.items()}
+
+    def checks(self, rank: int, buckets: Sequence[tuple[int, int]]) -> Iterator[Check]:
+        """What is compared of the parity in the slots of a rank, in the order of its table.
+
+        `buckets` are (offset, bytes) of those of the slot, of which none holds bytes of two parts.
+        """
+        entry, parts = len(buckets), iter(self.parts[rank])
+        part = next(parts, None)
+        for number, (offset, nbytes) in enumerate(buckets):
+            while part is not None and part.offset + part.stop - part.start <= offset:
+                part = next(parts, None)
+            if part is None or offset < part.offset:
+                continue
+            start = part.start + offset - part.offset
+            for _, _, source in self.sections[part.section].sources(part.stripe, start, start + nbytes):
+                yield Check(rank, number, entry, source)
+                entry += 1
 
     def copy_holders(self, rank: int) -> tuple[int, ...]:
         """The positions that keep a whole copy of the rank's small state and digest table: as many as may be lost."""
@@ -162,10 +210,12 @@ class ExchangePlan:
         """The ranks whose small state and digest table the node at `position` keeps."""
         return tuple(
             sorted(
-                extent.rank
-                for section, node in self._sections_at[position]
-                for step in range(1, self.losses + 1)
-                for extent in section.streams[(node - step) % len(section.positions)]
+                {
+                    extent.rank
+                    for section, node in self._sections_at[position]
+                    for step in range(1, self.losses + 1)
+                    for extent in section.streams[(node - step) % len(section.positions)]
+                }
             )
         )
 
@@ -175,12 +225,16 @@ class ExchangePlan:
         for section in self.sections:
             ranks = sorted({extent.rank for stream in section.streams for extent in stream})
             where = ", ".join(self.nodes[position] for position in section.positions)
-            lines.append(
-                f"  group {section.index}: ranks {ranks} on {where}; blocks of {section.placement.block} bytes"
-            )
+            if section.encoding is Encoding.EXCHANGED:
+                name, how = f"group {section.index}", ""
+            else:
+                name, how = "  replicas", f", {section.encoding.value}"
+            lines.append(f"  {name}: ranks {ranks} on {where}; blocks of {section.placement.block} bytes{how}")
         for position, node in enumerate(self.nodes):
             sent = sum(s.placement.losses * s.placement.sizes[n] for s, n in self._sections_at[position])
-            lines.append(f"  {node}: keeps {self.parity_bytes(position)} bytes of parity, sends {sent} per version")
+            line = f"  {node}: keeps {self.parity_bytes(position)} bytes of parity, sends {sent} per version"
+            local = sum(part.stop - part.start for rank in self.ranks[position] for part in self.parts[rank])
+            lines.append(f"{line}; computes {local} of its own" if local else line)
         return "\n".join(lines)
 
 
@@ -214,9 +268,16 @@ def unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: i
 
 
 def plan_exchange(
-    nodes: Sequence[str], groups: Sequence[Sequence[int]], nbytes: Sequence[int], losses: int
+    nodes: Sequence[str],
+    groups: Sequence[Sequence[int]],
+    nbytes: Sequence[int],
+    losses: int,
+    replicated: Sequence[Sequence[Extent]] = (),
 ) -> ExchangePlan:
     """The plan of a job: `nodes[rank]`, sharding groups as tuples of ranks, `nbytes[rank]` of slot data.
+
+    `replicated` are the streams of the replica sets of which the ranks can compute parity themselves: whose share of
+    each lies where in its slots, in the order of the stream.
 
     Raises TopologyError where a loss cannot be survived (`unprotected` says why), or a rank is in no group or in two.
     """
@@ -226,13 +287,15 @@ def plan_exchange(
         raise TopologyError(f"{len(nodes)} ranks, but the sharding groups are {[list(group) for group in groups]}")
     names, ranks = positions(nodes)
     at = {name: position for position, name in enumerate(names)}
+    local = local_sections([at[name] for name in nodes], groups, replicated, losses, len(groups))
+    left = remainder(local, nbytes)
     sections = []
     for index, group in enumerate(groups):
-        members: dict[int, list[int]] = {}
+        members: dict[int, list[Extent]] = {}
         for rank in sorted(group):
-            members.setdefault(at[nodes[rank]], []).append(rank)
+            members.setdefault(at[nodes[rank]], []).extend(left[rank])
         where = tuple(sorted(members))
-        streams = tuple(tuple(Extent(rank, 0, nbytes[rank]) for rank in members[position]) for position in where)
+        streams = tuple(tuple(members[position]) for position in where)
         placement = place([sum(extent.nbytes for extent in stream) for stream in streams], losses)
         sections.append(Section(index, where, streams, placement))
-    return ExchangePlan(names, ranks, losses, tuple(sections))
+    return ExchangePlan(names, ranks, losses, (*sections, *local), tuple(nbytes))

@@ -9,6 +9,7 @@ In: a `JobSpec`. Out: a `RunningJob` with the agent's pid, its log and, when it 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import importlib
 import importlib.util
@@ -35,6 +36,8 @@ from ..smp import protocol
 _FORK_SECONDS = 60.0  # for the ranks of one incarnation to be forked
 _LOOK_SECONDS = 0.002
 _CLONE_NEWNET = 0x40000000
+_TELL = signal.SIGUSR1  # has an agent write into its log where each of its threads is
+_TELLING_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class RunningJob:
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         if not poller.poll(seconds * 1000):
+            self.kill(_TELL)
+            poller.poll(1000 * _TELLING_SECONDS)  # it goes on: only the time to write
             self.kill()
             raise TimeoutError(f"{self.spec.name} had not ended after {seconds:.0f} s:\n{self.tail()}")
         outcome = _outcome(self.spec)
@@ -239,6 +244,7 @@ def _job(spec: JobSpec) -> None:
     log = os.open(_log(spec), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
         os.dup2(log, target)
+    faulthandler.register(_TELL, all_threads=True)
     os.environ.update(spec.environment)
     if spec.namespace:
         _enter(spec.namespace)

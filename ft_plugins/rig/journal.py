@@ -32,7 +32,7 @@ def wait_for(path: Path, condition: Callable[[list[Entry]], bool], seconds: floa
         found[:] = entries(path)
         return condition(found)
 
-    _until(holds, seconds, lambda: f"{path.name}: last entries: {found[-5:]}")
+    wait_until(holds, seconds, lambda: f"{path.name}: last entries: {found[-5:]}")
     return found
 
 
@@ -42,10 +42,11 @@ def wait_until_stopped(pid: int, seconds: float) -> None:
     def state() -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
-    _until(lambda: state() == "T", seconds, lambda: f"process {pid} is in state {state()}")
+    wait_until(lambda: state() == "T", seconds, lambda: f"process {pid} is in state {state()}")
 
 
-def _until(holds: Callable[[], bool], seconds: float, found: Callable[[], str]) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float, found: Callable[[], str]) -> None:
+    """Until `holds`. Raises TimeoutError after `seconds`, with what was `found` instead."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:

@@ -9,6 +9,7 @@ In: a run, the fork server, places. Out: running nodes, by name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -61,11 +62,12 @@ class MultiNodeJob:
         self._secret.write_text("what the nodes of this job know")
         self._secret.chmod(0o600)
 
-    def start(self, name: str, place: Place, *more: str) -> RunningJob:
-        """Start a node of the job, or a substitute."""
-        known = {k: v for k, v in vars(self.run.spec(**place.fields())).items() if k not in ("name", "flags")}
+    def start(self, name: str, place: Place, *more: str, faults: str = "") -> RunningJob:
+        """Start a node of the job, or a substitute; `faults` are armed on this node alone."""
+        spec = replace(self.run, kills=faults or self.run.kills).spec(**place.fields())
+        known = {k: v for k, v in vars(spec).items() if k not in ("name", "flags")}
         flags = (
-            *self.run.spec().flags, "--ftp-node-name", name, "--ftp-secret-file", str(self._secret),
+            *spec.flags, "--ftp-node-name", name, "--ftp-secret-file", str(self._secret),
             "--ftp-detect-seconds", DETECT_SECONDS, *self._flags, *more,
         )  # fmt: skip
         spec = self._jobs(**{**known, **self._fields, "node": name, "flags": flags})

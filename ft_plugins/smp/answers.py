@@ -8,13 +8,14 @@ In: a request with its payload, as `wire.Server` hands it over. Out: the reply w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..errors import ProtocolError
-from . import protocol, wire
+from ..snapshot.segment import Segment
+from . import checks, protocol, wire
 from .frames import Data, Parity
 from .peers import Local, read_report, read_version, told
 from .pins import Directive, Report
@@ -28,12 +29,14 @@ class Answers:
     def __init__(
         self,
         memory: Local,
+        segments: Mapping[int, Segment],
         gathering: Callable[[Any], Vault],
         beat: Callable[[int, Report], tuple[Directive, list[int]]],
     ) -> None:
         """`gathering(epoch)` is the vault that gathers in that epoch, `beat` takes a report of a position and returns
         the directive and the positions that are lost; both raise ProtocolError where there is no such thing here."""
         self._memory = memory
+        self._segments = segments
         self._gathering = gathering
         self._take_beat = beat
 
@@ -60,6 +63,10 @@ class Answers:
                     protocol.number(message, "at"), protocol.number(message, "total"), payload,
                 )  # fmt: skip
                 return {"taken": done}, None
+            case "check":
+                self._gathering(message.get("epoch"))
+                found = checks.differing(self._segments, read_version(message["version"]), payload)
+                return ({"wait": True} if found is None else {"differ": found}), None
         raise ProtocolError(f"'{message.get('do')}' is no request between SMPs")
 
     def beat(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -126,13 +126,12 @@ class Client:
     ) -> Path:
         """Create or find this rank's segment; `storage` says where checkpoints go. Raises BudgetError, ResumeError
         (unless `fresh`), FencedError."""
-        fields = {name: getattr(shape, name) for name in ("nbytes", "small_nbytes", "buckets", "layout", "slots")}
         reply = self._ask(
             "attach",
             extra_seconds=shape.total / _FAULT_BYTES_PER_SECOND,
             rank=rank,
             token=token,
-            shape=fields,
+            shape=asdict(shape),
             fingerprint=dict(fingerprint),
             pid=os.getpid(),
             fresh=fresh,

@@ -1,10 +1,14 @@
 """Carries out this node's part of an exchange: sends the blocks and copies of one version to the nodes that keep them.
 
+Of state whose parity this node has computed itself, from its replicas, nothing is sent but digests (`checks`): the node
+that captured the same bytes says whether it has the same.
+
 Invariant: nothing of it is in the step path; it is paced, and gets slower, never wrong. What a receiver says it has
 taken decides what is sent next, so a broken connection, a frame that came twice or a receiver that was replaced costs
 time only. Bytes leave a slot only after its digests have been verified, and only while the slot is pinned.
 
-In: a plan, the pinned slots of this node, connections to the others. Out: frames; `done` when all has been taken.
+In: a plan, the pinned slots of this node, connections to the others. Out: frames; `done` when all has been taken and
+nothing differs; `exchange.sent` and `replica.differs` events.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from ..events import Events
 from ..redundancy.plan import ExchangePlan, Send
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Version
+from . import checks
+from .checks import Difference
 from .wire import PAYLOAD_LIMIT, Peer
 
 _AGAIN_SECONDS = 0.2  # until a receiver that has all is asked whether it still has; or after an error
+_REPORTED = 4  # differences one by one; a replica that has drifted as a whole has thousands
 _WAIT_SECONDS = 0.02  # for a receiver that has not heard of the version yet
 
 Bytes = npt.NDArray[np.uint8]
@@ -78,8 +85,13 @@ class Exchange:
         connect: Callable[[int], Peer],
         pacer: RatePacer,
         events: Events,
+        alike: Callable[[Version], None] = lambda version: None,
     ) -> None:
-        """`segments` of this node's ranks hold `version` pinned; `connect` gives a connection to a position's SMP."""
+        """`segments` of this node's ranks hold `version` pinned; `connect` gives a connection to a position's SMP.
+
+        `alike` is called when every replica that parity was made from here has been found equal to its other side.
+        Raises ProtocolError when a slot is laid out otherwise than the plan has it.
+        """
         self._plan = plan
         self._position = position
         self._version = version
@@ -91,7 +103,16 @@ class Exchange:
         self._started = time.monotonic()
         self._verified: bool | None = None
         self._verifying = threading.Lock()
-        targets = {send.area.position for send in plan.sends[position]}
+        self._alike = alike
+        self._checks = checks.by_target(plan, plan.ranks[position], segments)
+        self._unchecked = set(self._checks)  # positions that have not said yet that all is equal
+        self._counting = threading.Lock()
+        self._sent_bytes = 0
+        self._announced = False
+        self.differences: list[Difference] = []
+        if not self._checks:  # also where there is parity, of nothing
+            alike(version)
+        targets = set(self._checks) | {send.area.position for send in plan.sends[position]}
         targets |= {holder for rank in plan.ranks[position] for holder in plan.copy_holders(rank)}
         self._done = dict.fromkeys(sorted(targets), False)
         self._peers = {target: connect(target) for target in self._done}
@@ -135,6 +156,8 @@ class Exchange:
                 if not self._slots_match():
                     return
                 waiting = self._feed_once(target, sends, ranks)
+                if self.differences:
+                    return
                 pause = _WAIT_SECONDS if waiting else _AGAIN_SECONDS
             except (FtError, OSError) as error:
                 if self._stop.is_set():
@@ -183,12 +206,68 @@ class Exchange:
                 answer, _ = self._peers[target].ask(
                     "take", frame, key=list(key), node=send.node, at=at, exponent=send.exponent, **fields
                 )
+                self._count(len(frame))
                 at = int(answer["taken"])
         for rank in sorted(set(ranks) - set(reply["copies"])):
             self._done[target] = False
             self._send_copy(target, rank, fields)
+        if target in self._unchecked and not self._compare(target, fields):
+            self._done[target] = False
+            return True
         self._done[target] = True
+        self._announce()
         return False
+
+    def _compare(self, target: int, fields: dict[str, Any]) -> bool:
+        """Have `target` compare its shares with what parity was made from here; whether all of them are equal."""
+        tables = {
+            rank: segment.digests(slot_of(segment, self._version)).copy() for rank, segment in self._segments.items()
+        }
+        for batch in checks.batches(self._checks[target]):
+            asked = checks.payload(batch, tables)
+            faults.reach("exchange.check", position=self._position, target=target)
+            self._pacer.take(len(asked), self._stop)
+            if self._stop.is_set():
+                return False
+            reply, _ = self._peers[target].ask("check", asked, **fields)
+            if reply.get("wait"):
+                return False
+            self._count(len(asked))
+            differ = [Difference(self._version, batch[place]) for place in reply["differ"]]
+            for found in differ[:_REPORTED]:
+                self._differs(found, len(differ))
+            if differ:
+                return False
+        with self._counting:
+            self._unchecked.discard(target)
+            last = not self._unchecked
+        if last:
+            self._alike(self._version)
+        return True
+
+    def _differs(self, found: Difference, count: int) -> None:
+        check = found.check
+        self.differences.append(found)
+        self._events.emit(
+            "replica.differs", about=check.keeper, ranks=[check.keeper, check.source.rank], bucket=check.bucket,
+            lineage=found.version.lineage, iteration=found.version.iteration, offset=check.source.offset,
+            bytes=check.source.nbytes, count=count, reason=str(found),
+        )  # fmt: skip
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self._sent_bytes += nbytes
+
+    def _announce(self) -> None:
+        """Say once what it took."""
+        with self._counting:
+            if self._announced or not self.done:
+                return
+            self._announced = True
+        self._events.emit(
+            "exchange.sent", lineage=self._version.lineage, iteration=self._version.iteration, bytes=self._sent_bytes,
+            compared=sum(map(len, self._checks.values())), seconds=round(time.monotonic() - self._started, 3),
+        )  # fmt: skip
 
     def _frame(self, send: Send, at: int) -> Bytes:
         """The next bytes of a block, `at` from its start: a view of a slot, or a copy where ranks meet."""
@@ -208,4 +287,5 @@ class Exchange:
         while at < len(whole) and not self._stop.is_set():
             part = whole[at : at + PAYLOAD_LIMIT]
             answer, _ = self._peers[target].ask("copy", part, rank=rank, at=at, total=len(whole), **fields)
+            self._count(len(part))
             at = int(answer["taken"])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ..errors import SegmentError
@@ -59,8 +60,8 @@ class Former:
         for rank, found in list(self._held.get(world_size, {}).items()):
             if rank in own or found.shape.slots == 1:
                 continue
+            found.claim()  # before it has its name again: under that it is whole
             found.path = found.path.replace(path_of(self._job, self._node, rank))
-            found.claim()
             own[rank] = self._held[world_size].pop(rank)
         return left
 
@@ -76,8 +77,7 @@ class Former:
         """A segment with one slot for a rank of the former job that is lost. Raises BudgetError."""
         path = set_aside(self._job, self._node, rank, world_size)
         path.unlink(missing_ok=True)
-        one = Shape(shape.nbytes, shape.small_nbytes, shape.buckets, shape.layout, 1)
-        segments.create(path, one, rank, fingerprint, world_size)
+        segments.create(path, replace(shape, slots=1), rank, fingerprint, world_size)
         found = Segment(path)
         self._held.setdefault(world_size, {})[rank] = found
         return found

@@ -2,19 +2,20 @@
 
 Invariant: the frames cover the slot once, in order; none is longer than a payload. The sum over GF(256) of factor *
 bytes of a frame's parts is what the slot held there; where a part has fewer bytes than its frame, zeros stand behind
-or before it. Frames end where buckets of the parity end from which they are decoded, so that the SMP that keeps it has
-to verify one bucket for a frame, and each only once.
+or before it. Frames end where buckets of the vault end from which they are decoded, so that the SMP that keeps it has
+to verify one bucket for a frame, and each only once. Parity that lies in slots is read like any other byte of a slot.
 
 In: an exchange plan and the positions that are lost, or where the slot lies whole. Out: `Frame`s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..redundancy.parity import Rebuild, plan_decode
-from ..redundancy.plan import ExchangePlan, Section
+from ..redundancy.plan import ExchangePlan
+from ..redundancy.sections import Encoding, Section
 from ..snapshot.slots import Version
 from .wire import PAYLOAD_LIMIT
 
@@ -77,54 +78,97 @@ def copied(rank: int, version: Version, nbytes: int, position: int) -> Iterator[
         yield Frame(at, size, (Part(position, Data(rank, version, at, size), 1, 0),))
 
 
-def decoded(plan: ExchangePlan, rank: int, version: Version, nbytes: int, lost: Collection[int]) -> Iterator[Frame]:
-    """The frames of a slot of `nbytes` that is computed from parity, without what lay at the positions `lost`.
+def decoded(plan: ExchangePlan, rank: int, version: Version, lost: Collection[int]) -> Iterator[Frame]:
+    """The frames of a slot that is computed from parity, without what lay at the positions `lost`; its data first, then
+    the parity that it held itself.
 
     Raises ResumeError when more is lost than parity makes up for.
     """
-    section = plan.section_of_rank[rank]
-    own = section.positions.index(plan.position_of_rank[rank])
+    regions = sorted(_regions(plan, rank), key=lambda region: region.offset)
+    rebuilds = {section.index: _needed(plan, section, lost) for section in plan.sections_of_rank[rank]}
+    return _decoded(plan, version, regions, rebuilds)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Bytes `offset .. offset + nbytes` of a slot are those from `at` on of a node's stream, or of parity of a stripe
+    that lies in slots."""
+
+    offset: int
+    nbytes: int
+    section: Section
+    node: int
+    at: int
+    stripe: int | None = None
+
+
+def _regions(plan: ExchangePlan, rank: int) -> Iterator[_Region]:
+    """What the slot of a rank is made of."""
+    position = plan.position_of_rank[rank]
+    for section in plan.sections_of_rank[rank]:
+        node, at = section.positions.index(position), 0
+        for extent in section.streams[node]:
+            if extent.rank == rank:
+                yield _Region(extent.offset, extent.nbytes, section, node, at)
+            at += extent.nbytes
+    for part in plan.parts[rank]:
+        section = plan.sections[part.section]
+        node = section.positions.index(position)
+        yield _Region(part.offset, part.stop - part.start, section, node, part.start, part.stripe)
+
+
+def _needed(plan: ExchangePlan, section: Section, lost: Collection[int]) -> dict[tuple[int, tuple[str, int]], Rebuild]:
+    """By stripe and what is wanted of it, how each thing of a section that lay at a lost position is computed."""
     gone = [node for node, position in enumerate(section.positions) if position in set(lost)]
-    needed = {found.stripe: found for found in plan_decode(section.placement, gone) if found.wanted == ("data", own)}
-    return _decoded(plan, section, own, rank, version, nbytes, needed)
+    return {(found.stripe, found.wanted): found for found in plan_decode(section.placement, gone)}
 
 
 def _decoded(
     plan: ExchangePlan,
-    section: Section,
-    own: int,
-    rank: int,
     version: Version,
-    nbytes: int,
-    needed: dict[int, Rebuild],
+    regions: Iterable[_Region],
+    rebuilds: Mapping[int, Mapping[tuple[int, tuple[str, int]], Rebuild]],
 ) -> Iterator[Frame]:
-    first = 0  # where this rank begins in the stream of its node
-    for extent in section.streams[own]:
-        if extent.rank == rank:
-            break
-        first += extent.nbytes
-    blocks = {piece.start: (stripe.index, piece) for stripe in section.placement.stripes for piece in stripe.data
-              if piece.node == own and piece.stop > piece.start}  # fmt: skip
-    done = first
-    while done < first + nbytes:
-        stripe, piece = blocks[done // section.placement.block * section.placement.block]
-        rebuild, at = needed[stripe], done - piece.start
-        which = next((which for kind, which, _ in rebuild.sources if kind == "parity"), 0)
-        in_bucket = (plan.area_of[section.index, stripe, which].offset + at) % PAYLOAD_LIMIT
-        stop = min(first + nbytes, piece.stop, done + PAYLOAD_LIMIT - in_bucket)
-        parts = _parts(section, rebuild, version, at, stop - done)
-        base_first = sorted(parts, key=lambda part: not _may_be_base(part, stop - done))
-        yield Frame(done - first, stop - done, tuple(base_first))
-        done = stop
+    for region in regions:
+        section, needed = region.section, rebuilds[region.section.index]
+        blocks = {piece.start: (stripe.index, piece) for stripe in section.placement.stripes for piece in stripe.data
+                  if piece.node == region.node and piece.stop > piece.start}  # fmt: skip
+        done, end = region.at, region.at + region.nbytes
+        while done < end:
+            if region.stripe is None:
+                stripe, piece = blocks[done // section.placement.block * section.placement.block]
+                rebuild, at, last = needed[stripe, ("data", region.node)], done - piece.start, piece.stop
+            else:
+                rebuild, at, last = needed[region.stripe, ("parity", 0)], done, end
+            which = next((which for kind, which, _ in rebuild.sources if kind == "parity"), 0)
+            area = plan.area_of.get((section.index, rebuild.stripe, which))  # None: it lies in slots
+            in_bucket = (area.offset + at if area else 0) % PAYLOAD_LIMIT
+            stop = min(end, last, done + PAYLOAD_LIMIT - in_bucket)
+            parts = _parts(plan, section, rebuild, version, at, stop - done)
+            yield _base_first(region.offset + done - region.at, stop - done, parts)
+            done = stop
 
 
-def _parts(section: Section, rebuild: Rebuild, version: Version, at: int, nbytes: int) -> Iterator[Part]:
+def _base_first(offset: int, nbytes: int, parts: Iterable[Part]) -> Frame:
+    return Frame(offset, nbytes, tuple(sorted(parts, key=lambda part: not _may_be_base(part, nbytes))))
+
+
+def _parts(
+    plan: ExchangePlan, section: Section, rebuild: Rebuild, version: Version, at: int, nbytes: int
+) -> Iterator[Part]:
     """The sources of `nbytes` bytes, `at` from the start of their blocks."""
     stripe = section.placement.stripes[rebuild.stripe]
     for kind, which, factor in rebuild.sources:
         if kind == "parity":
-            key = (section.index, stripe.index, which)
-            yield Part(section.positions[stripe.parity[which]], Parity(key, version, at, nbytes), factor, 0)
+            position = section.positions[stripe.parity[which]]
+            if section.encoding is Encoding.EXCHANGED:
+                yield Part(position, Parity((section.index, stripe.index, which), version, at, nbytes), factor, 0)
+                continue
+            for part in plan.parts_of_stripe[section.index, stripe.index]:
+                low, high = max(part.start, at), min(part.stop, at + nbytes)
+                if low < high:
+                    wanted = Data(part.rank, version, part.offset + low - part.start, high - low)
+                    yield Part(position, wanted, factor, low - at)
             continue
         (piece,) = [piece for piece in stripe.data if piece.node == which]
         start, stop = piece.start + at, min(piece.stop, piece.start + at + nbytes)

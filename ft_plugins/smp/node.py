@@ -25,7 +25,7 @@ from ..events import Events
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.segment import Segment, vault_of
 from ..snapshot.slots import Pin, SlotState, Version
-from . import wire
+from . import checks, protocol, wire
 from .answers import Answers
 from .exchange import Exchange, RatePacer
 from .former import Former
@@ -60,7 +60,7 @@ class NodeTier:
         self._vault: Vault | None = None
         self._former = former
         self._memory = Local(segments, former, lambda: self._vault)
-        self._answers = Answers(self._memory, self._gathering, self._take_beat)
+        self._answers = Answers(self._memory, segments, self._gathering, self._take_beat)
         self._kept = Kept(run_dir, segments)
         self._told: Protection | None = None
         self._plan: ExchangePlan | None = None
@@ -114,9 +114,11 @@ class NodeTier:
         plan = told_now.plan()
         if told_now.position >= len(plan.nodes) or plan.nodes[told_now.position] != self._node:
             raise ProtocolError(f"node {self._node} was told that it is position {told_now.position} of {plan.nodes}")
+        checks.by_target(plan, [r for r in plan.ranks[told_now.position] if r in self._segments], self._segments)
         shape = shape_of(plan, told_now.position, told_now.shapes, told_now.digest)
         if self._vault is not None:
             self._vault.close()
+            self._vault = self._told = self._plan = None  # where the next one cannot be had, there is none
         self._vault = Vault(vault_of(self._job, self._node), plan, told_now.position, shape)
         self._told, self._plan, self.token = told_now, plan, token
         self._first = self._connect(0)
@@ -255,6 +257,9 @@ class NodeTier:
             told_now = self._told
             assert told_now is not None and self._vault is not None
             running = self._exchange
+            if running is not None and running.differences:
+                self._missed = running.version  # it can never count: a later one is tried
+                self._tell(str(running.differences[0]))
             exchange = running.version if running is not None else None
             encoded = exchange if running is not None and running.done and exchange in self._vault.versions() else None
             return Report(self._kept.begun(told_now.lineage), exchange, self._missed, encoded, self._kept.counted)
@@ -286,7 +291,7 @@ class NodeTier:
                 self._missed = self._exchange.version  # it can never be sent from here
             if version is None or self._exchange is not None or self._missed == version or self._stop.is_set():
                 return False
-            assert self._plan is not None and self._told is not None
+            assert self._plan is not None and self._told is not None and self._vault is not None
             pinned = self._kept.source(version)
             if pinned is None:
                 self._missed = version
@@ -294,8 +299,9 @@ class NodeTier:
                 return pinned is False
             self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
             self._exchange = Exchange(
-                self._plan, self._told.position, version, self._told.lineage, self._segments, self._connect,
-                RatePacer(self._told.exchange_mbps * 1e6 / 8), self._events,
+                self._plan, self._told.position, version, self._told.lineage,
+                {rank: self._segments[rank] for rank in self._plan.ranks[self._told.position]}, self._connect,
+                RatePacer(self._told.exchange_mbps * 1e6 / 8), self._events, self._vault.alike,
             )  # fmt: skip
             return False
 
@@ -308,6 +314,10 @@ class NodeTier:
         """Tell the agent, through a file: those are lost, the workers of incarnation `token` have to start again."""
         self._events.emit("node.lost", lost=lost)
         written(self._run_dir / "lost.json", {"token": token, "lost": lost})
+
+    def _tell(self, alarm: str) -> None:
+        """Have the trainers print an alarm: what is printed here nobody sees."""
+        written(self._run_dir / protocol.ALARM, {"alarm": alarm})
 
     # ---- requests of other nodes' SMPs ----
 
@@ -360,7 +370,8 @@ class NodeTier:
             self._coordinator = None
             if self._vault is not None:
                 self._vault.pause()
-        (self._run_dir / "lost.json").unlink(missing_ok=True)
+        for name in ("lost.json", protocol.ALARM):
+            (self._run_dir / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """The end of the SMP."""

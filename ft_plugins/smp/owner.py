@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from .signals import Signal, signal
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
 _RANKS = 1 << 32  # a number beyond is no rank
+_SHAPE_FIELDS = {field.name for field in fields(Shape)}
 
 
 class SnapshotProcess:
@@ -103,6 +104,7 @@ class SnapshotProcess:
             "watched_pid": self.watched[0],
             "signal": self._signal().value,
             "refused": [path for path in self._refused if Path(path).exists()],
+            "set_aside": {str(size): sorted(held) for size, held in self._aside.sizes().items() if held},
             "node_tier": self._tier.status(),
             "storage": self.persister.status(),
             "segments": [
@@ -185,12 +187,11 @@ class SnapshotProcess:
 
     def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
         rank = self._check_token(request)
-        fields = protocol.field(request, "shape", dict)
-        if sorted(fields) != ["buckets", "layout", "nbytes", "slots", "small_nbytes"] or not all(
-            type(v) is int and v >= 0 for v in fields.values()
-        ):
-            raise ProtocolError(f"rank {rank}: attach with shape {fields}")
-        shape = Shape(**fields)
+        told = protocol.field(request, "shape", dict)
+        right = set(told) == _SHAPE_FIELDS and all(type(value) is int and value >= 0 for value in told.values())
+        if not right or told["parity_nbytes"] > told["nbytes"]:
+            raise ProtocolError(f"rank {rank}: attach with shape {told}")
+        shape = Shape(**told)
         fingerprint = _plain(rank, protocol.field(request, "fingerprint", dict))
         pid = protocol.number(request, "pid")
         world_size = protocol.number(request, "world_size", _RANKS) if "world_size" in request else 0
@@ -317,9 +318,8 @@ class SnapshotProcess:
     def _drop_former(self) -> None:
         """Remove what was set aside once the state is safe without it: on several nodes when a version counts, on one
         when every rank holds two versions of its own, the first of which all ranks must have."""
-        if not self._aside or self._tier.counted is None and self._tier.ranks == self._world_size:
-            return
-        if self._tier.ranks != self._world_size and not self._went_on():
+        told = self._tier.token == self.token and self._tier.ranks == self._world_size  # of this very incarnation
+        if not self._aside or not (self._tier.counted is not None if told else self._went_on()):
             return
         with self._lock:
             self._events.emit("smp.settled", segments=self._aside.drop())
@@ -336,9 +336,11 @@ class SnapshotProcess:
         self._check_token(request)
         told = Protection.read(protocol.field(request, "protection", dict))
         with self._lock:
-            for rank in set(self._segments) - {r for r, node in enumerate(told.nodes) if node == self._node}:
-                self._segments.pop(rank).close()  # it has moved to another node, and was restored there
+            moved = set(self._segments) - {r for r, node in enumerate(told.nodes) if node == self._node}
+            for rank in moved:
+                self._segments.pop(rank).close()  # it is on another node now, and was restored there
                 path_of(self._job, self._node, rank).unlink(missing_ok=True)
+            self.persister.let_go(sorted(moved))  # else its mapping keeps the memory
         return self._tier.protect(told, self.token)
 
     def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ProtocolError
 from ..redundancy.plan import ExchangePlan, plan_exchange
+from ..redundancy.sections import Extent
 from ..snapshot.segment import Shape
 from ..snapshot.slots import Version
 from .pins import Epoch
@@ -37,11 +38,13 @@ class Protection:
     interval: int  # iterations between two versions that are exchanged
     exchange_mbps: float  # megabits per second that this node sends at most; 0: no limit
     detect_seconds: float
+    replicated: tuple[tuple[Extent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
     counted: Version | None = None  # the newest that counts on any node: kept on all of them until a newer one does
 
     def plan(self) -> ExchangePlan:
         """Who sends what to whom. Raises TopologyError."""
-        return plan_exchange(self.nodes, self.groups, [shape.nbytes for shape in self.shapes], self.losses)
+        sizes = [shape.data_nbytes for shape in self.shapes]
+        return plan_exchange(self.nodes, self.groups, sizes, self.losses, self.replicated)
 
     def epoch(self) -> Epoch:
         """What the agreement of the SMPs is about."""
@@ -53,12 +56,14 @@ class Protection:
         of nodes may differ."""
         plan = self.plan()
         shapes = [(shape.nbytes, shape.buckets, shape.layout) for shape in self.shapes]
-        return xxhash.xxh3_64_intdigest(repr((plan.ranks, self.groups, shapes, self.losses)).encode()) >> 1
+        facts = (plan.ranks, self.groups, shapes, self.losses, self.replicated)
+        return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
 
     def block(self) -> dict[str, Any]:
         """As plain values, for a message or a file."""
         found = asdict(self)
         found["shapes"] = [list(astuple(shape)) for shape in self.shapes]
+        found["replicated"] = [[list(astuple(extent)) for extent in stream] for stream in self.replicated]
         found["base"] = list(astuple(self.base)) if self.base else None
         found["counted"] = list(astuple(self.counted)) if self.counted else None
         return found
@@ -71,6 +76,7 @@ class Protection:
             for name in ("base", "counted"):
                 values[name] = Version(*values[name]) if values.get(name) else None
             values["shapes"] = tuple(Shape(*shape) for shape in values["shapes"])
+            values["replicated"] = tuple(tuple(Extent(*e) for e in stream) for stream in values["replicated"])
             return _ADAPTER.validate_python(values)
         except (ValidationError, TypeError, KeyError) as error:
             raise ProtocolError(f"what protects the job cannot be read: {error}") from error

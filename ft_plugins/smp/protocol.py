@@ -25,6 +25,7 @@ REQUESTS = frozenset({"status", "watch", "fence", "attach", "restore", "shutdown
 NODE_REQUESTS = frozenset({"endpoint", "protect", "inventory", "rebuild"})  # about the other nodes
 SIZE_REQUESTS = frozenset({"resize", "former", "settle"})  # about the job at another size
 STORAGE_REQUESTS = frozenset({"checkpoint"})
+ALARM = "alarm.json"  # in the run directory: what the SMP wants a person to see, printed by the lowest rank of the node
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:

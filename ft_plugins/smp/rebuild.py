@@ -29,7 +29,7 @@ from .. import faults
 from ..errors import CorruptSlotError, ResumeError, SegmentError
 from ..redundancy.plan import ExchangePlan
 from ..snapshot import manifest
-from ..snapshot.segment import PAGE, Segment
+from ..snapshot.segment import NOT_COMPUTED, PAGE, Segment
 from ..snapshot.slots import Version, choose
 from .frames import Data, Frame, Parity, copied, decoded
 from .wire import PAYLOAD_LIMIT
@@ -92,7 +92,7 @@ def decode(
     Returns the bytes read over the wire. Raises ResumeError when more is lost than parity makes up for, what the
     readers raise, CorruptSlotError.
     """
-    frames = decoded(plan, segment.rank, version, segment.shape.nbytes, lost)
+    frames = decoded(plan, segment.rank, version, lost)
     copy = _copy_from_any(plan, segment.rank, version, readers)
     return _write(segment, version, token, copy, frames, readers)
 
@@ -123,9 +123,9 @@ def _write(
     """Write what `frames` tell into a slot, verify it against the copied digests, and seal it."""
     small, table = msgpack.unpackb(copy)
     digests = np.frombuffer(table, dtype=np.uint64)
-    if len(digests) != segment.shape.buckets:
+    if len(digests) != segment.shape.digests:
         raise ResumeError(
-            f"rank {segment.rank}: version {version} has {len(digests)} buckets, this segment {segment.shape.buckets}: "
+            f"rank {segment.rank}: version {version} has {len(digests)} digests, this segment {segment.shape.digests}: "
             "the state was laid out otherwise"
         )
     if not any(nbytes for _, nbytes in segment.ranges):  # of a former rank: no trainer has claimed it
@@ -166,6 +166,7 @@ class _Filling:
         self._version = version
         self._index = index
         self._data = segment.data(index)
+        self._captured = segment.shape.data_nbytes
         self._digests = digests
         self._frames = frames
         self._readers = readers
@@ -246,6 +247,9 @@ class _Filling:
 
     def _verify(self, place: int) -> None:
         offset, nbytes, number = self._buckets[place]
+        if offset >= self._captured and int(self._digests[number]) == NOT_COMPUTED:
+            self._verified[place] = True  # the holder lacks it as well: it is computed once the tensors are loaded
+            return
         if xxhash.xxh3_64_intdigest(self._data[offset : offset + nbytes].data) != int(self._digests[number]):
             raise CorruptSlotError(
                 f"rank {self._rank}: bucket {number} of slot {self._index}, put together for version {self._version}, "

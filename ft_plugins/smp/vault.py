@@ -1,9 +1,10 @@
 """What a node keeps for the others: parity of their slots and whole copies of their small state, two versions of it.
 
-Invariant: a version is CLEAN here only when every frame of every source has been XORed in exactly once and every copy
-is whole. What came of each source is counted (its cursor): a frame that was taken already is passed over, one that
-comes too early is not taken, so a broken transfer goes on where it stopped. The cursors live with this process alone:
-parity that an SMP which died had begun is discarded, its sources send again.
+Invariant: a version is CLEAN here only when every frame of every source has been XORed in exactly once, every copy is
+whole, and the parity that this node's ranks have computed themselves was made of what the other nodes have captured.
+What came of each source is counted (its cursor): a frame that was taken already is passed over, one that comes too
+early is not taken, so a broken transfer goes on where it stopped. The cursors live with this process alone: parity that
+an SMP which died had begun is discarded, its sources send again.
 
 It lies in a segment of its own, with two slots: one version counts, the next one is being gathered.
 
@@ -45,7 +46,7 @@ Key = tuple[int, int, int]  # section, stripe, 0 for P or 1 for Q
 def shape_of(plan: ExchangePlan, position: int, shapes: Sequence[Shape], layout: int) -> Shape:
     """The segment that the node at `position` needs; `shapes` are those of all ranks, `layout` a digest of the plan."""
     nbytes = plan.parity_bytes(position)
-    copies = sum(shapes[r].small_nbytes + 8 * shapes[r].buckets + _COPY_OVERHEAD for r in plan.copies_on(position))
+    copies = sum(shapes[r].small_nbytes + 8 * shapes[r].digests + _COPY_OVERHEAD for r in plan.copies_on(position))
     return Shape(nbytes, copies + _COPY_OVERHEAD, -(-nbytes // BUCKET), layout, VERSIONS)
 
 
@@ -85,6 +86,8 @@ class Vault:
         self._cleared: dict[Key, int] = {}  # bytes of each area, from its start, that hold nothing older
         self._copies: dict[int, bytearray] = {}
         self._whole: set[int] = set()  # ranks whose copy is whole
+        self._computed = any(plan.parts[rank] for rank in plan.ranks[position])  # by this node's ranks
+        self._alike = False
         self._exponents: dict[tuple[Key, int], int] = {}  # by which each source is multiplied
         for send in plan.gathered_on(position):
             source = (send.area.section, send.area.stripe, send.area.which), send.node
@@ -122,7 +125,15 @@ class Vault:
             self._cleared = dict.fromkeys(self._areas, 0)
             self._copies = {}
             self._whole = set()
+            self._alike = not self._computed
             self._seal_if_complete()
+
+    def alike(self, version: Version) -> None:
+        """The replicas from which this node's ranks have computed parity are equal to what others have captured."""
+        with self._lock:
+            if version == self._version:
+                self._alike = True
+                self._seal_if_complete()
 
     def taken(self, version: Version, node_sections: Sequence[tuple[int, int]]) -> list[list[int]] | None:
         """How far each transfer of a sender has come, as [section, stripe, which, node, bytes]; `node_sections` are the
@@ -202,7 +213,7 @@ class Vault:
     def _seal_if_complete(self) -> None:
         """Digests of the parity, then the seal. Called with the lock held."""
         version = self._version
-        if version is None or self._open or self._whole != self._copied:
+        if version is None or self._open or self._whole != self._copied or not self._alike:
             return
         data, table = self._segment.data(self._index), self._segment.digests(self._index)
         for key, area in self._areas.items():  # beyond the end of the longest source

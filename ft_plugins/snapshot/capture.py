@@ -3,7 +3,8 @@
 Invariant: what lands in a slot is the state at the version point. Items that anything but the update may change are
 copied before `start` returns; the others by a thread that `wait` joins before the update runs. At every bucket edge the
 fencing token is checked: an incarnation that has been superseded writes at most the bucket it was in. The trainer
-writes the SMP's slot itself; nothing is copied twice and no message is sent.
+writes the SMP's slot itself; nothing is copied twice and no message is sent. Parity that is computed from own replicas
+comes last (`encode`), from the same tensors and under the same seal: data and parity are never of two versions.
 
 Digests are taken of the bytes as they lie in the slot. Only a bucket that a superseded writer may still be in (the
 cursor of a slot found DIRTY at start) is digested from its source, so that a late write shows; and what is sealed are
@@ -27,8 +28,9 @@ import xxhash
 from .. import faults
 from ..errors import FencedError, InventoryError
 from .copiers import Copier, as_words, copier_for, flat_bytes
+from .encode import Encoder
 from .layout import Bucket, Layout
-from .segment import Segment
+from .segment import NOT_COMPUTED, Segment
 from .slots import SlotState, Version, choose
 
 _Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
@@ -72,6 +74,7 @@ class Capture:
         self._tensors = tensors
         found = tensors()
         names = {piece.item for bucket in layout.buckets for piece in bucket.pieces}
+        names |= {p.item for bucket in layout.parity for source in bucket.sources for p in source.pieces}
         self._flat = {name: flat_bytes(name, found[name]) for name in names}
         devices = {flat.device for flat in self._flat.values()}
         if len({device for device in devices if device.type != "cpu"}) > 1:
@@ -81,11 +84,13 @@ class Capture:
         }
         slots = range(segment.shape.slots)
         self._pieces = [[self._plan_pieces(index, bucket) for bucket in layout.buckets] for index in slots]
+        self._encoder = Encoder(segment, layout, self._flat, self._copiers)
         # A writer that was stopped in mid-bucket may wake once: these buckets are digested from their source.
         self._suspect = {
             (slot.index, segment.cursor(slot.index)) for slot in segment.slots() if slot.state is SlotState.DIRTY
         }
-        self._digests = np.zeros(len(layout.buckets), dtype=np.uint64)  # of the running capture: what is sealed
+        count = len(layout.buckets) + len(layout.parity) + layout.checks
+        self._digests = np.zeros(count, dtype=np.uint64)  # of the running capture: what is sealed
         self._small = b""
         self._pending: tuple[int, Version, float] | None = None
         self._failure: BaseException | None = None
@@ -157,6 +162,7 @@ class Capture:
         for copier in self._copiers.values():
             copier.close()
         self._pieces.clear()
+        self._encoder.close()
         self._flat.clear()
 
     def _run(self) -> None:
@@ -185,12 +191,49 @@ class Capture:
         offset = len(self._layout.synchronous)
         for number, bucket in enumerate(self._layout.background, start=offset):
             self._copy(index, number, bucket, version)
+        self._encode(index, version)
         self._check_token()
         faults.reach("capture.seal.before", iteration=version.iteration, slot=index)
         self._segment.set_cursor(index, None)
         self._segment.seal(index, version, self._token, self._small, self._digests)
         faults.reach("capture.seal.after", iteration=version.iteration, slot=index)
         return Commit(version, index, self._layout.nbytes, time.perf_counter() - started)
+
+    def add_parity(self, version: Version) -> None:
+        """Compute the parity of a slot that was filled otherwise than by capture, if it lacks it: the live tensors hold
+        `version`, and no capture runs. Raises FencedError."""
+        first = len(self._layout.buckets)
+        for slot in self._segment.slots():
+            known = self._segment.digests(slot.index).copy()
+            lacking = known[first : first + len(self._layout.parity)] == NOT_COMPUTED
+            if slot.version != version or slot.state is not SlotState.CLEAN or not lacking.any():
+                continue
+            self._check_token()
+            for copier in self._copiers.values():
+                copier.ready()
+            small = self._segment.small(slot.index)
+            self._segment.dirty(slot.index, version, self._token)
+            self._digests[:] = known
+            self._encode(slot.index, version)
+            self._check_token()
+            self._segment.set_cursor(slot.index, None)
+            self._segment.seal(slot.index, version, self._token, small, self._digests)
+
+    def _encode(self, index: int, version: Version) -> None:
+        """The parity buckets: token, parity, digests of it and of what it was made from."""
+        first = len(self._layout.buckets)
+        at = first + len(self._layout.parity)  # of the digests of sources
+        table = self._segment.digests(index)
+        for number in range(len(self._layout.parity)):
+            self._segment.set_cursor(index, first + number)
+            self._check_token()
+            faults.reach("capture.bucket.begin", iteration=version.iteration, bucket=first + number, slot=index)
+            suspect = (index, first + number) in self._suspect
+            digest, checks = self._encoder.encode(index, number, private=suspect)
+            self._digests[first + number] = table[first + number] = digest
+            self._digests[at : at + len(checks)] = table[at : at + len(checks)] = checks
+            at += len(checks)
+            faults.reach("capture.bucket.end", iteration=version.iteration, bucket=first + number, slot=index)
 
     def _copy(self, index: int, number: int, bucket: Bucket, version: Version) -> None:
         """One bucket: token, copy, digest."""

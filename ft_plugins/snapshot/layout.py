@@ -5,18 +5,21 @@ compute the same cuts without talking. The cut has two levels, nodes first: ever
 part, then the ranks of a node share its part, so that a lost node takes the same amount of state with it whatever the
 number of its ranks. Unique items (a set of one) belong to their holder whole.
 
+Behind the data there may be parity, computed from the replicas that this rank holds of other nodes' shares: `double`
+plans it.
+
 In: `Inventory`, node of each rank. Out: `Layout`: pieces in slot order, grouped into buckets; and `shares`, with which
 the readers of a set put it together again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..model.inventory import Inventory, Item
-
-ALIGNMENT = 64  # bytes: items start on a cache line, so that views of any dtype are aligned and copies are fast
+from ..redundancy.parity import ALIGNMENT, cut
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,30 @@ class Bucket:
     offset: int
     nbytes: int
     pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class ParitySource:
+    """Bytes of the share of `rank` that are XORed into a parity bucket from its byte `at` on, as they lie in the items.
+
+    `direct`: no source before it has bytes at the same place, so it may be copied instead. Pieces count their offset
+    from the bucket's start; what lies between them is zeros.
+    """
+
+    rank: int
+    at: int
+    nbytes: int
+    direct: bool
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class ParityBucket:
+    """A contiguous run of parity behind the data, computed and digested as one."""
+
+    offset: int
+    nbytes: int
+    sources: tuple[ParitySource, ...]
 
 
 @dataclass(frozen=True)
@@ -66,12 +93,23 @@ class ReplicaStream:
         """The share of `rank`."""
         return self.shares[self.replicas.index(rank)]
 
+    def pieces(self, start: int, stop: int, offset: int) -> Iterator[Piece]:
+        """The parts of items in bytes `start .. stop`, the first byte of which lies at `offset`. Padding is in none."""
+        for number in range(max(0, bisect_right(self.offsets, start) - 1), len(self.items)):
+            item, begin = self.items[number], self.offsets[number]
+            if begin >= stop:
+                return
+            low, high = max(begin, start), min(begin + item.nbytes, stop)
+            if low < high:
+                yield Piece(item.name, low - begin, offset + low - start, high - low)
+
 
 @dataclass(frozen=True)
 class Layout:
     """A rank's slot: `synchronous` buckets are copied at the version point, `background` ones behind the next step.
 
-    Buckets are numbered in that order; digest i belongs to bucket i.
+    `parity` buckets come last, behind `nbytes` of data. Buckets are numbered in that order; digest i belongs to bucket
+    i, and behind all those are the digests of the parity buckets' sources, in order.
     """
 
     rank: int
@@ -79,11 +117,28 @@ class Layout:
     synchronous: tuple[Bucket, ...]
     background: tuple[Bucket, ...]
     nbytes: int
+    parity: tuple[ParityBucket, ...] = ()
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """All buckets, in the order of their digests."""
+        """All buckets of data, in the order of their digests."""
         return self.synchronous + self.background
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(offset, bytes) in a slot of each bucket, of data and of parity."""
+        data = [(bucket.offset, bucket.nbytes) for bucket in self.buckets]
+        return data + [(bucket.offset, bucket.nbytes) for bucket in self.parity]
+
+    @property
+    def parity_nbytes(self) -> int:
+        """Bytes of parity behind the data."""
+        return sum(bucket.nbytes for bucket in self.parity)
+
+    @property
+    def checks(self) -> int:
+        """How many digests of sources a slot has."""
+        return sum(len(bucket.sources) for bucket in self.parity)
 
     def table(self) -> str:
         """The layout for people."""
@@ -95,14 +150,11 @@ class Layout:
                 f"  {len(stream.items):5d} items x {len(stream.replicas)} replicas: {stream.nbytes} bytes, "
                 f"own share {own.start}..{own.stop}, {kind}"
             )
+        if self.parity:
+            read = sum(source.nbytes for bucket in self.parity for source in bucket.sources)
+            buckets = f"{self.parity_nbytes} bytes in {len(self.parity)} buckets"
+            lines.append(f"  parity: {buckets}, made of {read} bytes of own replicas")
         return "\n".join(lines)
-
-
-def cut(nbytes: int, parts: int) -> list[tuple[int, int]]:
-    """`parts` consecutive ranges of near equal size, on multiples of ALIGNMENT but for the end."""
-    lines = -(-nbytes // ALIGNMENT)
-    edges = [min(nbytes, lines * i // parts * ALIGNMENT) for i in range(parts)] + [nbytes]
-    return list(zip(edges, edges[1:], strict=False))
 
 
 def shares(replicas: Sequence[int], nodes: Sequence[str], nbytes: int) -> tuple[Share, ...]:
@@ -153,15 +205,10 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def pieces_of(stream: ReplicaStream, rank: int) -> list[Piece]:
-    """The parts of the stream's items that lie in the rank's share. Padding between items belongs to no piece."""
+def pieces_of(stream: ReplicaStream, rank: int) -> Iterator[Piece]:
+    """The parts of the stream's items that lie in the rank's share, and where in its slot."""
     own = stream.share_of(rank)
-    pieces = []
-    for item, start in zip(stream.items, stream.offsets, strict=True):
-        low, high = max(start, own.start), min(start + item.nbytes, own.stop)
-        if low < high:
-            pieces.append(Piece(item.name, low - start, stream.slot_offset + low - own.start, high - low))
-    return pieces
+    return stream.pieces(own.start, own.stop, stream.slot_offset)
 
 
 def _buckets(pieces: Sequence[Piece], bucket_bytes: int) -> tuple[Bucket, ...]:

@@ -16,6 +16,7 @@ import msgpack
 from ..errors import SegmentError
 from .layout import Layout, pieces_of
 
+REPLICATED, SHARDED, OWN = "replicated", "sharded", "own"
 _LARGEST = 1 << 28  # bytes of a manifest
 
 
@@ -23,13 +24,14 @@ _LARGEST = 1 << 28  # bytes of a manifest
 class Held:
     """Bytes `start .. stop` of the whole tensor `name`, flattened, lie at `offset` of the slot's data area.
 
-    `whole` is the size of that tensor (bytes), `role` the `model.inventory.Role`; `shared`: other ranks hold it too.
+    `whole` is the size of that tensor (bytes), `role` the `model.inventory.Role`. `kind` is REPLICATED where other
+    ranks hold it too, SHARDED where it is a piece of a tensor that they have other pieces of, else OWN.
     """
 
     name: str
     dtype: str
     role: str
-    shared: bool
+    kind: str
     whole: int
     start: int
     stop: int
@@ -60,13 +62,13 @@ def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Mani
             item = items[piece.item]
             first, _, elements = item.piece or (0, 0, 1)
             width = item.nbytes // (item.piece[1] - item.piece[0]) if item.piece else 0
+            kind = REPLICATED if len(item.replicas) > 1 else SHARDED if item.piece else OWN
             whole = elements * width if item.piece else item.nbytes
             start = first * width + piece.item_offset
             held.append(
-                Held(item.name, item.dtype, item.role.value, len(item.replicas) > 1, whole, start,
-                     start + piece.nbytes, piece.offset)
+                Held(item.name, item.dtype, item.role.value, kind, whole, start, start + piece.nbytes, piece.offset)
             )  # fmt: skip
-    ranges = tuple((bucket.offset, bucket.nbytes) for bucket in layout.buckets)
+    ranges = tuple(layout.ranges)
     return Manifest(layout.rank, world_size, place, ranges, tuple(held))
 
 

@@ -9,6 +9,9 @@ when all of it did and is durable; what is read fits them again before the slot 
 The safetensors library reads the files. Their header (a length, then JSON) is written here: the library writes whole
 tensors at one go, cannot be stopped and holds the interpreter's lock meanwhile, while the SMP has requests to answer.
 
+Parity that lies behind the data in a slot is not written: it protects against lost nodes, whose files are here. A slot
+that is read lacks it (`NOT_COMPUTED`), and fits no digest until the trainer has computed it.
+
 In: a segment, a checkpoint's folder. Out: files that outlive the machine; sealed slots. Beside the share itself
 COPY_BYTES are held in memory and, where the file system heeds it, SYNC_BYTES in the page cache.
 """
@@ -32,7 +35,7 @@ from .. import faults
 from ..errors import CorruptSlotError, FencedError, ResumeError, StorageError
 from .checkpoint import FORMAT, Origin, Record, data_file, read_record, record_file, sync_folder, write_json
 from .index import copy_into
-from .segment import Segment
+from .segment import NOT_COMPUTED, Segment
 from .slots import SlotState, Version, choose
 
 COPY_BYTES = 8 << 20
@@ -69,10 +72,10 @@ def write_rank(
     seal.update(digests.tobytes())
     seal.update(small)
     shape = segment.shape
-    nbytes = len(head) + digests.nbytes + shape.nbytes + len(small)
+    nbytes = len(head) + digests.nbytes + shape.data_nbytes + len(small)
     record = Record(
         rank, version.lineage, version.iteration, origin.world_size, origin.digest,
-        nbytes, shape.nbytes, shape.buckets, shape.layout, seal.hexdigest(),
+        nbytes, shape.data_nbytes, len(digests), shape.layout, seal.hexdigest(),
     )  # fmt: skip
     if _present(folder, record):
         return record
@@ -96,8 +99,8 @@ def write_rank(
 
 def _head(segment: Segment, version: Version, origin: Origin, small_nbytes: int) -> bytes:
     """The file's header: length, then JSON, padded so that the tensors lie on multiples of 8 bytes."""
-    shape = segment.shape
-    sizes = [("U64", shape.buckets, 8 * shape.buckets), ("U8", shape.nbytes, shape.nbytes)]
+    shape, buckets = segment.shape, segment.data_ranges
+    sizes = [("U64", len(buckets), 8 * len(buckets)), ("U8", shape.data_nbytes, shape.data_nbytes)]
     sizes.append(("U8", small_nbytes, small_nbytes))
     tensors: dict[str, Any] = {
         "__metadata__": {
@@ -109,7 +112,7 @@ def _head(segment: Segment, version: Version, origin: Origin, small_nbytes: int)
             "lineage": str(version.lineage),
             "iteration": str(version.iteration),
             "layout": str(shape.layout),
-            "buckets": json.dumps(segment.ranges, separators=(",", ":")),
+            "buckets": json.dumps(buckets, separators=(",", ":")),
         }
     }
     at = 0
@@ -122,10 +125,11 @@ def _head(segment: Segment, version: Version, origin: Origin, small_nbytes: int)
 
 
 def _sealed(segment: Segment, version: Version) -> tuple[int, Any, bytes]:
-    """Slot, digest table and small state of `version`, as their seal covers them. Raises CorruptSlotError."""
+    """Slot, digests of the data and small state of `version`, as their seal covers them. Raises CorruptSlotError."""
     for slot in segment.slots():
         if slot.version == version and slot.state is SlotState.CLEAN:
-            digests, small = segment.digests(slot.index).copy(), segment.small(slot.index)
+            digests = segment.digests(slot.index)[: len(segment.data_ranges)].copy()
+            small = segment.small(slot.index)
             after = segment.slot(slot.index)
             if (after.version, after.state) == (version, SlotState.CLEAN):  # still sealed when the copy was taken
                 return slot.index, digests, small
@@ -140,7 +144,7 @@ def _verified(segment: Segment, index: int, digests: Any) -> Iterator[memoryview
     data = segment.data(index)
     buffer = np.empty(COPY_BYTES, dtype=np.uint8)
     at = 0
-    for number, (offset, nbytes) in sorted(enumerate(segment.ranges), key=lambda entry: entry[1][0]):
+    for number, (offset, nbytes) in sorted(enumerate(segment.data_ranges), key=lambda entry: entry[1][0]):
         for start in range(at, offset, COPY_BYTES):
             yield memoryview(bytes(min(COPY_BYTES, offset - start)))
         digest, at = xxhash.xxh3_64(), offset + nbytes
@@ -153,8 +157,8 @@ def _verified(segment: Segment, index: int, digests: Any) -> Iterator[memoryview
                     f"rank {segment.rank}: bucket {number} of slot {index} does not match its digest"
                 )
             yield piece.data
-    for start in range(at, segment.shape.nbytes, COPY_BYTES):
-        yield memoryview(bytes(min(COPY_BYTES, segment.shape.nbytes - start)))
+    for start in range(at, segment.shape.data_nbytes, COPY_BYTES):
+        yield memoryview(bytes(min(COPY_BYTES, segment.shape.data_nbytes - start)))
 
 
 @contextmanager
@@ -196,7 +200,7 @@ def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any]
 
 
 def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> int:
-    """Read this rank's file into a slot of `segment` and seal it, as a capture does; returns the slot.
+    """Read this rank's file into a slot of `segment` and seal it, as a capture does, but for parity; returns the slot.
 
     Raises StorageError when a file is missing or damaged (the slot is DIRTY then), ResumeError when it was laid out
     otherwise than `segment`, FencedError when `token` is superseded.
@@ -204,12 +208,12 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     rank = segment.rank
     path = folder / data_file(rank)
     record = read_record(folder, rank)
-    shape = segment.shape
-    if (record.data_nbytes, record.buckets, record.layout) != (shape.nbytes, shape.buckets, shape.layout):
+    shape, buckets = segment.shape, segment.data_ranges
+    if (record.data_nbytes, record.buckets, record.layout) != (shape.data_nbytes, len(buckets), shape.layout):
         raise ResumeError(
             f"rank {rank}: checkpoint {folder} was laid out otherwise ({record.data_nbytes} bytes in {record.buckets} "
-            f"buckets, now {shape.nbytes} in {shape.buckets}: ranks per node, bucket size or model changed); start as "
-            "it was written, or --ftp-resume fresh starts from the beginning"
+            f"buckets, now {shape.data_nbytes} in {len(buckets)}: ranks per node, bucket size or model changed); start "
+            "as it was written, or --ftp-resume fresh starts from the beginning"
         )
     if (record.rank, record.version) != (rank, version):
         raise StorageError(f"{folder / record_file(rank)}: it is of rank {record.rank}, version {record.version}")
@@ -220,9 +224,11 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     segment.dirty(index, version, token)
     _read_data(path, start, segment, index, digests, token)
     segment.write_small(index, small)
-    segment.digests(index)[:] = digests
+    table = np.full(shape.digests, NOT_COMPUTED, dtype=np.uint64)
+    table[: len(digests)] = digests
+    segment.digests(index)[:] = table
     segment.set_cursor(index, None)
-    segment.seal(index, version, token, small, digests)
+    segment.seal(index, version, token, small, table)
     return index
 
 
@@ -253,7 +259,7 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
     """The data of a rank's file into a slot, bucket by bucket, each compared with its digest as it lies there."""
     data = segment.data(index)
     with open(path, "rb", buffering=0) as file:
-        for number, (offset, nbytes) in enumerate(segment.ranges):
+        for number, (offset, nbytes) in enumerate(segment.data_ranges):
             if segment.token != token:
                 raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.token}")
             faults.reach("restore.storage", bucket=number)

@@ -94,9 +94,18 @@ def name_ahead(lineage: int, completed: int, every: int, iterations_per_second: 
 
 
 def held_by_job(offers: Iterable[Offer], world_size: int) -> Version | None:
-    """The newest version in all offers; None while they do not cover every rank, or have none in common."""
-    found = list(offers)
-    if {rank for offer in found for rank in offer.ranks} != set(range(world_size)):
+    """The newest version in all offers; None while they do not cover every rank, or have none in common.
+
+    Of two that speak for one rank the one with the newer versions counts alone: a node that was lost, and for which a
+    substitute came, has left its own behind.
+    """
+    found: list[Offer] = []
+    spoken: set[int] = set()
+    for offer in sorted(offers, key=lambda each: max(each.versions, default=Version(0, 0)), reverse=True):
+        if spoken.isdisjoint(offer.ranks):
+            found.append(offer)
+            spoken |= set(offer.ranks)
+    if spoken != set(range(world_size)):
         return None
     return max(set.intersection(*(set(offer.versions) for offer in found)), default=None)
 

@@ -9,6 +9,8 @@ as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once
     header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, size of the job,
              fingerprint
     slot   = header page (state, version, token, small size, cursor, seal, pins) | digest table | small state | data
+    data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
+    table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
 
 In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery), `jobs` and `remove` (sweep).
 Files in /dev/shm are mapped directly: multiprocessing.shared_memory would unlink them behind our back.
@@ -21,7 +23,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,8 @@ _HEADER = {
             "slots",
             "from_nothing",
             "world_size",
+            "parity_nbytes",
+            "checks",
         ]
     )
 }
@@ -69,21 +73,34 @@ _SLOT = {
     for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal", "pins"])
 }
 NO_CURSOR = 2**64 - 1
+NOT_COMPUTED = 0  # the digest of a parity bucket that is still to be computed: nothing fits it
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a segment has to hold, in bytes per slot."""
 
-    nbytes: int  # captured tensors
+    nbytes: int  # captured tensors, and the parity behind them
     small_nbytes: int  # room for small state
     buckets: int
     layout: int  # digest of the layout: two layouts of one size do not share a segment
     slots: int = SLOTS
+    parity_nbytes: int = 0  # of `nbytes`, at the end
+    checks: int = 0  # digests of the parity's sources
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of captured tensors."""
+        return self.nbytes - self.parity_nbytes
+
+    @property
+    def digests(self) -> int:
+        """Entries of the digest table."""
+        return self.buckets + self.checks
 
     @property
     def table_room(self) -> int:
-        return _pages(8 * self.buckets)
+        return _pages(8 * self.digests)
 
     @property
     def small_room(self) -> int:
@@ -151,6 +168,8 @@ def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], 
                 ("buckets", shape.buckets),
                 ("layout", shape.layout),
                 ("slots", shape.slots),
+                ("parity_nbytes", shape.parity_nbytes),
+                ("checks", shape.checks),
                 ("rank", rank),
                 ("world_size", world_size),
                 ("magic", _MAGIC),
@@ -199,7 +218,7 @@ class Segment:
                 f"segment {path} was written by another version of ft_plugins or is damaged; "
                 "'ft-plugins sweep' removes it"
             )
-        self.shape = Shape(*(self._word(name) for name in ("nbytes", "small_nbytes", "buckets", "layout", "slots")))
+        self.shape = Shape(*(self._word(field.name) for field in fields(Shape)))
         if self.shape.total != found.st_size:
             raise SegmentError(f"segment {path} has {found.st_size} bytes where its header tells {self.shape.total}")
         self._slot_words = [
@@ -333,6 +352,12 @@ class Segment:
         area = self.bytes[PAGE : PAGE + 16 * self.shape.buckets].view(np.uint64)
         area[:] = np.array(value, dtype=np.uint64).reshape(-1)
 
+    @property
+    def data_ranges(self) -> list[tuple[int, int]]:
+        """The ranges of the buckets of captured tensors, without those of parity."""
+        found = self.ranges
+        return [entry for entry in found if entry[0] < self.shape.data_nbytes] if self.shape.parity_nbytes else found
+
     def _slot_start(self, index: int) -> int:
         return PAGE + self.shape.ranges_room + index * self.shape.slot_room
 
@@ -341,8 +366,8 @@ class Segment:
         return self.bytes[start : start + nbytes]
 
     def digests(self, index: int) -> npt.NDArray[np.uint64]:
-        """The digest table of a slot, a view: one xxh3-64 per bucket."""
-        return self._area(index, 0, 8 * self.shape.buckets).view(np.uint64)
+        """The digest table of a slot, a view: one xxh3-64 per bucket, then one per source of parity."""
+        return self._area(index, 0, 8 * self.shape.digests).view(np.uint64)
 
     def data(self, index: int) -> npt.NDArray[np.uint8]:
         """The data area of a slot, a view."""
@@ -381,8 +406,12 @@ class Segment:
         version = Version(int(words[_SLOT["lineage"]]), int(words[_SLOT["iteration"]]))
         if state is SlotState.CLEAN and not self._sealed(index):
             state = SlotState.DIRTY
-        pins = Pin(int(words[_SLOT["pins"]]))
-        return Slot(index, state, version if state is not SlotState.EMPTY else None, int(words[_SLOT["token"]]), pins)
+        held = version if state is not SlotState.EMPTY else None
+        return Slot(index, state, held, int(words[_SLOT["token"]]), self.pins(index))
+
+    def pins(self, index: int) -> Pin:
+        """What a slot is kept for, without a look at what it holds."""
+        return Pin(int(self._slot_words[index][_SLOT["pins"]]))
 
     def slots(self) -> tuple[Slot, ...]:
         """All slots."""
@@ -435,10 +464,25 @@ class Segment:
         found = _seal(words[_SLOT["lineage"] : _SLOT["cursor"]], self.digests(index), self.small(index))
         return int(words[_SLOT["seal"]]) == found
 
+    def lacks_parity(self, version: Version) -> bool:
+        """Whether the slot of `version` was filled otherwise than by capture, and parity in it is still missing."""
+        captured, buckets = len(self.data_ranges), self.shape.buckets
+        return any(
+            slot.version == version and slot.state is SlotState.CLEAN
+            and bool((self.digests(slot.index)[captured:buckets] == NOT_COMPUTED).any())
+            for slot in self.slots()
+        )  # fmt: skip
+
     def verify(self, index: int) -> None:
-        """Compare every bucket of the data area with its digest. Raises CorruptSlotError."""
+        """Compare every bucket of the data area with its digest, but parity that is still to be computed.
+
+        Raises CorruptSlotError.
+        """
         data, digests = self.data(index), self.digests(index)
+        captured = len(self.data_ranges)
         for number, (offset, nbytes) in enumerate(self.ranges):
+            if number >= captured and int(digests[number]) == NOT_COMPUTED:
+                continue
             if xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data) != int(digests[number]):
                 raise CorruptSlotError(
                     f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) "

@@ -9,9 +9,11 @@ In: host, collective, the SMP's run directory. Out: versions in the segment; `re
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,12 @@ from ..errors import BudgetError, ConfigError, CorruptSlotError, FtError, Invent
 from ..events import Events
 from ..model.host import Host
 from ..recovery.collective import Collective
-from ..recovery.nodes import JobNodes, NodeTierConfig, SeenNodes
+from ..recovery.nodes import JobNodes
 from ..recovery.plan import RecoveryPlan, choose_source
-from ..recovery.refill import refill
 from ..recovery.run import agree_on_version, load_tensors
-from ..recovery.sizes import admissible, words, write
 from ..recovery.storage import StorageTier
-from ..recovery.takeover import FormerJob, Takeover
-from ..redundancy.plan import unprotected
 from ..smp.client import Client
+from ..smp.protocol import ALARM
 from ..snapshot import codec, index, manifest
 from ..snapshot.capture import Capture, Commit
 from ..snapshot.layout import Layout, plan_layout
@@ -41,6 +40,7 @@ from ..snapshot.manifest import Manifest
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment, Shape, path_of
 from ..snapshot.slots import Pin, Version, slots_for
+from .reft_nodes import ReftNodes
 
 DEGRADED = "degraded"  # the word that a rank leaves for the others when it can capture no more
 _ASK_SECONDS = 1.0  # for an SMP to answer a rank that has lost its protection
@@ -69,23 +69,20 @@ class Reft:
         if config.reft is None:
             raise ConfigError("REFT is not on")
         self._host = host
-        self._job = config
         self._config: ReftConfig = config.reft
-        self._nodes = nodes
-        self._towards = towards
-        self._groups = tuple(host.topology().sharding_groups().values())
-        self._losses = self._survivable(nodes)
+        self.nodes = ReftNodes(host, config, collective, nodes, run_dir, token, events, towards)
         self._collective = collective
         self._run_dir = run_dir
         self._token = token
         self._events = events
-        self.layout: Layout = plan_layout(host.inventory(), nodes, self._config.bucket_mib << 20)
-        self._takeover: Takeover | None = None
+        layout = plan_layout(host.inventory(), nodes, self._config.bucket_mib << 20)
+        self.layout: Layout = self.nodes.with_parity(layout)
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
         self._path = path_of(run_dir.parent.name, run_dir.name, host.rank)  # a run directory is job / node
         self._peer_degraded = False
+        self._alarm = ""  # printed last
         self._waits: list[tuple[int, float]] = []  # fences not yet reported: that is left to the capture thread
 
     @cached_property
@@ -94,8 +91,10 @@ class Reft:
         small = max(_SMALL_FLOOR, 2 * len(self._small()))
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         layout = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib, kinds)).encode())
-        pins = [*([Pin.NODE, Pin.SOURCE] if self._losses else []), *([Pin.STORAGE] if self._storage else [])]
-        return Shape(self.layout.nbytes, small, len(self.layout.buckets), layout, slots_for(*pins))
+        pins = [*([Pin.NODE, Pin.SOURCE] if self.nodes.losses else []), *([Pin.STORAGE] if self._storage else [])]
+        nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes
+        ranges = len(self.layout.ranges)
+        return Shape(nbytes + parity, small, ranges, layout, slots_for(*pins), parity, self.layout.checks)
 
     @cached_property
     def _storage(self) -> Storage | None:
@@ -106,40 +105,6 @@ class Reft:
         folder = str(Path(config.checkpoint_dir).absolute())
         world_size = self._collective.world_size
         return Storage(folder, config.checkpoint_interval, config.interval, config.checkpoint_keep, world_size)
-
-    def _survivable(self, nodes: tuple[str, ...]) -> int:
-        """How many nodes of a sharding group may be lost; 0 for none. Raises ConfigError where that was asked for."""
-        losses = {"none": 0, "raim5": 1, "raim6": 2}[self._config.redundancy]
-        reason = unprotected(nodes, self._groups, losses) if losses else ""
-        if not reason:
-            return losses
-        if "redundancy" in self._config.model_fields_set:
-            raise ConfigError(f"--reft-redundancy {self._config.redundancy}: {reason}")
-        if self._host.rank == 0 and len(set(nodes)) > 1:
-            print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
-        return 0
-
-    def _job_nodes(self, shape: Shape) -> SeenNodes | None:
-        """The nodes of a job that has several; `shape` is this rank's. Every rank calls. Raises ConfigError,
-        ProtocolError."""
-        if len(set(self._nodes)) == 1:
-            return None
-        if not self._losses:
-            return SeenNodes(self._collective, self._nodes, self._run_dir)
-        if self._job.secret_file is None:
-            error = ConfigError(
-                "--ftp-secret-file: needed where nodes protect each other; write one with "
-                "(umask 077; head -c 32 /dev/urandom | base64 > FILE), the same on all nodes, or give "
-                "--reft-redundancy none"
-            )
-            error.echo = self._host.rank != 0
-            raise error
-        config = NodeTierConfig(
-            self._losses, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
-            self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
-            self._token,
-        )  # fmt: skip
-        return JobNodes(self._collective, self._nodes, self._groups, shape, config)
 
     @property
     def claimed(self) -> bool:
@@ -165,60 +130,8 @@ class Reft:
                     )
 
     def look_back(self, mode: str) -> None:
-        """Find state of this job at another data-parallel size, to be taken over by `claim` and `resume`.
-
-        Every rank of the job calls, before any claims memory. `mode` is `--ftp-resume`: what it passes over is left
-        alone, `fresh` removes it. Raises ResumeError, ProtectionError, on all ranks alike.
-        """
-        rank, token = self._host.rank, self._token
-        seen = SeenNodes(self._collective, self._nodes, self._run_dir)
-        size = self._collective.world_size
-        if not any(seen.ask(lambda client: client.resize(rank, token, size))) or mode == "storage":
-            return
-        nodes = seen if mode == "fresh" else self._job_nodes(self.shape) or seen
-        former = FormerJob(self._collective, nodes, token, self._run_dir, self._report_corrupt)
-        if mode == "fresh":
-            former.drop()
-            return
-        if self._host.topology().ep > 1:
-            error = ResumeError(
-                "state of another data-parallel size cannot be taken over where experts are parallel (ep > 1); start "
-                "with the former number of nodes, or --ftp-resume fresh starts from the beginning"
-            )
-            error.echo = rank != 0
-            raise error
-        self._takeover = former.find(self._host.fingerprint())
-        if self._takeover is not None:
-            former.settle(self._takeover)
-
-    def tell_sizes(self) -> str:
-        """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node."""
-        named = self._losses if "redundancy" in self._config.model_fields_set else 0
-        sizes = admissible(self._host.topology(), self._nodes, self._host.admits, named)
-        if self._nodes.index(self._nodes[self._host.rank]) == self._host.rank:
-            write(self._run_dir, sizes)
-        count = len(set(self._nodes))
-        return words(sizes, count) if count > 1 and sizes else ""
-
-    def _take_over(self, found: Takeover) -> None:
-        """Fill a slot with the state of another size. Every rank of the job calls. Raises ResumeError."""
-        began = time.perf_counter()
-        members = SeenNodes(self._collective, self._nodes, self._run_dir).ranks
-        moved = refill(
-            found, self._mapped(), self._manifest, members, self._collective, self._run_dir, self._token,
-            self._host.merged,
-        )  # fmt: skip
-        seconds = time.perf_counter() - began
-        self._events.emit(
-            "restore.resized", ranks=found.world_size, iteration=found.version.iteration,
-            lineage=found.version.lineage, bytes=moved, seconds=seconds,
-        )  # fmt: skip
-        if self._host.rank == 0:
-            print(
-                f"ft_plugins: iteration {found.version.iteration} of {found.world_size} ranks taken over by "
-                f"{self._collective.world_size}, {seconds:.1f} s",
-                flush=True,
-            )
+        """Find state of this job at another data-parallel size: `ReftNodes.look_back`."""
+        self.nodes.look_back(mode, self.shape, self.layout, self._report_corrupt)
 
     def claim(self, fresh: bool) -> Shape:
         """Have the SMP create or find this rank's segment, and map every page of it.
@@ -236,7 +149,7 @@ class Reft:
             )  # fmt: skip
         faults.reach("attach.after")
         self._segment = Segment(path, populate=True)
-        self._segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in self.layout.buckets]
+        self._segment.ranges = self.layout.ranges
         shape = self._segment.shape  # the room for small state is that of the first start
         if self._segment.resident_bytes < shape.total:
             raise BudgetError(
@@ -274,10 +187,10 @@ class Reft:
             self._capture.close()
             self._capture = None
         faults.reach("restore.begin")
-        if self._takeover is not None:
-            self._take_over(self._takeover)
-        nodes = self._job_nodes(segment.shape)
+        self.nodes.take_over(segment, self._manifest)
+        nodes = self.nodes.of_job(segment.shape, self.layout)
         found = agree_on_version(segment, self._collective, self._report_corrupt, nodes)
+        found = replace(found, lineage=max(found.lineage, self.nodes.lineage + 1))
         try:
             plan = self._choose(found, mode, loaded)
         except ResumeError as error:
@@ -285,6 +198,9 @@ class Reft:
             raise
         verified = time.perf_counter()
         restored = load_tensors(plan, segment, self.layout, self._host.tensors(), self._collective)
+        if plan.version is not None and segment.lacks_parity(plan.version):  # from storage, or of another size
+            with contextlib.closing(Capture(segment, self.layout, self._host.tensors, self._token)) as once:
+                once.add_parity(plan.version)
         small: dict[str, Any] | None = None
         if restored.small is not None:
             small = codec.decode(manifest.split(restored.small)[1])
@@ -337,6 +253,7 @@ class Reft:
             lineage=plan.version.lineage if plan.version else None,
             iteration=plan.version.iteration if plan.version else plan.loaded,
             tier=plan.tier,
+            reason=plan.reason,
             completed=plan.completed,
             lost=plan.lost,
             **seconds,
@@ -421,6 +338,17 @@ class Reft:
         it had that rank's gradients: so the last version that all ranks hold is not overwritten.
         """
         self._peer_degraded = self._collective.told(DEGRADED)
+        self._print_alarm()
+
+    def _print_alarm(self) -> None:
+        """What the SMP wants a person to see, once on each node."""
+        if not self.nodes.leads:
+            return
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            alarm = json.loads((self._run_dir / ALARM).read_text())["alarm"]
+            if alarm != self._alarm:
+                print(f"ft_plugins: replica.differs: {alarm}", file=sys.stderr, flush=True)
+            self._alarm = alarm
 
     def _committed(self, commit: Commit) -> None:
         self._report_waits()
@@ -436,7 +364,9 @@ def budget_table(shapes: Mapping[int, Shape], node: str) -> str:
     A slot holds the captured share, its digests and small state, in whole pages; the kernel's figure was compared.
     """
     total = sum(shape.total for shape in shapes.values())
-    share = sum(shape.nbytes for shape in shapes.values())
-    lines = [f"host memory for protection on node {node}: {total} bytes for {share} bytes captured, all of it resident"]
+    share = sum(shape.data_nbytes for shape in shapes.values())
+    parity = sum(shape.parity_nbytes for shape in shapes.values())
+    what = f"{share} bytes captured" + (f" and {parity} of parity made of replicas" if parity else "")
+    lines = [f"host memory for protection on node {node}: {total} bytes for {what}, all of it resident"]
     lines += [f"  rank {rank}: {shape.slots} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
     return "\n".join(lines)

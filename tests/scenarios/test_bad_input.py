@@ -46,7 +46,9 @@ def refused(job: RunningJob) -> str:
     outcome = job.wait(BOUND)
     assert (outcome["status"], outcome["restarts"]) == ("refused", 0), (outcome, job.tail())
     assert "\n" not in outcome["reason"]
-    assert "Traceback" not in job.tail()
+    # torch prints one of its own where the worker ends between our look at it and torch's
+    ours = [line for line in job.tail().splitlines() if "torch/distributed/elastic" not in line]
+    assert not any("Traceback" in line for line in ours), job.tail()
     return str(outcome["reason"])
 
 
@@ -89,7 +91,7 @@ def test_state_of_another_job_is_refused_by_name_and_kept(
     else:
         other = dataclasses.replace(spec, nproc=2)
     line = refused(torch_server.start(other))
-    assert ("tensors: 37 -> 5" if what == "another model" else "world_size: 1 -> 2") in line
+    assert ("tensors: 37 -> 5" if what == "another model" else "'layer000' is each rank's own") in line
     assert "--ftp-resume fresh" in line
     assert resumed(torch_server, spec) == 4, "nothing was lost by it"
 

@@ -32,7 +32,9 @@ def places() -> Iterator[list[Place]]:
 class Job:
     """Three nodes that fill 8 MiB each, `seconds` per iteration, and what they have written."""
 
-    def __init__(self, server: ForkServer, jobs: Spec, folder: Path, places: list[Place], replicated: bool) -> None:
+    def __init__(
+        self, server: ForkServer, jobs: Spec, folder: Path, places: list[Place], replicated: bool, *more: str
+    ) -> None:
         self.server = server
         self.jobs = jobs
         self.journal = folder / "journal"
@@ -40,7 +42,7 @@ class Job:
         port = next(_ports)
         self.endpoint = ",".join(f"{place.address}:{port}" for place in places)
         self.argv = ("--iterations", "1000000", "--mib", "8", "--journal", str(self.journal), "--seconds", "0.05")
-        self.argv += ("--replicated",) if replicated else ()
+        self.argv += (*(("--replicated",) if replicated else ()), *more)
         self.secret = folder / "secret"
         self.secret.write_text("what the nodes of this job know")
         self.secret.chmod(0o600)
@@ -111,8 +113,8 @@ def assert_whole(found: list[Entry]) -> None:
 def job(torch_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place]) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
-    def make(replicated: bool = False) -> Job:
-        made.append(Job(torch_server, jobs, tmp_path, places, replicated))
+    def make(replicated: bool = False, *more: str) -> Job:
+        made.append(Job(torch_server, jobs, tmp_path, places, replicated, *more))
         return made[-1]
 
     yield make
@@ -211,12 +213,17 @@ def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: C
     story.end()
 
 
-def test_an_smp_killed_between_xor_and_cursor_gathers_anew_and_what_then_counts_is_right(
-    job: Callable[..., Job],
+@pytest.mark.parametrize(
+    ("point", "replicated"),
+    [("vault.xored@hit=21", False), ("exchange.check@hit=8", True), ("vault.seal.before@hit=4", True)],
+)
+def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_right(
+    job: Callable[..., Job], point: str, replicated: bool
 ) -> None:
-    story = job(replicated=True)
+    """Between XOR and cursor of what is sent; where replicas are compared; when all that is not sent is there."""
+    story = job(replicated)
     story.start("n0")
-    story.start("n1", "vault.xored@hit=9,position=1:kill")
+    story.start("n1", f"{point},position=1:kill")
     story.start("n2")
     running = story.nodes["n1"]
     wait_for(running.spec.run_dir / "events.jsonl", lambda e: any(x["name"] == "smp.lost" for x in e), BOUND)
@@ -228,3 +235,27 @@ def test_an_smp_killed_between_xor_and_cursor_gathers_anew_and_what_then_counts_
     found = story.restored(6)
     assert {entry["restored"] for entry in found[3:]} == {counted}
     story.end()
+
+
+def test_replicas_that_drift_apart_are_told_to_a_person_and_what_counted_before_is_kept(
+    job: Callable[..., Job],
+) -> None:
+    story = job(True, "--drift", "1", "40")
+    for name in ("n0", "n1", "n2"):
+        story.start(name)
+    path = story.nodes["n2"].spec.run_dir / "events.jsonl"
+    wait_for(path, lambda lines: _iterations(lines, "capture.commit") >= 80, BOUND)
+    differs = [event for running in story.nodes.values() for event in running.events("replica.differs")]
+    assert differs and all(1 in event.fields["ranks"] and event.fields["iteration"] >= 40 for event in differs)
+    assert all(0 < story.counted(name) < 40 for name in story.nodes)
+    printed = "".join(running.tail(1000) for running in story.nodes.values())
+    assert "ft_plugins: replica.differs: ranks" in printed and "one of the two replicas is corrupt" in printed
+    assert not any(running.events("job.end") for running in story.nodes.values()), "training goes on"
+    story.destroy("n2")
+    counted = story.counted("n0")
+    story.start("s2")
+    assert {entry["restored"] for entry in story.restored(6)[3:]} == {counted}
+
+
+def _iterations(lines: list[Entry], name: str) -> int:
+    return max((line["iteration"] for line in lines if line["name"] == name), default=0)

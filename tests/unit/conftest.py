@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from ft_plugins import faults
 from ft_plugins.events import Event, read
@@ -27,6 +28,9 @@ from ft_plugins.snapshot.segment import SHM, path_of
 
 _numbers = itertools.count()
 RANKS_SECONDS = 60.0
+
+settings.register_profile("no deadline", deadline=None)  # what an example takes is the load of the machine
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)

@@ -146,6 +146,9 @@ def test_only_allowed_sizes_are_taken() -> None:
     assert size_now(rules, last[:7], 59) == 0
     assert size_now(rules, last[:7], 60) == 6
     assert size_now(rules, last[:3], 1e9) == 0
+    told = rules.among((4, 6, 8))  # by ranks, whose state is on these nodes
+    assert size_now(told, last[:7], 1e9) == 0, "none of those that are back becomes a spare"
+    assert size_now(told, last[:6], 60) == 6 and size_now(told, [*last[:7], Candidate("new")], 0) == 8
     with pytest.raises(ConfigError, match="sizes: expected .* 4 to 8.*found 2, 9"):
         Rules(4, 8, (2, 4, 9))
 

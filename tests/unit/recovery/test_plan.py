@@ -429,6 +429,18 @@ def test_the_newest_version_that_counts_on_any_node_is_kept_unless_it_is_void(
     assert counted(nodes, version(base)) == version(kept)
 
 
+def test_a_version_that_is_complete_on_every_node_counts_although_none_has_heard_it() -> None:
+    """Given version 4, which counted: the node that decided so was restarted before it had told any, and so was the
+    job, from version 7 of the process tier. Version 4 is all that a lost node could be made up for by."""
+    exchange, nodes = job("3 nodes", {position: [7] for position in range(3)})
+    unheard = [replace(node, counted=None) for node in nodes]
+    assert counted(unheard, Version(1, 7), exchange, DIGEST) == Version(1, 4)
+    assert counted(unheard, Version(1, 3), exchange, DIGEST) is None, "it is void"
+    assert counted(unheard, Version(1, 7), exchange, DIGEST + 1) is None, "it is parity of another plan"
+    assert counted([*unheard[:2], LOST], Version(1, 7), exchange, DIGEST) is None
+    assert counted([*unheard[:2], replace(unheard[2], slots={})], Version(1, 7), exchange, DIGEST) is None
+
+
 def test_what_a_start_from_the_beginning_made_void_does_not_come_back_from_other_nodes() -> None:
     """Given `--ftp-resume fresh`, struck when one rank of three had opened its lineage."""
     exchange, nodes = job("3 nodes", {})

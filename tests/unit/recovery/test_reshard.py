@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError, SegmentError
@@ -14,7 +14,7 @@ from ft_plugins.model.inventory import Inventory, Item, Role, Span
 from ft_plugins.recovery.reshard import plan_moves
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.layout import Layout, plan_layout
-from ft_plugins.snapshot.manifest import Manifest, manifest_of
+from ft_plugins.snapshot.manifest import OWN, REPLICATED, Manifest, manifest_of
 
 WIDTH = 4  # bytes of an element
 Tensors = dict[str, np.ndarray]
@@ -69,6 +69,7 @@ def job(size: int, nodes: int, whole: dict[str, int], sharded: set[str], padding
 def test_every_byte_of_a_slot_comes_from_where_it_was(
     elements: list[int], data: st.DataObject, before: int, now: int, padding: int, other_padding: int
 ) -> None:
+    assume(before > 1 or now > 1)  # of one replica alone it is not known that it is one
     whole = {f"t{index}": count for index, count in enumerate(elements)}
     sharded = {name for name in whole if data.draw(st.booleans())}
     generator = np.random.default_rng(7)
@@ -117,19 +118,22 @@ def test_a_missing_rank_is_told() -> None:
         plan_moves(former[:2], mine)
 
 
+def own(found: Manifest) -> Manifest:
+    """The same, but 'a' is each rank's own."""
+    held = [replace(one, kind=OWN, start=0, stop=one.whole) if one.name == "a" else one for one in found.held]
+    return replace(found, held=tuple(held))
+
+
 def test_unique_state_of_which_nothing_is_known_is_not_taken_over() -> None:
-    """Two ranks hold different things under one name: neither is the whole."""
-    former = [found for _, found in job(2, 2, {"a": 64}, set(), 0)]
-
-
-    def lonely(found: Manifest) -> Manifest:
-        held = [replace(one, shared=False, start=0, stop=one.whole) if one.name == "a" else one for one in found.held]
-        return replace(found, held=tuple(held))
-
-    own = [lonely(found) for found in former]
-    (_, mine), = job(1, 1, {"a": 64}, set(), 0)
+    """Two ranks hold different things under one name: neither is the whole. And one rank's is not for two."""
+    two, one = ([found for _, found in job(size, size, {"a": 64}, set(), 0)] for size in (2, 1))
     with pytest.raises(ResumeError, match="does not make up a whole"):
-        plan_moves(own, mine)
+        plan_moves([own(found) for found in two], one[0])
+    kinds = [{held.kind for held in found.held if held.name == "a"} for found in (two[0], one[0])]
+    assert kinds == [{REPLICATED}, {OWN}]
+    assert plan_moves(one, two[1]), "of one replica it is not known that it is one, of two it is"
+    with pytest.raises(ResumeError, match="'a' is each rank's own"):
+        plan_moves(one, own(two[1]))
 
 
 def test_a_manifest_that_is_none_is_refused() -> None:

@@ -62,6 +62,7 @@ def test_the_rendezvous_reads_what_ranks_have_told(tmp_path: Path) -> None:
 def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:
     rules = Rules(2, 6)
     assert rules.among((1, 3, 4, 8)).sizes == (3, 4)
+    assert rules.among((3, 4)).stateful and not rules.stateful
     assert rules.among((8, 9)) is rules and rules.among(()) is rules
     assert Rules(2, 6, (4, 6)).among((3, 4, 5)).sizes == (4,)
 

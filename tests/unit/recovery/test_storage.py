@@ -44,6 +44,13 @@ def test_the_source_is_memory_then_the_larger_iteration_on_disk_or_what_was_aske
         assert plan.completed == max(found.completed, 40)
 
 
+def test_a_checkpoint_that_is_taken_is_named_with_what_memory_could_not() -> None:
+    assert with_storage(BROKEN, "auto", 0, S, False).table() == (
+        "recovery: iteration 40 of lineage 1 from the storage tier (rank 1 holds no version); "
+        "50 were completed, 10 lost; lineage 3"
+    )
+
+
 def test_without_a_checkpoint_everything_is_as_without_storage() -> None:
     assert with_storage(MEMORY, "auto", 0, None, False) == MEMORY
     with pytest.raises(ResumeError, match="rank 1 holds no version"):

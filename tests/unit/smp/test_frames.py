@@ -17,6 +17,7 @@ from ft_plugins.errors import ResumeError
 from ft_plugins.redundancy import blocked
 from ft_plugins.redundancy.field import power, times
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.sections import Extent
 from ft_plugins.smp import frames as module
 from ft_plugins.smp.frames import Data, Frame, Parity, copied, decoded
 from ft_plugins.snapshot.slots import Version
@@ -70,7 +71,7 @@ def test_the_frames_of_any_lost_rank_add_up_to_its_slot(draw: st.DataObject) -> 
     data, parity = made(plan, nbytes, Random(draw.draw(st.integers(0, 9))))
     for rank in (rank for position in lost for rank in plan.ranks[position]):
         done = 0
-        for frame in decoded(plan, rank, VERSION, nbytes[rank], lost):
+        for frame in decoded(plan, rank, VERSION, lost):
             assert frame.offset == done and 0 < frame.nbytes <= LIMIT
             done += frame.nbytes
             assert (put_together(frame, data, parity) == data[rank][frame.offset : done]).all()
@@ -79,6 +80,41 @@ def test_the_frames_of_any_lost_rank_add_up_to_its_slot(draw: st.DataObject) -> 
             may = [part.factor == 1 and part.wanted.nbytes == frame.nbytes for part in frame.parts]
             assert frame.has_base == any(may) == may[0], "the others can be added to the first one, if to any"
         assert done == nbytes[rank]
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_frames_of_a_rank_that_computes_parity_itself_add_up_to_its_data_and_to_that_parity(
+    draw: st.DataObject,
+) -> None:
+    """Part of each slot is of a replica set of all ranks; what lies before and behind it is the rank's own."""
+    count = draw.draw(st.integers(2, 5))
+    ranks_on = draw.draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    nodes = [f"n{node}" for node, ranks in enumerate(ranks_on) for _ in range(ranks)]
+    replicated = [
+        Extent(rank, 64 * draw.draw(st.integers(0, 2)), 64 * draw.draw(st.integers(0, 9))) for rank in range(len(nodes))
+    ]
+    nbytes = [extent.offset + extent.nbytes + 64 * draw.draw(st.integers(0, 4)) for extent in replicated]
+    lost = draw.draw(st.integers(0, count - 1))
+    plan = plan_exchange(nodes, [tuple(range(len(nodes)))], nbytes, 1, [replicated])
+    data, parity = made(plan, nbytes, Random(draw.draw(st.integers(0, 9))))
+    whole = {}
+    for rank, parts in enumerate(plan.parts):
+        behind = [np.zeros(part.stop - part.start, dtype=np.uint8) for part in parts]
+        for part, target in zip(parts, behind, strict=True):
+            for _, at, e in plan.sections[part.section].sources(part.stripe, part.start, part.stop):
+                target[at : at + e.nbytes] ^= data[e.rank][e.offset : e.offset + e.nbytes]
+        whole[rank] = np.concatenate([data[rank], *behind])
+    for rank in plan.ranks[lost]:
+        done = 0
+        for frame in decoded(plan, rank, VERSION, [lost]):
+            assert frame.offset == done and 0 < frame.nbytes <= LIMIT
+            done += frame.nbytes
+            assert (put_together(frame, whole, parity) == whole[rank][frame.offset : done]).all()
+            assert all(part.position != lost and part.factor for part in frame.parts)
+            may = [part.factor == 1 and part.wanted.nbytes == frame.nbytes for part in frame.parts]
+            assert frame.has_base == any(may) == any(may[:1])
+        assert done == len(whole[rank])
 
 
 def _buckets(plan: ExchangePlan, wanted: Parity) -> list[tuple]:
@@ -94,7 +130,7 @@ def test_a_frame_of_the_middle_of_a_block_is_one_bucket_of_its_parity() -> None:
     plan = plan_exchange(list("aabbcc"), [(0, 2, 4), (1, 3, 5)], nbytes, 1)
     assert any(area.offset % LIMIT for kept in plan.areas for area in kept), "or this test shows nothing"
     for rank in (2, 3):
-        frames = list(decoded(plan, rank, VERSION, nbytes[rank], [1]))
+        frames = list(decoded(plan, rank, VERSION, [1]))
         for frame in frames:
             (parity,) = [part.wanted for part in frame.parts if isinstance(part.wanted, Parity)]
             assert len(_buckets(plan, parity)) == 1
@@ -104,7 +140,7 @@ def test_a_frame_of_the_middle_of_a_block_is_one_bucket_of_its_parity() -> None:
 def test_more_lost_than_parity_makes_up_for_is_refused_before_a_frame_is_asked_for() -> None:
     plan = plan_exchange(list("abc"), [(0, 1, 2)], [500, 500, 500], 1)
     with pytest.raises(ResumeError, match="makes up for 1"):
-        decoded(plan, 1, VERSION, 500, [0, 1])
+        decoded(plan, 1, VERSION, [0, 1])
 
 
 def test_a_slot_that_lies_whole_is_read_from_end_to_end() -> None:

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -28,6 +29,7 @@ from ft_plugins.events import Events
 from ft_plugins.smp import liveness, process, protocol
 from ft_plugins.smp.client import ensure
 from ft_plugins.smp.process import SnapshotProcess
+from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.segment import Segment, Shape
 from ft_plugins.snapshot.slots import SlotState, Version
@@ -678,3 +680,26 @@ def test_an_error_of_this_package_is_the_only_thing_that_a_refusal_carries() -> 
     for name in ("BudgetError", "FencedError", "ResumeError", "SegmentError", "ProtocolError"):
         with pytest.raises(FtError):
             protocol.raise_refusal({"ok": False, "error": name, "message": "m"})
+
+
+def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(job: str, tmp_path: Path) -> None:
+    """Given a node of two ranks that writes checkpoints, when one of them is restored on another node."""
+    (tmp_path / "secret").write_text("a secret of this job alone")
+    (tmp_path / "secret").chmod(0o600)
+    daemon = SnapshotProcess(tmp_path, job, "n", Events())
+    storage = {"folder": str(tmp_path / "ck"), "interval": 0, "every": 1, "keep": 1, "world_size": 2}
+    paths = [Path(daemon.answer(ATTACH | {"rank": rank, "storage": storage})["path"]) for rank in (0, 1)]
+    where = daemon.answer({"do": "endpoint", "address": "127.0.0.1", "secret_file": str(tmp_path / "secret")})
+    told = Protection(
+        2, None, ("n", "other"), ((0, 1),), (SHAPE, SHAPE), 1, 0, ((where["host"], where["port"]), ("127.0.0.1", 1)), 1,
+        0.0, 600.0,
+    )  # fmt: skip
+    assert daemon.answer({"do": "protect", "rank": 0, "token": 0, "protection": told.block()})["ok"]
+    try:
+        deadline = time.monotonic() + SECONDS
+        while any(line.endswith(f"{paths[1]} (deleted)") for line in Path("/proc/self/maps").read_text().splitlines()):
+            assert time.monotonic() < deadline, "it is still mapped"
+            time.sleep(0.01)  # while the persister's thread looks at it
+        assert paths[0].exists() and not paths[1].exists()
+    finally:
+        daemon.finish_alone("in order")

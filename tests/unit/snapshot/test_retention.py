@@ -84,6 +84,12 @@ def test_nodes_at_rest_write_the_newest_that_all_of_them_offer() -> None:
     assert held_by_job([first, Offer((2, 3), (v(8, 2),))], 4) is None, "another lineage is another version"
 
 
+def test_what_a_lost_node_had_offered_gives_way_to_the_offer_of_its_substitute() -> None:
+    first, lost, substitute = Offer((0, 1), (v(5), v(9, 2))), Offer((2, 3), (v(5), v(8))), Offer((2, 3), (v(9, 2),))
+    assert held_by_job([first, lost], 4) == v(5)
+    assert held_by_job([lost, first, substitute], 4) == held_by_job([substitute, first, lost], 4) == v(9, 2)
+
+
 def stored(version: Version, complete: bool = True, fingerprint: str = "f") -> Stored:
     return Stored(version, f"v{version.lineage}-{version.iteration}", complete, fingerprint if complete else "")
 

@@ -1,0 +1,256 @@
+"""Tells a story: runs its job on emulated nodes, loses and starts nodes as it says, and sees that what it says holds.
+
+Invariant: the lines are followed in their order, every wait is bounded, and nothing that is claimed is taken from
+anything but what the job itself has written: its events, its outcome, its checkpoints, its final state and losses. What
+a story did to the network and to nodes that are still there in silence is undone, however it ends.
+
+In: a `Story`, the fork server of its framework, places in a network. Out: nothing, or an AssertionError that names the
+line which does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+from safetensors.numpy import load_file
+
+from ..events import Event
+from ..snapshot import checkpoint
+from ..snapshot.checkpoint import Origin
+from ..snapshot.slots import Version
+from .forkserver import ForkServer, RunningJob
+from .golden import assert_identical
+from .gpt_runs import Configuration, GptRun
+from .journal import wait_until, wait_until_stopped
+from .multinode import BOUND, MultiNodeJob, Spec
+from .nodes import Place, destroy, freeze
+from .story import (
+    EVERY,
+    Compared,
+    Counts,
+    DeclaredLost,
+    End,
+    Ends,
+    Fate,
+    Golden,
+    JobShape,
+    Line,
+    Lose,
+    NotAnew,
+    NotStored,
+    Reason,
+    Restored,
+    Start,
+    Stopped,
+    Stored,
+    Story,
+    Whole,
+)
+
+HOSTS = (11, 12, 13, 14, 5, 25)  # of four nodes, of one that sorts before them and of one behind
+
+
+def megatron_run(shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True) -> GptRun:
+    """The job of a story on megatron-core. Data-parallel replicas stand on different nodes."""
+    argv = ["--order", "tp-cp-ep-pp-dp"]
+    if (shape.tp, shape.pp) != (2, 2):
+        raise ValueError(f"tp{shape.tp} pp{shape.pp}: the GPT example is run at tp2 pp2")
+    if shape.global_batch:
+        argv += ["--global-batch", str(shape.global_batch)]
+    configuration = Configuration(bf16=True, distributed_optimizer=shape.distributed, interleaved=False)
+    return GptRun(
+        name, folder, configuration, protected=protected, iterations=shape.iterations,
+        flags=tuple(flags), argv=tuple(argv),
+    )  # fmt: skip
+
+
+FRAMEWORKS: dict[str, Callable[..., GptRun]] = {"megatron": megatron_run}
+
+
+class Teller:
+    """Guards the job of one story while it is told."""
+
+    def __init__(
+        self,
+        server: ForkServer,
+        jobs: Spec,
+        story: Story,
+        framework: str,
+        folder: Path,
+        places: Sequence[Place],
+        port: int,
+        golden: Callable[[], GptRun],
+    ) -> None:
+        """`places` in the order of `HOSTS`; `golden` gives the unfailed run. `port` is of the rendezvous: a node that
+        was cut off may still hold the one of a story before."""
+        self._story = story
+        self._golden = golden
+        self._places = places
+        self._store = folder / "checkpoints"
+        flags = story.flags
+        if story.store:
+            flags += ("--reft-checkpoint-dir", str(self._store), "--reft-checkpoint-interval", str(story.store))
+        run = FRAMEWORKS[framework](story.job, "story", folder, flags)
+        endpoint = ",".join(f"{place.address}:{port}" for place in places)
+        self._job = MultiNodeJob(server, jobs, run, story.job.ranks, story.job.nodes, endpoint)
+        self._silent: dict[str, RunningJob] = {}
+        self._cut: list[Place] = []
+        self._outcomes: dict[str, str] = {}  # reasons of those that were refused
+
+    def tell(self) -> None:
+        """All of the story. Raises AssertionError, TimeoutError."""
+        try:
+            for index in range(self._story.job.nodes):
+                self._start(f"n{index}", self._places[index])
+            for line in self._story.lines:
+                try:
+                    self._follow(line)
+                except AssertionError as error:
+                    raise AssertionError(f"{self._story.name}: {line}: {error}") from error
+        finally:
+            for lost in self._silent.values():
+                destroy(lost)
+            for place in self._cut:
+                place.mend()
+
+    def _start(self, name: str, place: Place) -> None:
+        self._job.start(name, place, faults=self._story.faults.get(name, ""))
+
+    def _follow(self, line: Line) -> None:
+        match line:
+            case Start(node, first):
+                self._start(node, self._places[-2 if first else -1])
+            case Lose(node, fate):
+                self._lose(node, fate)
+            case Counts(iteration):
+                self._job.until_counts(iteration)
+            case Stored(iteration):
+                wait_until(lambda: max(self._stored(), default=0) >= iteration, BOUND, self._listing)
+            case Stopped(node):
+                self._until_stopped(node)
+            case Ends(End.ENDED):
+                self._job.wait()
+            case Ends(End.REFUSED):
+                self._refused()
+            case _:
+                self._claim(line)
+
+    def _lose(self, node: str, fate: Fate) -> None:
+        match fate:
+            case Fate.KILL:
+                self._job.destroy(node)
+                return
+            case Fate.CUT:
+                self._cut.append(self._places[int(node[1:])])
+                self._cut[-1].cut()
+            case Fate.FREEZE:
+                freeze(self._job.nodes[node])
+        self._silent[node] = self._job.nodes.pop(node)
+
+    def _until_stopped(self, node: str) -> None:
+        lock = self._job.nodes[node].spec.run_dir / "smp.lock"
+        wait_until(lambda: lock.exists() and bool(lock.read_text()), BOUND, lambda: f"no SMP on node {node}")
+        wait_until_stopped(int(lock.read_text()), BOUND)
+
+    def _refused(self) -> None:
+        for name, job in self._job.nodes.items():
+            outcome = job.wait(BOUND)
+            assert outcome["status"] == "refused", f"node {name}: {outcome}\n{job.tail()}"
+            self._outcomes[name] = outcome["reason"]
+
+    # ---- what has to hold ----
+
+    def _claim(self, line: Line) -> None:
+        match line:
+            case Restored(node, tier, iteration):
+                for name in self._job.nodes if node == EVERY else [node]:
+                    self._restored(name, tier, iteration)
+            case DeclaredLost(node):
+                declared = self._events("node.lost")
+                assert declared, "nobody was"
+                assert all(event.fields["lost"] == [f"node {node}"] for event in declared), declared
+            case NotStored(iteration):
+                assert iteration not in self._stored(), self._listing()
+            case Whole(iteration):
+                assert max(self._stored(), default=0) >= iteration, self._listing()
+                for each in checkpoint.listing(self._base):
+                    if each.complete:
+                        assert_whole(self._base / each.name, self._story.job.ranks)
+            case Reason(words):
+                given = self._outcomes or {name: restore(job).fields["reason"] for name, job in self._job.nodes.items()}
+                assert all(words in reason for reason in given.values()), given
+            case Compared():
+                assert not self._events("replica.differs")
+                sent = [event.fields for event in self._events("exchange.sent")]
+                slot = min(event.fields["share_bytes"] for event in self._events("rank.attach"))
+                # small state, digest tables and digests of what is compared; all else would be several slots
+                assert sent and all(fields["compared"] and fields["bytes"] < slot / 5 for fields in sent), sent
+            case NotAnew():
+                anew = [event for event in self._events("restore.scratch") if event.fields["completed"]]
+                assert not anew, anew
+            case Golden():
+                assert_identical(self._job.run, self._golden(), self._story.job.ranks)
+
+    def _restored(self, name: str, tier: str, iteration: int) -> None:
+        """All ranks of a node restored the same, in its last incarnation."""
+        job = self._job.nodes[name]
+        last = job.events("restore.done")[-self._story.job.ranks // self._story.job.nodes :]
+        fields = restore(job).fields
+        assert len({(event.fields["tier"], event.fields["iteration"]) for event in last}) == 1, f"node {name}: {last}"
+        assert fields["tier"] == tier and fields["iteration"] >= iteration, f"node {name}: {fields}"
+        if tier == "storage":
+            lineage = fields["lineage"]
+            done = [event.fields for event in self._events("persist.done") if event.fields["lineage"] <= lineage]
+            newest = max((found["iteration"] for found in done), default=0)
+            assert fields["iteration"] == newest, f"node {name}: {fields}, although checkpoint {newest} was complete"
+
+    def _events(self, name: str) -> list[Event]:
+        return [event for job in self._job.nodes.values() for event in job.events(name)]
+
+    @property
+    def _base(self) -> Path:
+        (job,) = {job.spec.name for job in self._job.nodes.values()}
+        return self._store / job
+
+    def _stored(self) -> set[int]:
+        return {each.version.iteration for each in checkpoint.listing(self._base) if each.complete}
+
+    def _listing(self) -> str:
+        return f"in storage: {sorted(path.name for path in self._base.glob('*'))}"
+
+
+def restore(job: RunningJob) -> Event:
+    """The last restore of a node's ranks."""
+    found = job.events("restore.done")
+    assert found, f"nothing was restored on node {job.spec.node}:\n{job.tail()}"
+    return found[-1]
+
+
+def assert_whole(folder: Path, ranks: int) -> None:
+    """Raises AssertionError unless every rank's file is there, and every byte of it matches its digest."""
+    manifest = checkpoint.read_manifest(folder)
+    origin = Origin(manifest.job, manifest.world_size, manifest.fingerprint)
+    assert manifest.world_size == ranks, f"{folder} is of {manifest.world_size} ranks, expected {ranks}"
+    absent = checkpoint.missing(folder, origin, Version(manifest.lineage, manifest.iteration))
+    assert not absent, f"{folder}: the files of ranks {absent} are missing or of another version"
+    for rank in range(ranks):
+        path = folder / checkpoint.data_file(rank)
+        with open(path, "rb") as file:
+            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        held = load_file(path)
+        for number, (offset, nbytes) in enumerate(json.loads(head["__metadata__"]["buckets"])):
+            digest = xxhash.xxh3_64_intdigest(held["data"][offset : offset + nbytes].tobytes())
+            assert digest == int(held["digests"][number]), f"{path}: bucket {number} does not match its digest"
+
+
+def golden_run(server: ForkServer, framework: str, shape: JobShape, folder: Path) -> GptRun:
+    """The unfailed, unprotected run of a job."""
+    found = replace(FRAMEWORKS[framework](shape, "golden", folder), protected=False)
+    job = server.start(found.spec(nproc=shape.ranks))
+    outcome = job.wait(BOUND)
+    assert outcome["status"] == "succeeded", job.tail()
+    return found

@@ -1,0 +1,117 @@
+"""Whether replicas are equal: digests of what one rank has made parity from, against what another rank has captured.
+
+Invariant: bytes are compared where both sides are sealed captures of one version, and only while the slot is pinned; a
+difference is silent corruption of one of the two replicas, and parity that was made from them is of no use.
+
+    payload = for each check 4 words of 8 bytes: rank that captured the bytes, offset and bytes in its slot, digest
+
+In: the checks of a plan, digest tables; from other nodes, payloads. Out: payloads; which of a payload's checks differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..errors import ProtocolError
+from ..redundancy.plan import Check, ExchangePlan
+from ..snapshot.segment import Segment
+from ..snapshot.slots import SlotState, Version
+
+_WORDS = 4
+CHECKS = 4096  # of a payload
+SOURCE_BYTES = 64 << 20  # that a payload makes its receiver digest, or one check: it has to answer soon
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two replicas that differ in a version, found by a bucket of parity."""
+
+    version: Version
+    check: Check
+
+    def __str__(self) -> str:
+        found = self.check
+        return (
+            f"ranks {found.keeper} and {found.source.rank} should hold the same bytes, but differ in version "
+            f"{self.version}: within {found.source.nbytes} bytes at {found.source.offset} of the share of rank "
+            f"{found.source.rank}, bucket {found.bucket} of rank {found.keeper}; one of the two replicas is corrupt"
+        )
+
+
+def by_target(plan: ExchangePlan, ranks: Sequence[int], segments: Mapping[int, Segment]) -> dict[int, list[Check]]:
+    """The checks of `ranks`, by the position that holds the other side. Raises ProtocolError when a slot is laid out
+    otherwise than the plan has it."""
+    found: dict[int, list[Check]] = {}
+    for rank in ranks:
+        count = 0
+        for check in plan.checks(rank, segments[rank].ranges):
+            found.setdefault(plan.position_of_rank[check.source.rank], []).append(check)
+            count += 1
+        if count != segments[rank].shape.checks:
+            raise ProtocolError(
+                f"rank {rank}: its slots have {segments[rank].shape.checks} digests of what parity is made from, the "
+                f"plan has {count}: trainer and SMP do not agree on who stands where"
+            )
+    return found
+
+
+def batches(checks: Sequence[Check]) -> Iterator[Sequence[Check]]:
+    """The checks in order, as many at a time as one payload takes."""
+    first, nbytes = 0, 0
+    for place, check in enumerate(checks):
+        if place > first and (place - first == CHECKS or nbytes + check.source.nbytes > SOURCE_BYTES):
+            yield checks[first:place]
+            first, nbytes = place, 0
+        nbytes += check.source.nbytes
+    if first < len(checks):
+        yield checks[first:]
+
+
+def payload(checks: Sequence[Check], tables: Mapping[int, npt.NDArray[np.uint64]]) -> Bytes:
+    """What is asked of the other side; `tables` are the digest tables of the keepers."""
+    words = [(c.source.rank, c.source.offset, c.source.nbytes, int(tables[c.keeper][c.entry])) for c in checks]
+    return np.array(words, dtype="<u8").reshape(-1).view(np.uint8)
+
+
+def differing(segments: Mapping[int, Segment], version: Version, asked: Bytes) -> list[int] | None:
+    """Which checks of a payload find other bytes here; None while `version` is not pinned here.
+
+    Raises ProtocolError for a payload that no plan has.
+    """
+    if len(asked) % (8 * _WORDS) or len(asked) > 8 * _WORDS * CHECKS:
+        raise ProtocolError(f"{len(asked)} bytes are no checks; expected at most {CHECKS} of {8 * _WORDS} bytes")
+    entries = asked.view("<u8").reshape(-1, _WORDS).tolist()
+    if len(entries) > 1 and sum(entry[2] for entry in entries) > SOURCE_BYTES:
+        raise ProtocolError(f"checks of more than {SOURCE_BYTES} bytes at a time")
+    for rank, offset, nbytes, _ in entries:
+        if rank not in segments or offset + nbytes > segments[rank].shape.data_nbytes:
+            raise ProtocolError(f"{nbytes} bytes at {offset} of rank {rank} are not in slots of this node")
+    ranks = {entry[0] for entry in entries}
+    kept = {rank: _pinned(segments[rank], version) for rank in ranks}
+    found = []
+    for place, (rank, offset, nbytes, digest) in enumerate(entries):
+        index = kept[rank]
+        if index is None:
+            return None
+        area = segments[rank].data(index)[offset : offset + nbytes]
+        if xxhash.xxh3_64_intdigest(area.data) != digest:
+            found.append(place)
+    given_up = any(_pinned(segments[rank], version) != kept[rank] for rank in ranks)  # while it was looked at
+    return None if given_up else found
+
+
+def _pinned(segment: Segment, version: Version) -> int | None:
+    """The slot that holds `version`, if it is kept."""
+    for index in range(segment.shape.slots):
+        if segment.pins(index):
+            slot = segment.slot(index)
+            if slot.version == version and slot.state is SlotState.CLEAN:
+                return slot.index
+    return None

@@ -1,0 +1,133 @@
+"""Parity of other nodes' shares, computed from the replicas of them that this rank holds: the second half of capture.
+
+Invariant: a bucket of parity is the XOR of its sources as this rank's tensors have them, each digested on its way, so
+that whoever holds a source in its slot can be asked whether it has the same. Sources come the way that captured bytes
+do; what is beside them is one staging buffer of a bucket's size, pinned where state lies on a device.
+
+In: layout, live tensors, copiers. Out: parity in a slot; digests of the bucket and of its sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from .copiers import Copier, as_words
+from .layout import Layout, ParitySource
+from .segment import Segment
+
+Bytes = npt.NDArray[np.uint8]
+_Copies = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+class Encoder:
+    """Computes the parity buckets of one layout. Guards the staging buffer: one bucket at a time."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        layout: Layout,
+        flat: Mapping[str, torch.Tensor],
+        copiers: Mapping[torch.device, Copier],
+    ) -> None:
+        """`flat` are the bytes of the live tensors by item, `copiers` those of capture."""
+        self._segment = segment
+        self._buckets = layout.parity
+        self._flat = flat
+        self._copiers = copiers
+        sizes = [source.nbytes for bucket in layout.parity for source in bucket.sources if not source.direct]
+        pinned = any(device.type == "cuda" for device in copiers)
+        self._staging = torch.empty(max(sizes, default=0), dtype=torch.uint8, pin_memory=pinned)
+        # views are made once: thousands of them, for each of which the interpreter's lock is held
+        self._staged = [
+            [{} if source.direct else self._copies(source, self._staging, source.at) for source in bucket.sources]
+            for bucket in layout.parity
+        ]
+        self._in_place = [[self._as_it_lies(source) for source in bucket.sources] for bucket in layout.parity]
+        self._direct = [
+            [self._direct_copies(number, self._area(index, number)) for number in range(len(layout.parity))]
+            for index in range(segment.shape.slots)
+        ]
+
+    def encode(self, index: int, number: int, private: bool = False) -> tuple[int, list[int]]:
+        """Compute parity bucket `number` into slot `index`: its digest, and those of its sources.
+
+        `private`: compute it where nobody else can write, for a slot in which a superseded writer may still be.
+        """
+        bucket = self._buckets[number]
+        area = self._area(index, number)
+        target = np.empty_like(area) if private else area
+        direct = self._direct_copies(number, target) if private else self._direct[index][number]
+        digests: list[int] = []
+        done = 0  # bytes that the direct sources have filled
+        for place, source in enumerate(bucket.sources):
+            if source.direct:
+                part = target[source.at : source.at + source.nbytes]
+                self._bring(direct[place], source, part)
+                done = source.at + source.nbytes
+            else:
+                target[done:] = 0
+                done = bucket.nbytes
+                lying = self._in_place[number][place]
+                part = self._staging[: source.nbytes].numpy() if lying is None else lying
+                if lying is None:
+                    self._bring(self._staged[number][place], source, part)
+                into = target[source.at : source.at + source.nbytes]
+                np.bitwise_xor(into, part, out=into)
+            digests.append(xxhash.xxh3_64_intdigest(part.data))
+        target[done:] = 0
+        digest = xxhash.xxh3_64_intdigest(target.data)
+        if private:
+            area[:] = target
+        return digest, digests
+
+    def close(self) -> None:
+        """Let go of tensors and of pinned memory."""
+        self._staged.clear()
+        self._in_place.clear()
+        self._direct.clear()
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def _area(self, index: int, number: int) -> Bytes:
+        bucket = self._buckets[number]
+        return self._segment.data(index)[bucket.offset : bucket.offset + bucket.nbytes]
+
+    def _bring(self, copies: _Copies, source: ParitySource, part: Bytes) -> None:
+        """Copy a source to where `copies` was made for: `part`, of which nothing else has to be right before."""
+        at = source.at
+        for piece in source.pieces:
+            part[at - source.at : piece.offset - source.at] = 0
+            at = piece.offset + piece.nbytes
+        part[at - source.at :] = 0
+        for device, (destinations, sources) in copies.items():
+            self._copiers[device].copy(destinations, sources)
+
+    def _as_it_lies(self, source: ParitySource) -> Bytes | None:
+        """The bytes of a source that is one piece of one tensor on the host: it need not be staged."""
+        piece = source.pieces[0] if len(source.pieces) == 1 else None
+        if piece is None or piece.nbytes != source.nbytes or self._flat[piece.item].device.type != "cpu":
+            return None
+        taken: Bytes = self._flat[piece.item][piece.item_offset : piece.item_offset + piece.nbytes].numpy()
+        return taken
+
+    def _direct_copies(self, number: int, target: Bytes) -> Sequence[_Copies]:
+        into = torch.from_numpy(target)
+        return [self._copies(s, into, 0) if s.direct else {} for s in self._buckets[number].sources]
+
+    def _copies(self, source: ParitySource, target: torch.Tensor, base: int) -> _Copies:
+        """Destinations in `target`, the first byte of which is byte `base` of the bucket, and sources, by device."""
+        found: _Copies = {}
+        for piece in source.pieces:
+            flat = self._flat[piece.item]
+            destinations, sources = found.setdefault(flat.device, ([], []))
+            destination, taken = as_words(
+                target[piece.offset - base : piece.offset - base + piece.nbytes],
+                flat[piece.item_offset : piece.item_offset + piece.nbytes],
+            )
+            destinations.append(destination)
+            sources.append(taken)
+        return found

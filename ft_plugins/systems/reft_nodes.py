@@ -1,0 +1,174 @@
+"""REFT between nodes, as one rank composes it: which losses are survivable, who protects whom, another size of the job.
+
+Invariant: what was asked for by name is had, or refused with the reason; what cannot be had by default is said. Nothing
+here is in the step path.
+
+In: host, configuration, who stands where. Out: the job's `Nodes` for a recovery; a slot filled with state of another
+data-parallel size; with how many nodes the job could go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config import Config, ReftConfig
+from ..errors import ConfigError, FtError, ResumeError
+from ..events import Events
+from ..model.host import Host
+from ..recovery import sizes
+from ..recovery.collective import Collective
+from ..recovery.nodes import JobNodes, NodeTierConfig, SeenNodes
+from ..recovery.refill import refill
+from ..recovery.takeover import FormerJob, Takeover
+from ..redundancy.plan import unprotected
+from ..snapshot.double import told, with_parity
+from ..snapshot.layout import Layout
+from ..snapshot.manifest import Manifest
+from ..snapshot.segment import Segment, Shape
+
+
+class ReftNodes:
+    """The nodes of one incarnation of a job. `losses`: how many of a sharding group may be lost, 0 for none."""
+
+    def __init__(
+        self,
+        host: Host,
+        config: Config,
+        collective: Collective,
+        nodes: tuple[str, ...],
+        run_dir: Path,
+        token: int,
+        events: Events,
+        towards: str,
+    ) -> None:
+        """`nodes[rank]` is the node of each rank; `towards` a host of the job. Raises ConfigError."""
+        if config.reft is None:
+            raise ConfigError("REFT is not on")
+        self._host = host
+        self._job = config
+        self._config: ReftConfig = config.reft
+        self._collective = collective
+        self._nodes = nodes
+        self._run_dir = run_dir
+        self._token = token
+        self._events = events
+        self._towards = towards
+        self._groups = tuple(host.topology().sharding_groups().values())
+        self._takeover: Takeover | None = None
+        self.lineage = 0  # the newest in what other sizes of the job have left, taken over or not
+        self.losses = self._survivable(nodes)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its node."""
+        return self._nodes.index(self._nodes[self._host.rank]) == self._host.rank
+
+    def with_parity(self, layout: Layout) -> Layout:
+        """`layout`, with the parity that this rank computes of other nodes' shares."""
+        if not self.losses:
+            return layout
+        return with_parity(layout, self._nodes, self._groups, self.losses, self._config.bucket_mib << 20)
+
+    def _survivable(self, nodes: tuple[str, ...]) -> int:
+        """How many nodes of a sharding group may be lost; 0 for none. Raises ConfigError where that was asked for."""
+        losses = {"none": 0, "raim5": 1, "raim6": 2}[self._config.redundancy]
+        reason = unprotected(nodes, self._groups, losses) if losses else ""
+        if not reason:
+            return losses
+        if "redundancy" in self._config.model_fields_set:
+            raise ConfigError(f"--reft-redundancy {self._config.redundancy}: {reason}")
+        if self._host.rank == 0 and len(set(nodes)) > 1:
+            print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
+        return 0
+
+    def of_job(self, shape: Shape, layout: Layout) -> SeenNodes | None:
+        """The nodes of a job that has several; `shape` and `layout` are this rank's. Every rank calls.
+
+        Raises ConfigError, ProtocolError.
+        """
+        if len(set(self._nodes)) == 1:
+            return None
+        if not self.losses:
+            return SeenNodes(self._collective, self._nodes, self._run_dir)
+        if self._job.secret_file is None:
+            error = ConfigError(
+                "--ftp-secret-file: needed where nodes protect each other; write one with "
+                "(umask 077; head -c 32 /dev/urandom | base64 > FILE), the same on all nodes, or give "
+                "--reft-redundancy none"
+            )
+            error.echo = self._host.rank != 0
+            raise error
+        config = NodeTierConfig(
+            self.losses, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
+            self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
+            self._token,
+        )  # fmt: skip
+        return JobNodes(self._collective, self._nodes, self._groups, shape, told(layout), config)
+
+    def look_back(
+        self, mode: str, shape: Shape, layout: Layout, report: Callable[[FtError], None]
+    ) -> None:
+        """Find state of this job at another data-parallel size, to be taken over by `take_over`.
+
+        Every rank of the job calls, before any claims memory. `mode` is `--ftp-resume`: what it passes over is left
+        alone, `fresh` removes it. Raises ResumeError, ProtectionError, on all ranks alike.
+        """
+        rank, token = self._host.rank, self._token
+        seen = SeenNodes(self._collective, self._nodes, self._run_dir)
+        size = self._collective.world_size
+        if not any(seen.ask(lambda client: client.resize(rank, token, size))):
+            return
+        self.lineage = max(node.lineage for node in seen.facts())
+        if mode == "storage":
+            return
+        nodes = seen if mode == "fresh" else self.of_job(shape, layout) or seen
+        former = FormerJob(self._collective, nodes, token, self._run_dir, report)
+        if mode == "fresh":
+            former.drop()
+            return
+        if self._host.topology().ep > 1:
+            error = ResumeError(
+                "state of another data-parallel size cannot be taken over where experts are parallel (ep > 1); start "
+                "with the former number of nodes, or --ftp-resume fresh starts from the beginning"
+            )
+            error.echo = rank != 0
+            raise error
+        self._takeover = former.find(self._host.fingerprint())
+        if self._takeover is not None:
+            former.settle(self._takeover)
+
+    def tell_sizes(self) -> str:
+        """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node."""
+        found = sizes.admissible(self._host.topology(), self._nodes, self._host.admits, self.losses)
+        if self.leads:
+            sizes.write(self._run_dir, found)
+        count = len(set(self._nodes))
+        return sizes.words(found, count) if count > 1 and found else ""
+
+    def take_over(self, segment: Segment, manifest: Manifest) -> None:
+        """Fill a slot with the state of another size, if `look_back` has found such. Every rank of the job calls.
+
+        Raises ResumeError.
+        """
+        found = self._takeover
+        if found is None:
+            return
+        began = time.perf_counter()
+        members = SeenNodes(self._collective, self._nodes, self._run_dir).ranks
+        moved = refill(
+            found, segment, manifest, members, self._collective, self._run_dir, self._token,
+            self._host.merged,
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+        self._events.emit(
+            "restore.resized", ranks=found.world_size, iteration=found.version.iteration,
+            lineage=found.version.lineage, bytes=moved, seconds=seconds,
+        )  # fmt: skip
+        if self._host.rank == 0:
+            print(
+                f"ft_plugins: iteration {found.version.iteration} of {found.world_size} ranks taken over by "
+                f"{self._collective.world_size}, {seconds:.1f} s",
+                flush=True,
+            )

@@ -1,0 +1,67 @@
+"""Double capture from device memory: the same parity and digests as from the same bytes on the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+
+from ft_plugins.model.inventory import Inventory, Item, Role
+from ft_plugins.snapshot.capture import Capture
+from ft_plugins.snapshot.double import with_parity
+from ft_plugins.snapshot.layout import plan_layout
+from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.slots import Version
+
+pytestmark = pytest.mark.gpu
+
+NODES = ("a", "b", "c")
+RANKS = tuple(range(len(NODES)))
+BUCKET = 1 << 20
+
+
+def slot_of(stack: ExitStack, tensors: Mapping[str, torch.Tensor], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Data and digests of the second of two versions that rank 1 captures, the first one of other bytes."""
+    items = [
+        Item(item, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes, Role.BUFFER, RANKS)
+        for item, t in tensors.items()
+    ]
+    layout = with_parity(plan_layout(Inventory.of(1, items), NODES, BUCKET), NODES, [RANKS], 1, BUCKET)
+    nbytes, parity = layout.nbytes + layout.parity_nbytes, layout.parity_nbytes
+    assert parity > BUCKET
+    path = path_of(name, "b", 1)
+    create(path, Shape(nbytes, 100, len(layout.ranges), 1, 3, parity, layout.checks), 1, {})
+    stack.callback(remove, name, "b")
+    segment = Segment(path)
+    stack.callback(segment.close)
+    segment.ranges, segment.token = layout.ranges, 1
+    capture = Capture(segment, layout, lambda: tensors, 1)
+    stack.callback(capture.close)
+    for iteration in (1, 2):
+        for tensor in tensors.values():
+            tensor.add_(iteration)
+        capture.start(Version(1, iteration), b"")
+        capture.wait()
+    (slot,) = [slot for slot in segment.slots() if slot.version == Version(1, 2)]
+    segment.verify(slot.index)
+    return segment.data(slot.index).copy(), segment.digests(slot.index).copy()
+
+
+def test_parity_of_device_memory_is_that_of_the_same_bytes_on_the_host() -> None:
+    generator = torch.Generator().manual_seed(7)
+    tensors = {
+        "main": torch.randn(3_000_001, generator=generator),
+        "half": torch.randn(3, 100_001, generator=generator).bfloat16(),
+        "transposed": torch.randn(640, 320, generator=generator).t(),
+        "step": torch.randn(1, generator=generator).reshape(()),
+    }
+    on_device = {name: tensor.clone().cuda() for name, tensor in tensors.items()}
+    on_device["step"] = tensors["step"].clone()  # as optimizers keep it: on the host, in the same bucket
+    with ExitStack() as stack:
+        host = slot_of(stack, {name: tensor.clone() for name, tensor in tensors.items()}, f"gpuh{os.getpid()}")
+        device = slot_of(stack, on_device, f"gpud{os.getpid()}")
+    assert (device[0] == host[0]).all() and (device[1] == host[1]).all()

@@ -1,0 +1,9 @@
+A node is killed, a substitute that sorts first takes its place
+
+job   megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer
+when  version 2 counts on every node
+do    kill n2
+do    start s first
+when  the job has ended
+then  s restored from node, iteration >= 2
+then  the final state is golden

@@ -1,0 +1,69 @@
+"""Every *.story file here is told, on emulated nodes: own agent, SMP, workers and network namespace each.
+
+What a story can say stands in `ft_plugins.rig.stories`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig.gpt_runs import GptRun
+from ft_plugins.rig.multinode import Spec
+from ft_plugins.rig.nodes import Place, network
+from ft_plugins.rig.stories import read
+from ft_plugins.rig.story import JobShape, Story
+from ft_plugins.rig.storyteller import FRAMEWORKS, HOSTS, Teller, golden_run
+
+STORIES = [read(path) for path in sorted(Path(__file__).parent.glob("*.story"))]
+
+
+def told() -> Iterator[object]:
+    """Each story by each of its frameworks that there is a rig for, with a port of its own."""
+    for number, story in enumerate(STORIES):
+        marks = [pytest.mark.all_configurations] if story.all_configurations else []
+        for framework in story.job.frameworks:
+            assert framework in FRAMEWORKS, f"{story.name}: expected one of {sorted(FRAMEWORKS)}, found '{framework}'"
+            yield pytest.param(story, framework, 29400 + number, id=f"{story.name}-{framework}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[list[Place]]:
+    with network(HOSTS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def golden(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, JobShape], GptRun]:
+    """The unfailed run of a job, made once for all stories about it, on however many nodes."""
+    made: dict[tuple[str, JobShape], GptRun] = {}
+
+    def run(framework: str, shape: JobShape) -> GptRun:
+        key = (framework, replace(shape, nodes=1, frameworks=()))
+        if key not in made:
+            server = request.getfixturevalue(f"{framework}_server")
+            made[key] = golden_run(server, framework, shape, tmp_path_factory.mktemp("golden"))
+        return made[key]
+
+    return run
+
+
+@pytest.mark.parametrize(("story", "framework", "port"), list(told()))
+def test_the_story_is_true(
+    request: pytest.FixtureRequest,
+    golden: Callable[[str, JobShape], GptRun],
+    jobs: Spec,
+    tmp_path: Path,
+    places: list[Place],
+    story: Story,
+    framework: str,
+    port: int,
+) -> None:
+    server = request.getfixturevalue(f"{framework}_server")
+    teller = Teller(server, jobs, story, framework, tmp_path, places, port, lambda: golden(framework, story.job))
+    teller.tell()

@@ -1,0 +1,340 @@
+"""Nodes that compute parity from replicas of their own: nothing of those is sent, what differs never counts, what is
+lost comes back with the parity that it kept.
+
+Every node is a `NodeTier` with real segments and sockets; trainers are real captures of tensors, of which most are
+replicated over all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ft_plugins.errors import ProtocolError
+from ft_plugins.events import Event, Events
+from ft_plugins.model.inventory import Inventory, Item, Role
+from ft_plugins.smp import checks, protocol
+from ft_plugins.smp.former import Former
+from ft_plugins.smp.node import NodeTier
+from ft_plugins.smp.protection import Protection
+from ft_plugins.snapshot.capture import Capture
+from ft_plugins.snapshot.double import gathered, told, with_parity
+from ft_plugins.snapshot.layout import Layout, plan_layout
+from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
+
+BUCKET = 64 << 10
+NODES = ("n0", "n0", "n1", "n2")  # of each rank
+RANKS = tuple(range(len(NODES)))
+SECONDS = 20
+DETECT = 1.5
+
+
+class Trainer:
+    """One rank: tensors, of which `own` is its own, and the capture of them."""
+
+    def __init__(self, rank: int, job: str, node: str, layout: Layout, shape: Shape) -> None:
+        self.rank, self.layout = rank, layout
+        path = path_of(job, node, rank)
+        create(path, shape, rank, {})
+        self.segment = Segment(path)
+        self.segment.ranges = layout.ranges
+        self.tensors = {item.name: torch.zeros(item.nbytes, dtype=torch.uint8) for item in inventory(rank).items}
+        self.capture = Capture(self.segment, layout, lambda: self.tensors, 0)
+
+    def train(self, iteration: int) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(torch.from_numpy(value_of(self.rank, name, iteration, tensor.numel())))
+
+    def holds(self, version: Version, expected: np.ndarray) -> bool:
+        """Whether the slot of `version` is whole, and every byte of it, parity too, is `expected`."""
+        for slot in self.segment.slots():
+            if slot.version == version and slot.state is SlotState.CLEAN:
+                self.segment.verify(slot.index)
+                return bool((self.segment.data(slot.index) == expected).all())
+        return False
+
+    def data(self, version: Version) -> np.ndarray:
+        (index,) = [slot.index for slot in self.segment.slots() if slot.version == version]
+        return self.segment.data(index).copy()
+
+    def close(self) -> None:
+        self.capture.close()
+        self.segment.close()
+
+
+def position_of(rank: int) -> int:
+    return list(dict.fromkeys(NODES)).index(NODES[rank])
+
+
+def inventory(rank: int) -> Inventory:
+    sizes = {f"w{number}": 90_001 * number for number in range(1, 7)}
+    items = [Item(name, "uint8", (size,), size, Role.PARAMETER, RANKS) for name, size in sizes.items()]
+    return Inventory.of(rank, [*items, Item("own", "uint8", (7_000,), 7_000, Role.MOMENT, (rank,))])
+
+
+def value_of(rank: int, name: str, iteration: int, nbytes: int) -> np.ndarray:
+    seed = [iteration, rank if name == "own" else 99, *name.encode()]
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+class Cluster:
+    """Three nodes, two ranks on the first one."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        self.folder, self.job = folder, job
+        self.secret = folder / "secret"
+        self.secret.write_text("a secret of this job alone")
+        self.secret.chmod(0o600)
+        plain = [plan_layout(inventory(rank), NODES, BUCKET) for rank in RANKS]
+        self.layouts = [with_parity(layout, NODES, [RANKS], 1, BUCKET) for layout in plain]
+        slots = slots_for(Pin.NODE, Pin.SOURCE)
+        self.shapes = [
+            Shape(la.nbytes + la.parity_nbytes, 1000, len(la.ranges), 7, slots, la.parity_nbytes, la.checks)
+            for la in self.layouts
+        ]
+        self.events: dict[str, list[Event]] = {}
+        self.trainers: dict[int, Trainer] = {}
+        self.tiers: list[NodeTier] = []
+        self.names: list[str] = []
+        for position, name in enumerate(dict.fromkeys(NODES)):
+            self.names.append(name)
+            self._make(position)
+        self.told = Protection(
+            1, None, NODES, (RANKS,), tuple(self.shapes), 1, 0, self._endpoints(), 1, 0.0, DETECT,
+            gathered([told(layout) for layout in self.layouts]),
+        )  # fmt: skip
+
+    def ranks(self, position: int) -> list[int]:
+        return [rank for rank in RANKS if position_of(rank) == position]
+
+    def _nodes(self) -> tuple[str, ...]:
+        """Where each rank stands now."""
+        return tuple(self.names[position_of(rank)] for rank in RANKS)
+
+    def _make(self, position: int) -> None:
+        name = self.names[position]
+        (self.folder / name).mkdir()
+        for rank in self.ranks(position):
+            self.trainers[rank] = Trainer(rank, self.job, name, self.layouts[rank], self.shapes[rank])
+        self.events[name] = []
+        self.tiers[position : position + 1] = [self._tier(position)]
+
+    def _tier(self, position: int) -> NodeTier:
+        name = self.names[position]
+        events = Events(name)
+        events.subscribe(self.events[name].append)
+        segments = {rank: self.trainers[rank].segment for rank in self.ranks(position)}
+        return NodeTier(self.folder / name, self.job, name, segments, Former(self.job, name), events)
+
+    def _endpoints(self) -> tuple[tuple[str, int], ...]:
+        return tuple(tier.endpoint("127.0.0.1", str(self.secret)) for tier in self.tiers)
+
+    def protect(self, lineage: int = 1, base: Version | None = None) -> None:
+        self.told = replace(self.told, lineage=lineage, base=base, nodes=self._nodes(), endpoints=self._endpoints())
+        for position, tier in enumerate(self.tiers):
+            tier.protect(replace(self.told, position=position), lineage)
+
+    def until_awaited(self, version: Version) -> None:
+        named = [version.lineage, version.iteration]
+        wait(lambda: all(tier.status()["exchange"] == named for tier in self.tiers))
+
+    def until_counts(self, version: Version) -> None:
+        named = [version.lineage, version.iteration]
+        wait(lambda: all(tier.status()["counts"] == named for tier in self.tiers))
+
+    def train(self, version: Version, flip: int | None = None) -> None:
+        """All ranks capture a version; a bit of the replica that rank `flip` holds flips before."""
+        for trainer in self.trainers.values():
+            trainer.train(version.iteration)
+            if trainer.rank == flip:
+                trainer.tensors["w5"][:] ^= 1
+            trainer.capture.start(version, f"{trainer.rank} at {version}".encode())
+        for trainer in self.trainers.values():
+            trainer.capture.wait()
+
+    def counted(self, *versions: Version) -> None:
+        for version in versions:
+            self.until_awaited(version)
+            self.train(version)
+            self.until_counts(version)
+
+    def events_of(self, kind: str) -> list[Event]:
+        return [event for found in self.events.values() for event in found if event.name == kind]
+
+    def substitute(self, position: int) -> None:
+        """A node is lost with its memory; a fresh one takes its place."""
+        self.tiers[position].close()
+        for rank in self.ranks(position):
+            self.trainers.pop(rank).close()
+        remove(self.job, self.names[position])
+        for tier in self.tiers[:position] + self.tiers[position + 1 :]:
+            tier.suspend()
+        self.names[position] += "s"
+        self._make(position)
+
+    def rebuild(self, position: int, version: Version) -> None:
+        holders = [[at, *where] for at, where in enumerate(self._endpoints()) if at != position]
+        request = {"version": [version.lineage, version.iteration], "holders": holders, "lost": [position]}
+        for rank in self.ranks(position):
+            self.tiers[position].rebuild(rank, 0, replace(self.told, nodes=self._nodes()), request)
+
+    def end(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+        for trainer in self.trainers.values():
+            trainer.close()
+        for name in self.names:
+            remove(self.job, name)
+
+
+def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, job: str) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, job)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_lost_node_comes_back_with_its_data_and_the_parity_that_it_kept(cluster: Cluster, position: int) -> None:
+    cluster.protect()
+    cluster.counted(Version(1, 1), Version(1, 2))
+    before = {rank: cluster.trainers[rank].data(Version(1, 2)) for rank in RANKS}
+    cluster.substitute(position)
+    cluster.rebuild(position, Version(1, 2))
+    for rank in cluster.ranks(position):
+        assert cluster.trainers[rank].holds(Version(1, 2), before[rank])
+    cluster.protect(2, Version(1, 2))
+    cluster.until_counts(Version(1, 2))
+    cluster.counted(Version(2, 3))
+    before = {rank: cluster.trainers[rank].data(Version(2, 3)) for rank in RANKS}
+    cluster.substitute((position + 1) % 3)  # what the first substitute keeps is of use
+    cluster.rebuild((position + 1) % 3, Version(2, 3))
+    for rank in cluster.ranks((position + 1) % 3):
+        assert cluster.trainers[rank].holds(Version(2, 3), before[rank])
+    assert cluster.events_of("replica.differs") == []
+
+
+def test_of_what_is_replicated_only_digests_are_sent(cluster: Cluster) -> None:
+    cluster.protect()
+    cluster.counted(Version(1, 1))
+    wait(lambda: len(cluster.events_of("exchange.sent")) == 3)
+    sent = {event.node: event.fields["bytes"] for event in cluster.events_of("exchange.sent")}
+    compared = sum(event.fields["compared"] for event in cluster.events_of("exchange.sent"))
+    assert compared == sum(layout.checks for layout in cluster.layouts)
+    replicated = sum(layout.nbytes for layout in cluster.layouts) - 7_000 * len(RANKS)
+    tables = sum(8 * shape.digests + 100 for shape in cluster.shapes)
+    assert 7_000 * len(RANKS) <= sum(sent.values()) <= 7_000 * len(RANKS) + 2 * tables + 32 * compared + 1000
+    assert sum(sent.values()) < replicated / 20
+    plan = cluster.told.plan()
+    assert sum(send.stop - send.start for sends in plan.sends for send in sends) < 7_100 * len(RANKS)
+
+
+@pytest.mark.parametrize("flipped", RANKS)
+def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cluster: Cluster, flipped: int) -> None:
+    cluster.protect()
+    cluster.counted(Version(1, 1))
+    cluster.until_awaited(Version(1, 2))
+    cluster.train(Version(1, 2), flip=flipped)
+    wait(lambda: bool(cluster.events_of("replica.differs")))
+    for event in cluster.events_of("replica.differs"):
+        keeps = cluster.tiers[cluster.names.index(event.node)].inventory()["parity"]
+        assert (1, 2) not in keeps, "a recovery would take what never counted"
+    cluster.counted(Version(1, 3))  # a later one is tried, and its replicas are equal
+    assert Version(1, 2) not in {
+        Version(event.fields["lineage"], event.fields["iteration"]) for event in cluster.events_of("node.counts")
+    }
+    found = cluster.events_of("replica.differs")
+    for event in found:
+        fields = event.fields
+        assert (fields["lineage"], fields["iteration"]) == (1, 2) and flipped in fields["ranks"]
+        keeper, holder = fields["ranks"]
+        assert event.node == cluster.names[position_of(keeper)]
+        layout = cluster.layouts[keeper]
+        bucket = layout.parity[fields["bucket"] - len(layout.buckets)]
+        (source,) = [source for source in bucket.sources if source.rank == holder]
+        assert "w5" in {piece.item for piece in source.pieces} and source.nbytes == fields["bytes"]
+    alarms = [path.read_text() for path in cluster.folder.glob(f"*/{protocol.ALARM}")]
+    assert alarms and all(f"{flipped}" in json.loads(alarm)["alarm"] for alarm in alarms)
+    lost = 2 if flipped != 3 else 1
+    before = {rank: cluster.trainers[rank].data(Version(1, 3)) for rank in RANKS}
+    cluster.substitute(lost)
+    cluster.rebuild(lost, Version(1, 3))
+    for rank in cluster.ranks(lost):
+        assert cluster.trainers[rank].holds(Version(1, 3), before[rank])
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster: Cluster, position: int) -> None:
+    cluster.protect()
+    cluster.counted(Version(1, 1))
+    cluster.until_awaited(Version(1, 2))
+    old = cluster.tiers[position]
+    old.suspend()
+    assert old._server is not None
+    old._server.close()
+    cluster.tiers[position] = cluster._tier(position)
+    cluster.train(Version(1, 2))
+    cluster.until_counts(Version(1, 2))
+    cluster.counted(Version(1, 3))
+
+
+def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(cluster: Cluster) -> None:
+    with pytest.raises(ProtocolError, match="do not agree on who stands where"):
+        cluster.tiers[0].protect(replace(cluster.told, replicated=()), 1)
+
+
+def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster: Cluster) -> None:
+    cluster.train(Version(1, 1))
+    plan, segments = cluster.told.plan(), {rank: trainer.segment for rank, trainer in cluster.trainers.items()}
+    asked = [check for rank in RANKS for check in plan.checks(rank, segments[rank].ranges)]
+    tables = {rank: segment.digests(0) for rank, segment in segments.items()}
+    payload = checks.payload(asked, tables)
+    assert checks.differing(segments, Version(1, 1), payload) is None, "it may be overwritten meanwhile"
+    for segment in segments.values():
+        segment.pin(Version(1, 1), Pin.SOURCE)
+    assert checks.differing(segments, Version(1, 1), payload) == []
+    assert checks.differing(segments, Version(1, 2), payload) is None
+    wrong = payload.copy().view("<u8").reshape(-1, 4)
+    wrong[3, 3] ^= 1
+    assert checks.differing(segments, Version(1, 1), wrong.reshape(-1).view(np.uint8)) == [3]
+    for column, value in ((0, 17), (1, 1 << 40), (2, 1 << 63), (2, 80 << 20)):
+        wrong = payload.copy().view("<u8").reshape(-1, 4)
+        wrong[2, column] = value
+        with pytest.raises(ProtocolError):
+            checks.differing(segments, Version(1, 1), wrong.reshape(-1).view(np.uint8))
+    for bad in (payload[:-8], np.zeros(32 * (checks.CHECKS + 1), dtype=np.uint8)):
+        with pytest.raises(ProtocolError):
+            checks.differing(segments, Version(1, 1), bad)
+    with pytest.raises(ProtocolError):
+        checks.differing({0: segments[0]}, Version(1, 1), payload)
+
+
+def test_batches_hold_every_check_once_and_no_more_than_their_receiver_may_digest(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = cluster.told.plan()
+    asked = [check for rank in RANKS for check in plan.checks(rank, cluster.layouts[rank].ranges)]
+    for count, nbytes in ((3, 1 << 30), (100, 70_000), (100, 10), (1000, 1 << 30)):
+        monkeypatch.setattr(checks, "CHECKS", count)
+        monkeypatch.setattr(checks, "SOURCE_BYTES", nbytes)
+        batches = [list(batch) for batch in checks.batches(asked)]
+        assert [check for batch in batches for check in batch] == asked
+        for batch in batches:
+            assert 1 <= len(batch) <= count
+            assert len(batch) == 1 or sum(check.source.nbytes for check in batch) <= nbytes
+    assert list(checks.batches([])) == []

@@ -1,0 +1,331 @@
+"""Double capture: parity is the XOR of what other ranks capture, bit for bit, and lies where every SMP expects it.
+
+All ranks of a job are here in one process, each with its segment and its capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins import faults
+from ft_plugins.errors import FencedError
+from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.sections import Encoding
+from ft_plugins.snapshot.capture import Capture
+from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.double import gathered, told, with_parity
+from ft_plugins.snapshot.layout import Layout, plan_layout
+from ft_plugins.snapshot.persist import read_rank, write_rank
+from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.slots import SlotState, Version
+
+BUCKET = 1024
+LATE, EARLY = frozenset({Span.UPDATE}), frozenset({Span.UPDATE, Span.FORWARD})
+Sets = dict[str, tuple[tuple[int, ...], frozenset[Span], int]]  # by item: replicas, what changes it, bytes
+
+
+def inventories(world: int, sets: Sets) -> list[Inventory]:
+    return [
+        Inventory.of(
+            rank,
+            [
+                Item(name, "uint8", (nbytes,), nbytes, Role.PARAMETER, replicas, None, changed)
+                for name, (replicas, changed, nbytes) in sets.items()
+                if rank in replicas
+            ],
+        )
+        for rank in range(world)
+    ]
+
+
+def layouts_of(nodes: str, groups: list[tuple[int, ...]], sets: Sets, losses: int = 1) -> list[Layout]:
+    found = [plan_layout(inventory, tuple(nodes), BUCKET) for inventory in inventories(len(nodes), sets)]
+    return [with_parity(layout, tuple(nodes), groups, losses, BUCKET) for layout in found]
+
+
+def plan_of(nodes: str, groups: list[tuple[int, ...]], layouts: list[Layout]) -> ExchangePlan:
+    """As the SMPs compute it from what ranks have told."""
+    replicated = gathered([told(layout) for layout in layouts])
+    return plan_exchange(tuple(nodes), groups, [layout.nbytes for layout in layouts], 1, replicated)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_trainers_and_smps_find_the_same_parity_made_of_the_same_bytes(data: st.DataObject) -> None:
+    world = data.draw(st.integers(2, 6))
+    nodes = "".join(data.draw(st.lists(st.sampled_from("abc"), min_size=world, max_size=world)))
+    if len(set(nodes)) < 2:
+        nodes = "x" + nodes[1:]
+    ranks = st.sets(st.integers(0, world - 1), min_size=1).map(lambda found: tuple(sorted(found)))
+    kinds = st.tuples(ranks, st.sampled_from([LATE, LATE, EARLY]), st.integers(0, 5000))
+    sets = {f"i{number}": kind for number, kind in enumerate(data.draw(st.lists(kinds, max_size=8)))}
+    groups = [tuple(range(world))]
+    layouts = layouts_of(nodes, groups, sets)
+    plan = plan_of(nodes, groups, layouts)
+    for layout in layouts:
+        parts = plan.parts[layout.rank]
+        assert layout.parity_nbytes == sum(part.stop - part.start for part in parts)
+        assert [bucket.offset for bucket in layout.parity] == [
+            at for part in parts for at in range(part.offset, part.offset + part.stop - part.start, BUCKET)
+        ]
+        checks = list(plan.checks(layout.rank, layout.ranges))
+        sources = [source for bucket in layout.parity for source in bucket.sources]
+        assert layout.checks == len(checks) and [c.source.rank for c in checks] == [s.rank for s in sources]
+        assert [check.entry for check in checks] == list(range(len(layout.ranges), len(layout.ranges) + layout.checks))
+        for check, source in zip(checks, sources, strict=True):
+            there = {
+                (piece.item, piece.item_offset + at - piece.offset): at
+                for bucket in layouts[source.rank].buckets
+                for piece in bucket.pieces
+                for at in range(piece.offset, piece.offset + piece.nbytes)
+            }
+            for piece in source.pieces:  # the same bytes of the same items, in the slot of the rank that captures them
+                for at in range(0, piece.nbytes, 64):
+                    in_slot = check.source.offset + piece.offset - source.at + at
+                    assert there[piece.item, piece.item_offset + at] == in_slot
+    synchronous = {name for name, (_, changed, _) in sets.items() if changed is EARLY}
+    made_from = {p.item for layout in layouts for b in layout.parity for s in b.sources for p in s.pieces}
+    assert not made_from & synchronous
+
+
+class World:
+    """The ranks of a job, each with a segment; replicas of an item hold equal bytes."""
+
+    def __init__(self, folder: Path, job: str, nodes: str, groups: list[tuple[int, ...]], sets: Sets) -> None:
+        self.nodes, self.job, self.folder = nodes, job, folder
+        self.layouts = layouts_of(nodes, groups, sets)
+        self.plan = plan_of(nodes, groups, self.layouts)
+        self.inventories = inventories(len(nodes), sets)
+        self.tensors = [
+            {item.name: torch.zeros(item.nbytes, dtype=torch.uint8) for item in inventory.items}
+            for inventory in self.inventories
+        ]
+        self.segments: list[Segment] = []
+        for rank, layout in enumerate(self.layouts):
+            path = path_of(job, nodes[rank], rank)
+            shape = Shape(
+                layout.nbytes + layout.parity_nbytes, 100, len(layout.ranges), 7, 4, layout.parity_nbytes, layout.checks
+            )
+            create(path, shape, rank, {})
+            self.segments.append(Segment(path))
+            self.segments[rank].ranges = layout.ranges
+            self.segments[rank].token = 1
+        self.captures = [self._capture(rank) for rank in range(len(nodes))]
+
+    def _capture(self, rank: int) -> Capture:
+        return Capture(self.segments[rank], self.layouts[rank], lambda: self.tensors[rank], 1)
+
+    def train(self, iteration: int) -> None:
+        """Equal bytes in all replicas, others than before."""
+        for inventory, tensors in zip(self.inventories, self.tensors, strict=True):
+            for item in inventory.items:
+                seed = [iteration, *item.name.encode(), *item.replicas]
+                drawn = np.random.default_rng(seed).integers(0, 256, item.nbytes, dtype=np.uint8)
+                tensors[item.name].copy_(torch.from_numpy(drawn))
+
+    def capture(self, iteration: int) -> None:
+        for capture in self.captures:
+            capture.start(Version(1, iteration), b"small")
+        for capture in self.captures:
+            capture.wait()
+
+    def slot(self, rank: int, iteration: int) -> int:
+        (found,) = [
+            slot.index
+            for slot in self.segments[rank].slots()
+            if slot.state is SlotState.CLEAN and slot.version == Version(1, iteration)
+        ]
+        return found
+
+    def data(self, rank: int, iteration: int) -> np.ndarray:
+        return self.segments[rank].data(self.slot(rank, iteration))
+
+    def parity_is_right(self, rank: int, iteration: int) -> None:
+        """What lies behind the data is the XOR of what the others have captured."""
+        for part in self.plan.parts[rank]:
+            expected = np.zeros(part.stop - part.start, dtype=np.uint8)
+            for _, at, e in self.plan.sections[part.section].sources(part.stripe, part.start, part.stop):
+                expected[at : at + e.nbytes] ^= self.data(e.rank, iteration)[e.offset : e.offset + e.nbytes]
+            found = self.data(rank, iteration)[part.offset : part.offset + part.stop - part.start]
+            assert (found == expected).all()
+
+    def differing(self, iteration: int) -> list[tuple[int, int, int]]:
+        """(keeper, bucket, rank) of the checks that find other bytes."""
+        found = []
+        for rank, segment in enumerate(self.segments):
+            table = segment.digests(self.slot(rank, iteration))
+            for check in self.plan.checks(rank, segment.ranges):
+                source = check.source
+                there = self.data(source.rank, iteration)[source.offset : source.offset + source.nbytes]
+                if xxhash.xxh3_64_intdigest(there.tobytes()) != int(table[check.entry]):
+                    found.append((check.keeper, check.bucket, source.rank))
+        return found
+
+    def end(self) -> None:
+        for capture in self.captures:
+            capture.close()
+        for segment in self.segments:
+            segment.close()
+        for node in set(self.nodes):
+            remove(self.job, node)
+
+
+def everyone(world: int) -> Sets:
+    """Odd sizes, so that items straddle shares, blocks, buckets; some state of one rank alone, some changed early."""
+    ranks = tuple(range(world))
+    sets: Sets = {f"w{number}": (ranks, LATE, 700 * number + 13) for number in range(1, 8)}
+    sets |= {f"own{rank}": ((rank,), LATE, 500 + rank) for rank in ranks}
+    return sets | {"amax": (ranks, EARLY, 333), "even": (ranks[::2], LATE, 5001)}
+
+
+NODES = {"2 nodes": "ab", "3 nodes": "abc", "2+1+1": "aabc", "4 nodes, 2 groups": "abcdabcd"}
+
+
+@pytest.fixture
+def world(tmp_path: Path, job: str) -> Iterator[Callable[[str], World]]:
+    made: list[World] = []
+
+    def make(name: str) -> World:
+        nodes = NODES[name]
+        groups = [tuple(range(len(nodes)))] if "groups" not in name else [(0, 1, 2, 3), (4, 5, 6, 7)]
+        made.append(World(tmp_path, job, nodes, groups, everyone(len(nodes))))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_parity_is_the_xor_of_what_the_others_capture_and_replicas_are_found_equal(
+    world: Callable[[str], World], name: str
+) -> None:
+    job = world(name)
+    assert all(layout.parity and layout.checks for layout in job.layouts)
+    for iteration in (1, 2, 3, 4, 5):  # slots are used again: nothing of the version before is left in them
+        job.train(iteration)
+        job.capture(iteration)
+    for iteration in (4, 5):
+        for rank in range(len(job.nodes)):
+            job.segments[rank].verify(job.slot(rank, iteration))
+            job.parity_is_right(rank, iteration)
+        assert job.differing(iteration) == []
+
+
+def test_parity_takes_its_part_of_the_nodes_share(world: Callable[[str], World]) -> None:
+    job = world("3 nodes")
+    (section, *_) = job.plan.encoded(Encoding.LOCAL)
+    share = max(section.placement.sizes)
+    assert share / 2 <= section.placement.block <= share / 2 + 64
+
+
+@pytest.mark.parametrize("where", ["captured", "made into parity", "neither"])
+def test_a_flipped_bit_in_one_replica_is_found_with_the_ranks_and_the_bucket(
+    world: Callable[[str], World], where: str
+) -> None:
+    """Of three replicas of a byte two are read, one by each of two nodes: in the third one a flip changes nothing."""
+    job = world("3 nodes")
+    job.train(1)
+    job.capture(1)
+    job.train(2)
+    layout = job.layouts[1]
+    number, bucket = next((n, b) for n, b in enumerate(layout.parity) if len(b.sources) == 2)
+    source = bucket.sources[1]
+    rank = {"captured": source.rank, "made into parity": 1, "neither": 3 - 1 - source.rank}[where]
+    job.tensors[rank][source.pieces[0].item][source.pieces[0].item_offset] ^= 4
+    job.capture(2)
+    assert job.differing(1) == []
+    found = [] if where == "neither" else [(1, len(layout.buckets) + number, source.rank)]
+    assert job.differing(2) == found
+
+
+def test_a_version_whose_parity_is_not_written_to_its_end_is_never_sealed(world: Callable[[str], World]) -> None:
+    job = world("2 nodes")
+    job.train(1)
+    job.capture(1)
+    last = len(job.layouts[0].ranges) - 1
+    assert last >= len(job.layouts[0].buckets)
+    faults.arm(f"capture.bucket.end@bucket={last}:raise")
+    job.captures[0].start(Version(1, 2), b"small")
+    with pytest.raises(RuntimeError, match="capture.bucket.end"):
+        job.captures[0].wait()
+    assert [s.version for s in job.segments[0].slots() if s.state is SlotState.CLEAN] == [Version(1, 1)]
+
+
+def test_a_superseded_writer_stops_at_the_edge_of_a_parity_bucket(world: Callable[[str], World]) -> None:
+    job = world("2 nodes")
+    job.train(1)
+    real = job.captures[0]._encoder.encode
+
+    def encode(index: int, number: int, private: bool = False) -> tuple[int, list[int]]:
+        job.segments[0].token = 2
+        return real(index, number, private)
+
+    job.captures[0]._encoder.encode = encode  # type: ignore[method-assign]
+    job.captures[0].start(Version(1, 1), b"small")
+    with pytest.raises(FencedError):
+        job.captures[0].wait()
+    assert all(slot.state is not SlotState.CLEAN for slot in job.segments[0].slots())
+
+
+def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world: Callable[[str], World]) -> None:
+    """A writer was stopped in a parity bucket and wakes while the next incarnation computes that one again."""
+    job = world("2 nodes")
+    job.train(1)
+    number = len(job.layouts[0].buckets)
+    segment = job.segments[0]
+    segment.dirty(0, Version(1, 1), 1)
+    segment.set_cursor(0, number)
+    job.captures[0].close()
+    job.captures[0] = capture = job._capture(0)
+    bucket, bring = job.layouts[0].parity[0], capture._encoder._bring
+
+    def late(copies: Any, source: Any, part: np.ndarray) -> None:
+        bring(copies, source, part)
+        if segment.cursor(0) == number:
+            segment.data(0)[bucket.offset : bucket.offset + bucket.nbytes] = 0xEE
+
+    capture._encoder._bring = late  # type: ignore[method-assign]
+    assert capture._suspect == {(0, number)}
+    job.capture(1)
+    assert job.slot(0, 1) == 0
+    job.parity_is_right(0, 1)
+    segment.verify(0)
+
+
+def test_storage_holds_no_parity_and_what_is_read_has_it_again_once_tensors_are_loaded(
+    world: Callable[[str], World],
+) -> None:
+    job = world("3 nodes")
+    job.train(1)
+    job.capture(1)
+    origin = Origin("job", 3, {})
+    for rank, segment in enumerate(job.segments):
+        record = write_rank(job.folder / "checkpoint", segment, Version(1, 1), origin)
+        assert record.data_nbytes == job.layouts[rank].nbytes and record.buckets == len(job.layouts[rank].buckets)
+        before = segment.data(job.slot(rank, 1)).copy()
+        index = read_rank(job.folder / "checkpoint", segment, Version(1, 1), 1)
+        assert segment.lacks_parity(Version(1, 1))
+        segment.verify(index)  # what was captured is there
+        segment.data(index)[job.layouts[rank].nbytes :] = 0
+        job.captures[rank].add_parity(Version(1, 1))
+        segment.verify(job.slot(rank, 1))
+        assert not segment.lacks_parity(Version(1, 1))
+        assert (segment.data(index) == before).all() and segment.small(index) == b"small"
+    assert job.differing(1) == []
+
+
+def test_against_two_losses_and_without_other_nodes_nothing_is_added() -> None:
+    for nodes, losses in (("abcd", 2), ("aaaa", 1), ("abcd", 0)):
+        layouts = layouts_of(nodes, [(0, 1, 2, 3)], everyone(4), losses)
+        assert not any(layout.parity for layout in layouts)
