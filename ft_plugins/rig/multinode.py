@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from .forkserver import ForkServer, JobSpec, RunningJob
+from .golden import Described
 from .journal import wait_for
 from .nodes import Place, destroy
 
@@ -23,8 +24,8 @@ DETECT_SECONDS = "5"
 Spec = Callable[..., JobSpec]
 
 
-class Run(Protocol):
-    """A run of an example, whichever framework it uses."""
+class Run(Described, Protocol):
+    """A run of an example, whichever framework it uses: a frozen dataclass. `kills` of it are the faults armed."""
 
     @property
     def folder(self) -> Path: ...
@@ -64,7 +65,8 @@ class MultiNodeJob:
 
     def start(self, name: str, place: Place, *more: str, faults: str = "") -> RunningJob:
         """Start a node of the job, or a substitute; `faults` are armed on this node alone."""
-        spec = replace(self.run, kills=faults or self.run.kills).spec(**place.fields())
+        run: Any = self.run
+        spec = (replace(run, kills=faults) if faults else run).spec(**place.fields())
         known = {k: v for k, v in vars(spec).items() if k not in ("name", "flags")}
         flags = (
             *spec.flags, "--ftp-node-name", name, "--ftp-secret-file", str(self._secret),
