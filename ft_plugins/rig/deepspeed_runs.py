@@ -9,7 +9,7 @@ In: a `Configuration`. Out: `JobSpec`s for the fork server, prefixes of their di
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,10 @@ class DeepSpeedRun:
     @property
     def loss_log(self) -> Path:
         return self.folder / "loss.jsonl"
+
+    def armed(self, faults: str) -> DeepSpeedRun:
+        """The same run with `faults` in its block, if there are any."""
+        return replace(self, block={**self.block, "faults": faults}) if faults else self
 
     def spec(self, **fields: object) -> JobSpec:
         """The job for the fork server."""

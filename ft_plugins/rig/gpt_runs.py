@@ -9,7 +9,7 @@ In: a `Configuration`. Out: `JobSpec`s for the fork server, prefixes of their di
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .forkserver import JobSpec
@@ -86,6 +86,10 @@ class GptRun:
     @property
     def loss_log(self) -> Path:
         return self.folder / "loss.jsonl"
+
+    def armed(self, faults: str) -> GptRun:
+        """The same run with `faults` in place of its kills, if there are any."""
+        return replace(self, kills=faults or self.kills)
 
     def spec(self, **fields: object) -> JobSpec:
         """The job for the fork server."""

@@ -9,9 +9,8 @@ In: a run, the fork server, places. Out: running nodes, by name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from .forkserver import ForkServer, JobSpec, RunningJob
 from .golden import Described
@@ -25,12 +24,14 @@ Spec = Callable[..., JobSpec]
 
 
 class Run(Described, Protocol):
-    """A run of an example, whichever framework it uses: a frozen dataclass. `kills` of it are the faults armed."""
+    """A run of an example, whichever framework it uses. `armed` is the same run with these faults, if any."""
 
     @property
     def folder(self) -> Path: ...
 
     def spec(self, **fields: object) -> JobSpec: ...
+
+    def armed(self, faults: str) -> Run: ...
 
 
 class MultiNodeJob:
@@ -65,8 +66,7 @@ class MultiNodeJob:
 
     def start(self, name: str, place: Place, *more: str, faults: str = "") -> RunningJob:
         """Start a node of the job, or a substitute; `faults` are armed on this node alone."""
-        run: Any = self.run
-        spec = (replace(run, kills=faults) if faults else run).spec(**place.fields())
+        spec = self.run.armed(faults).spec(**place.fields())
         known = {k: v for k, v in vars(spec).items() if k not in ("name", "flags")}
         flags = (
             *spec.flags, "--ftp-node-name", name, "--ftp-secret-file", str(self._secret),
