@@ -231,9 +231,11 @@ def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_r
     story.until_counts(story.counted("n0") + 2)
     story.destroy("n2")
     counted = story.counted("n0")
+    under_way = max(event.fields["iteration"] for event in story.nodes["n0"].events("exchange.begin"))
     story.start("s2")
     found = story.restored(6)
-    assert {entry["restored"] for entry in found[3:]} == {counted}
+    # what was being exchanged is taken if the nodes that are left have all of it, though nobody had heard so yet
+    assert {entry["restored"] for entry in found[3:]} in ({counted}, {under_way})
     story.end()
 
 
