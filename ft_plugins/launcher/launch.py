@@ -31,10 +31,10 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from ..config import Config
 from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Event, Events, file_sink
+from ..recovery import sizes
 from ..smp import client as smp
 from . import plugin, worker
 from .agent import ProgressAgent
-from .memory import SIZES
 from .ownership import Ownership
 from .rendezvous import Rendezvous
 from .restarts import Status
@@ -88,7 +88,7 @@ def launch(
             _sweep_old(job, events)
             watcher = _protect(job, events, stack)
             if watcher is None or _holds_nothing(watcher):  # ranks of another configuration may have left that
-                (job.run_dir / SIZES).unlink(missing_ok=True)
+                (job.run_dir / sizes.FILE).unlink(missing_ok=True)
             if not isinstance(entrypoint, str):
                 if config.start_method != "fork":
                     raise ValueError(f"a callable entrypoint is forked; start_method is '{config.start_method}'")

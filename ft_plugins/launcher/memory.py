@@ -15,10 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import ProtocolError
+from ..recovery import sizes
 from .gathering import Roster
 from .station import read
-
-SIZES = "sizes.json"  # in the run directory: what ranks tell, `recovery.sizes`
 
 
 class Memory:
@@ -46,11 +45,7 @@ class Memory:
 
     def sizes(self) -> tuple[int, ...]:
         """The numbers of nodes with which the job can be trained, as its ranks have told; () while they have not."""
-        try:
-            found = json.loads((self._path.with_name(SIZES)).read_text())["sizes"] if self._path else []
-            return tuple(size for size in found if type(size) is int)
-        except (OSError, ValueError, TypeError, KeyError):
-            return ()
+        return sizes.read(self._path.parent) if self._path else ()
 
     def _found(self) -> Roster:
         try:

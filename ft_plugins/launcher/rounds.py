@@ -99,6 +99,7 @@ def size_now(rules: Rules, candidates: Sequence[Candidate], waited: float) -> in
     """The size of the round that can begin now, `waited` seconds after there were enough nodes; 0: it cannot yet.
 
     It begins at once when it can get no larger, or when all nodes of the last round are back: then nobody is missing.
+    Where nodes hold state (`Rules.stateful`) it never begins without one of the last round that is back.
     """
     size = rules.fit(len(candidates))
     last, last_size = last_seats(candidates)

@@ -58,6 +58,15 @@ def words(sizes: Sequence[int], now: int) -> str:
     return f"with {now} nodes now; it could go on with {shown} nodes (--nnodes MIN:MAX says which are wanted)"
 
 
+def read(run_dir: Path) -> tuple[int, ...]:
+    """What the ranks of this node have told; () while they have not."""
+    try:
+        found = json.loads((run_dir / FILE).read_text())["sizes"]
+        return tuple(size for size in found if type(size) is int)
+    except (OSError, ValueError, TypeError, KeyError):
+        return ()
+
+
 def write(run_dir: Path, sizes: Sequence[int]) -> None:
     """Tell the rendezvous of this node."""
     building = run_dir / f"{FILE}.new"
