@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ft_plugins.events import Events
 from ft_plugins.smp.former import Former
+from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
 from ft_plugins.snapshot.segment import (
@@ -135,3 +138,19 @@ def gone(job: str) -> None:
     yield
     remove(job, NODE)
     assert not Path(SHM / f"ftp-{job}@{NODE}-r0").exists()
+
+
+def test_what_another_incarnation_counted_does_not_remove_what_is_set_aside(job: str, tmp_path: Path) -> None:
+    """The tier still tells of the size that runs now, from before: its word is not about this incarnation."""
+    segment(job, 0, 1, Version(3, 9))
+    process = SnapshotProcess(tmp_path, job, NODE, Events(NODE))
+    process.token = 5
+    process.answer({"do": "resize", "rank": 0, "token": 5, "world_size": 2})
+    tier = process._tier
+    tier._told, tier.token = SimpleNamespace(nodes=("a", "b")), 4  # type: ignore[assignment]
+    tier._kept.counted = Version(2, 7)
+    process.look_at_trainers()
+    assert files(job) == {"n0-r0of1"}
+    tier.token = 5
+    process.look_at_trainers()
+    assert not files(job), "what counts in this one takes its place"
