@@ -50,14 +50,22 @@ class Shelf:
     resized: Version | None = None  # `other` is of this job at another data-parallel size, and of this version
 
 
-def with_storage(found: RecoveryPlan, mode: str, loaded: int, stored: Version | None, later: bool) -> RecoveryPlan:
-    """`choose_source`, where a checkpoint of version `stored` is at hand as well. Pure. Raises ResumeError.
+def with_storage(
+    found: RecoveryPlan, mode: str, loaded: int, stored: Version | None, later: bool, resized: Version | None = None
+) -> RecoveryPlan:
+    """`choose_source`, where a checkpoint of version `stored` is at hand as well. Pure. Raises ResumeError, also where
+    `resized`, a checkpoint of the job at another data-parallel size, is newer and nobody asked for the older one.
 
     `later`: its lineage is newer than any in memory. With the framework's own checkpoint the larger iteration wins.
     """
     memory = mode == "auto" and found.version is not None and not later
     if stored is None or memory or mode not in ("auto", "storage") or stored.iteration < loaded:
         return choose_source(found, mode, loaded)
+    if mode == "auto" and resized is not None and resized > stored:
+        raise ResumeError(
+            f"the newest checkpoint of this job, of version {resized}, is of another data-parallel size and cannot be "
+            f"loaded at this one; start as it was written, or --ftp-resume storage takes iteration {stored.iteration}"
+        )
     if mode == "storage":
         why = "--ftp-resume storage"
     else:
@@ -99,15 +107,9 @@ class StorageTier:
         found = replace(found, lineage=max(found.lineage, shelf.lineage + 1))
         damaged = ""
         for version, name, problem in shelf.candidates:
-            plan = with_storage(found, mode, loaded, version, version.lineage > memory_lineage)
+            plan = with_storage(found, mode, loaded, version, version.lineage > memory_lineage, shelf.resized)
             if (plan.tier, plan.version) != ("storage", version):
                 return plan
-            if mode == "auto" and shelf.resized is not None and shelf.resized > version:
-                raise ResumeError(
-                    f"the newest checkpoint of this job in {self._base} is of another data-parallel size "
-                    f"({shelf.other}), which cannot be loaded at this one; start as it was written, or --ftp-resume "
-                    f"storage takes iteration {version.iteration} of this size"
-                )
             if problem:
                 self._report_once("checkpoint.damaged", problem)
             elif self._fetch(name, version, segment, token):

@@ -51,6 +51,15 @@ def test_a_checkpoint_that_is_taken_is_named_with_what_memory_could_not() -> Non
     )
 
 
+def test_an_older_checkpoint_of_this_size_is_not_taken_silently_where_another_size_has_gone_on() -> None:
+    newer, older = Version(3, 500), Version(1, 30)
+    with pytest.raises(ResumeError, match=r"version 500 .*another data-parallel size.*storage takes iteration 40"):
+        with_storage(NOTHING, "auto", 0, S, True, newer)
+    assert with_storage(NOTHING, "storage", 0, S, True, newer).version == S
+    assert with_storage(NOTHING, "auto", 0, S, True, older).version == S
+    assert with_storage(MEMORY, "auto", 0, S, False, newer).version == MEMORY.version
+
+
 def test_without_a_checkpoint_everything_is_as_without_storage() -> None:
     assert with_storage(MEMORY, "auto", 0, None, False) == MEMORY
     with pytest.raises(ResumeError, match="rank 1 holds no version"):
