@@ -9,6 +9,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import msgpack
 import numpy as np
@@ -20,7 +21,7 @@ from ft_plugins.smp import protocol, rebuild
 from ft_plugins.smp.frames import Data, Parity
 from ft_plugins.smp.peers import Ahead
 from ft_plugins.smp.wire import PAYLOAD_LIMIT, Peer
-from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.segment import NOT_COMPUTED, Segment, Shape, create, path_of, remove
 from ft_plugins.snapshot.slots import SlotState, Version
 
 NBYTES = 7 * PAYLOAD_LIMIT + 12_345
@@ -240,3 +241,21 @@ def test_a_line_that_is_closed_by_another_thread_wakes_who_waits(node: Answering
     node.line.close()
     waiting.join(SECONDS)
     assert not waiting.is_alive() and isinstance(failures[0], ProtocolError)
+
+
+def test_parity_that_its_holder_lacks_as_well_is_no_corruption_but_data_is(segment: Segment) -> None:
+    """A slot that was filled from storage, or of another size, is fetched before its parity was computed."""
+    path = segment.path.with_name(f"{segment.path.name}0")
+    create(path, replace(segment.shape, parity_nbytes=NBYTES - BUCKET), segment.rank, {})
+    try:
+        other = Segment(path)
+        other.ranges = segment.ranges
+        memory = Memory(segment)
+        memory.digests[1] = NOT_COMPUTED
+        rebuild.fetch(other, VERSION, 9, memory)
+        assert other.lacks_parity(VERSION)
+        memory.digests[0] = NOT_COMPUTED
+        with pytest.raises(CorruptSlotError, match="bucket 0 "):
+            rebuild.fetch(other, VERSION, 9, memory)
+    finally:
+        path.unlink()
