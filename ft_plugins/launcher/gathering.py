@@ -1,13 +1,14 @@
 """The rounds of one rendezvous as the node that leads it sees them: who waits, who was chosen, who is in. Pure.
 
 Invariant: a round is complete only when each of its nodes was heard of after it had been chosen, and its store is
-there; one that is silent or leaves in between is dropped, and the round is put together anew. Time comes from outside.
+there; it has begun when each of them has said that it knows. One that is silent or leaves in between is dropped, and
+the round is put together anew: nobody begins one in which another node does not take part. Time comes from outside.
 
     OPEN -> PROPOSED      enough nodes wait: ranks are given, the node of rank 0 makes the round's store
     PROPOSED -> OPEN      one of the chosen has gone
     PROPOSED -> COMPLETE  all have been heard of since
-    COMPLETE -> OPEN      a node of the round is back, one has come with which the round can be larger, or one waits
-                          that can replace a node whose connection has ended
+    COMPLETE -> OPEN      one has gone before the round had begun; a node of the round is back, one has come with which
+                          the round can be larger, or one waits that can replace a node whose connection has ended
 
 In: applications and looks of nodes, the time. Out: the phase, a `Roster` for each complete round.
 """
@@ -101,6 +102,7 @@ class Gathering:
         self._waiting: dict[str, Application] = {}  # by token, as they came
         self._names: list[str] | None = None  # of those, sorted; None: to be sorted again
         self._members: dict[str, str] = {}  # node: token, of the complete round
+        self._unaware: set[str] = set()  # tokens of those that have not said yet that they know of it
         self._heard: dict[str, float] = {}  # by token
         self._ended: dict[str, float] = {}  # by token of a member: since when it has had no connection
         self._enough_since: float | None = None
@@ -119,6 +121,11 @@ class Gathering:
     def last_round(self) -> int:
         """The newest complete round that this node or one of those waiting knows of."""
         return max([self.roster.round, *(found.seat.round for found in self._waiting.values() if found.seat)])
+
+    @property
+    def begun(self) -> bool:
+        """Whether all nodes of the complete round know of it: only then may any of them rely on the others."""
+        return self.phase is Phase.COMPLETE and not self._unaware
 
     @property
     def waiting(self) -> list[str]:
@@ -147,11 +154,13 @@ class Gathering:
         self._reopen(now)
         return True
 
-    def hear(self, token: str, now: float) -> bool:
-        """Note that a process is alive; False if it does not wait here."""
+    def hear(self, token: str, knows: int, now: float) -> bool:
+        """Note that a process is alive, and which round it `knows` to be complete; False if it does not wait here."""
         if token in self._heard:
             self._heard[token] = now
             self._ended.pop(token, None)
+        if self.phase is Phase.COMPLETE and knows == self.round:
+            self._unaware.discard(token)
         return token in self._waiting
 
     def hang_up(self, token: str, now: float) -> None:
@@ -200,6 +209,8 @@ class Gathering:
             chosen, since = self.proposal.ranks, self.proposal.since
             if all(self._heard[token] > since for token in chosen):
                 self._complete(self.proposal)
+        elif self.phase is Phase.COMPLETE and any(now - self._heard[token] > self._silence for token in self._unaware):
+            self._turn(Phase.OPEN)
 
     def _reopen(self, now: float) -> None:
         """End a complete round of which a node is back, or that can be larger, or whole again."""
@@ -236,6 +247,7 @@ class Gathering:
         self._names = None
         members = tuple(Place(found.node, found.endpoint) for found in by_rank)
         self._members = {found.node: found.token for found in by_rank}
+        self._unaware = set(proposal.ranks)
         self.roster = Roster(proposal.round, members, tuple(self.places))
         self._heard = {token: self._heard[token] for token in (*proposal.ranks, *self._waiting)}
         self._ended = {}

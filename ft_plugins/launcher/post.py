@@ -214,7 +214,8 @@ class Post:
     """Answers on a listening socket, from a thread, until `close`.
 
     `answer(request, connection)` gives the reply; `connection` is a number, and `gone(connection)` is called when it
-    ends. `tick()` is called again and again; it tells within how many seconds it wants to be called next.
+    ends. `tick()` is called again and again; it tells within how many seconds it wants to be called next. Where one of
+    them fails, all connections are closed: others see that nobody is here, and `check` says so on this node.
     """
 
     def __init__(
@@ -230,6 +231,7 @@ class Post:
         self._gone = gone
         self._tick = tick
         self._accepted = 0
+        self._failure: Exception | None = None
         self._next_idle = 0.0  # monotonic
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -244,12 +246,29 @@ class Post:
         self._wake.close()
         self._thread.join()
 
+    @property
+    def answers(self) -> bool:
+        """Whether nothing has failed."""
+        return self._failure is None
+
+    def check(self) -> None:
+        """Raises RuntimeError if nothing is answered any more."""
+        if self._failure:
+            raise RuntimeError(f"the port of this node ({self.port}) is not answered any more") from self._failure
+
     def _serve(self) -> None:
+        try:
+            self._answer_all()
+        except Exception as error:  # raised again by `check`, where somebody hears of it
+            self._failure = error
+        finally:
+            self._close_all()
+
+    def _answer_all(self) -> None:
         while True:
             ready = self._selector.select(max(_LEAST_WAIT, self._tick()))
             for key, events in ready:
                 if key.fileobj is self._woken:
-                    self._close_all()
                     return
                 if key.fileobj is self._listener:
                     self._accept()
@@ -308,11 +327,11 @@ class Post:
                 self._drop(key.fileobj, key.data)  # type: ignore[arg-type]
 
     def _close_all(self) -> None:
+        self._listener.close()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Peer):
                 self._drop(key.fileobj, key.data)  # type: ignore[arg-type]
         self._selector.close()
-        self._listener.close()
         self._woken.close()
 
 

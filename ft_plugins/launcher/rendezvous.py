@@ -149,7 +149,7 @@ class Rendezvous(RendezvousHandler):
 
     def _take_part(self, lead: Lead) -> RendezvousInfo:
         """Apply to `lead`, wait until the round is complete. ConnectionError: it does not lead any more."""
-        self._lead = lead
+        self._lead, self._heard = lead, time.monotonic()
         self._station.follow(lead)
         self._apply(lead)
         served = None
@@ -158,17 +158,18 @@ class Rendezvous(RendezvousHandler):
                 self._check()
                 if lead.token == self._me.token:
                     self._meet_others(_MEET_SECONDS, self._reach)
-                reply = self._ask("look", round=self._memory.roster.round)
+                reply = self._ask_patiently("look", round=self._memory.roster.round)
                 if "roster" in reply:
                     self._memory.keep(read(Roster, reply["roster"]))
-                if reply["phase"] == Phase.PROPOSED.value and reply.get("rank") == 0 and not reply["store"]:
-                    served = served or _serve(self._host)
-                    self._ask("serve", store=str(Endpoint(self._host, served.port)))
-                elif reply["phase"] == Phase.COMPLETE.value and "rank" in reply:
+                complete, chosen = reply["phase"] == Phase.COMPLETE.value, "rank" in reply
+                if chosen and complete and reply["begun"]:
                     return self._enter(reply, served if reply["rank"] == 0 else None)
-                elif not reply["waits"]:
+                if chosen and not complete and reply["rank"] == 0 and not reply["store"]:
+                    served = served or _serve(self._host)
+                    self._ask_patiently("serve", store=str(Endpoint(self._host, served.port)))
+                elif not (reply["waits"] or chosen):
                     raise ConnectionError("did not know this node any more")
-                self._spare = reply["phase"] == Phase.COMPLETE.value
+                self._spare = complete and not chosen
                 if self._spare:
                     self._allow()
                 self._seen = reply
@@ -184,7 +185,7 @@ class Rendezvous(RendezvousHandler):
         me, roster = self._me, self._memory.roster
         application = Application(me.node, me.token, me.endpoint, roster.seat(me.node), self._settings.wanted)
         began = time.monotonic()
-        while not (reply := self._ask("apply", application=asdict(application)))["accepted"]:
+        while not (reply := self._ask_patiently("apply", application=asdict(application)))["accepted"]:
             self._check()
             if time.monotonic() - began > 2 * self._settings.silence:
                 raise ConfigError(
@@ -211,6 +212,7 @@ class Rendezvous(RendezvousHandler):
 
     def _check(self) -> None:
         """Say that this node is awake. Raises what ends the waiting."""
+        self._post.check()
         self._station.wake()
         node, run = self._me.node, self._me.run
         if why := self._station.closed:
@@ -269,6 +271,19 @@ class Rendezvous(RendezvousHandler):
             raise ConnectionError("resigned")
         return reply
 
+    def _ask_patiently(self, name: str, **fields: Any) -> Message:
+        """The lead's reply to what may be said twice; one that is only slow is asked again."""
+        while True:
+            try:
+                reply = self._ask(name, **fields)
+            except ConnectionError as error:
+                if not self._only_slow(error):
+                    raise
+                self._check()
+                continue
+            self._heard = time.monotonic()
+            return reply
+
     def _hang_up(self) -> None:
         if self._line:
             self._line.close()
@@ -289,14 +304,16 @@ class Rendezvous(RendezvousHandler):
         better = self._search.best(found, reach)
         spent = time.monotonic() - now
         self._next_meeting = now + spent + max(pause, spent)
-        if better and not lead.complete and better.standing > lead.standing:
+        lead = self._station.leading  # its round may have become complete while others were asked
+        if lead and better and not lead.complete and better.standing > lead.standing:
             self._station.resign()
             raise ConnectionError(f"this node resigned before {better.node}")
 
     # ---- while workers run ----
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait for a round in which this one should take part; 1 if the lead is lost. Never raises."""
+        """How many nodes wait for a round in which this one should take part; 1 if the lead is lost, or
+        nobody can ask this node any more. Never raises."""
         now = time.monotonic()
         if self._round == 0 or self._shut:
             return 0
@@ -304,7 +321,7 @@ class Rendezvous(RendezvousHandler):
         if now >= self._next_look:
             self._next_look = now + self._rest
             self._learn_sizes()
-            self._waiting = self._nodes_waiting()
+            self._waiting = self._nodes_waiting() if self._post.answers else 1
         return self._waiting
 
     def _nodes_waiting(self) -> int:

@@ -240,11 +240,13 @@ class Station:
     def _look(self, gathering: Gathering, request: Message) -> Message:
         token = _field(request, "token", str)
         now = time.monotonic()
-        waits = gathering.hear(token, now)
+        knows = request.get("round")
+        waits = gathering.hear(token, knows if isinstance(knows, int) else 0, now)
         proposal, waiting = gathering.proposal, gathering.waiting
         reply: Message = {
             "phase": gathering.phase.value,
             "round": gathering.round,
+            "begun": gathering.begun,
             "waits": waits,
             "waiting": len(waiting),
             "names": waiting[:_NAMED],
@@ -253,7 +255,7 @@ class Station:
         }
         if proposal and token in proposal.ranks and waits is (gathering.phase is Phase.PROPOSED):
             reply |= {"rank": proposal.ranks[token], "size": len(proposal.ranks), "store": proposal.store}
-        if gathering.phase is Phase.COMPLETE and request.get("round") != gathering.round:
+        if gathering.phase is Phase.COMPLETE and knows != gathering.round:
             reply["roster"] = asdict(gathering.roster)
         return reply
 

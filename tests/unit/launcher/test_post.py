@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,22 @@ def test_a_malformed_frame_is_answered_by_a_close_and_others_go_on(echo: Post, f
 def test_one_who_does_not_answer_costs_the_bound_and_no_more() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ConnectionError, match="no answer within 0.2 s"):
         post.ask(f"127.0.0.1:{mute.getsockname()[1]}", {}, 0.2)
+
+
+def test_where_answering_fails_all_connections_end_and_it_is_said_here() -> None:
+    def fail(request: dict[str, Any], connection: int) -> dict[str, Any]:
+        raise KeyError("an error of ours")
+
+    broken = Post(post.listen_anywhere("127.0.0.1"), fail, lambda connection: None, lambda: 0.1)
+    broken.check()
+    with pytest.raises(ConnectionError, match="closed the connection|reset"):
+        post.ask(f"127.0.0.1:{broken.port}", {}, WAIT)
+    broken.close()  # waits for the thread
+    with pytest.raises(RuntimeError, match="not answered any more") as found:
+        broken.check()
+    assert isinstance(found.value.__cause__, KeyError) and not broken.answers
+    with pytest.raises(ConnectionError, match="refused"):
+        post.ask(f"127.0.0.1:{broken.port}", {}, WAIT)
 
 
 def test_an_endpoint_is_this_machines_if_it_can_be_listened_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import stat
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import DistStoreError
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -54,7 +55,8 @@ def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]
         while True:
             name, arguments = connection.recv()
             try:
-                connection.send(("ok", joined(handler) if name == "join" else getattr(handler, name)(*arguments)))
+                own = {"join": joined, "begin": begun}.get(name)
+                connection.send(("ok", own(handler) if own else getattr(handler, name)(*arguments)))
             except Exception as error:
                 connection.send(("error", type(error).__name__, str(error)))
     except EOFError:
@@ -77,6 +79,21 @@ def joined(handler: Any) -> dict[str, Any]:
         "master": f"{master.master_addr}:{master.master_port}",
         "leads": handler._station.leading is not None,
     }
+
+
+def begun(handler: Any) -> dict[str, Any]:
+    """As `joined`; again, as an agent does, where the round is lost before or just after all were in."""
+    while True:
+        try:
+            found = joined(handler)
+        except DistError:
+            continue
+        for _ in range(int(SILENCE / 0.05)):
+            if handler.num_nodes_waiting():
+                break
+            time.sleep(0.05)
+        else:
+            return found
 
 
 class Node:
@@ -287,6 +304,22 @@ def test_a_lead_that_is_slow_for_a_while_is_not_lost(start: Start) -> None:
     a.kill(signal.SIGCONT)
     for _ in range(3):
         assert b.ask("num_nodes_waiting") == 0
+
+
+def test_whenever_nodes_are_stopped_for_a_while_all_begin_the_same_round(start: Start) -> None:
+    chosen = random.Random(1)
+    nodes = [start(number, f"n{number}", nodes="4:4", endpoints="1,2") for number in range(1, 5)]
+    for _ in range(2):
+        for node in nodes:
+            node.tell("begin")
+        for _ in range(5):  # while they meet; most last longer than an answer may take, some make a node lost
+            stopped = chosen.choice(nodes)
+            stopped.kill(signal.SIGSTOP)
+            time.sleep(chosen.choice([0.02, 0.1, SILENCE / 2, SILENCE / 2, 1.2 * SILENCE]))
+            stopped.kill(signal.SIGCONT)
+            time.sleep(chosen.choice([0.0, 0.02, 0.1]))
+        found = [node.hear() for node in nodes]
+        assert [each["names"] for each in found] == [["n1", "n2", "n3", "n4"]] * 4
 
 
 def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others(start: Start) -> None:

@@ -181,7 +181,7 @@ class Rounds:
         while self.now < end:
             self.now += 0.5
             for token in self.known - self.silent:
-                self.gathering.hear(token, self.now)
+                self.gathering.hear(token, self.gathering.roster.round, self.now)
             proposal = self.gathering.proposal
             if proposal and self.gathering.phase is Phase.PROPOSED:
                 [rank0] = [token for token, rank in proposal.ranks.items() if rank == 0]
@@ -213,13 +213,43 @@ def test_a_round_without_a_store_is_not_complete() -> None:
     for _ in range(4):
         rounds.now += 1
         for token in ("a/1", "b/1"):
-            rounds.gathering.hear(token, rounds.now)
+            rounds.gathering.hear(token, 0, rounds.now)
         rounds.gathering.serve("b/1", "not:0")  # not from rank 0
         rounds.gathering.step(rounds.now)
     assert rounds.gathering.phase is Phase.PROPOSED
     rounds.pass_by(1)
     assert rounds.gathering.phase is Phase.COMPLETE and rounds.gathering.proposal is not None
     assert rounds.gathering.proposal.store == "store:1"
+
+
+def test_a_round_begins_when_all_of_its_nodes_know_of_it() -> None:
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("a", "b")
+    rounds.pass_by(1)
+    assert rounds.gathering.phase is Phase.COMPLETE and not rounds.gathering.begun
+    rounds.gathering.hear("a/1", 1, rounds.now)
+    rounds.gathering.hear("b/1", 0, rounds.now)  # its look was sent before, or it has not got the reply
+    assert not rounds.gathering.begun
+    rounds.gathering.hear("b/1", 1, rounds.now)
+    assert rounds.gathering.begun
+    rounds.silent = {"b/1"}
+    rounds.pass_by(SILENCE + 1)
+    assert rounds.gathering.begun, "from then on it is lost when somebody says so"
+
+
+def test_a_node_that_goes_before_a_round_has_begun_lets_nobody_begin_it() -> None:
+    for gone in ("silent", "closed"):
+        rounds = Rounds(Rules(2, 2))
+        rounds.come("a", "b")
+        rounds.pass_by(1)
+        rounds.silent = {"b/1"}
+        if gone == "closed":
+            rounds.gathering.hang_up("b/1", rounds.now)
+        rounds.pass_by(1 if gone == "closed" else SILENCE + 1)
+        assert rounds.gathering.phase is Phase.OPEN and not rounds.gathering.hear("a/1", 1, rounds.now)
+        rounds.come("a", "c")
+        rounds.pass_by(2)
+        assert rounds.gathering.begun and (rounds.gathering.round, rounds.members) == (2, ["a", "c"])
 
 
 def test_a_surplus_node_waits_as_a_spare_and_takes_the_rank_of_a_lost_one() -> None:
