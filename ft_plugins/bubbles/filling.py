@@ -1,0 +1,202 @@
+"""What the windows of a sender carry, and what goes out in each: exactly by bytes, or by whole layers. Pure.
+
+Invariant: what goes out in a window is at most what it carries; everything goes out once. Nothing is planned for a
+sender whose bubbles do not carry all within `most` iterations.
+
+In: `Transfer`s, bubbles, links. Out: an `Offer` for each transfer, and by it `Grant`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from ..errors import ConfigError
+from ..model.timeline import Bubble
+from .layers import Part, fill
+from .share import share
+from .windows import Reserve, Windows, shared
+
+
+class Granularity(str, Enum):
+    """What is sent at once."""
+
+    BYTES = "bytes"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`nbytes` of slot data of `sender` go to `receiver`; their nodes stand at positions `source` and `target`.
+
+    `layers`: bytes of each layer, in the order in which they lie in the slot; empty where nobody asks for layers.
+    """
+
+    sender: int
+    source: int
+    receiver: int
+    target: int
+    nbytes: int
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.layers and sum(self.layers) != self.nbytes:
+            raise ConfigError(
+                f"rank {self.sender}: its layers have {sum(self.layers)} bytes, what it sends has {self.nbytes}"
+            )
+
+
+@dataclass(frozen=True)
+class Grant:
+    """`nbytes` may go from `begin` to `deadline`, in seconds since the begin of the bubble with this `index`.
+
+    `after` is the compute span after whose end the bubble begins, -1 before the first: by counting spans a trainer
+    knows it. `parts` are the layers, of a plan that goes by layers.
+    """
+
+    bubble: int
+    after: int
+    begin: float
+    deadline: float
+    nbytes: int
+    parts: tuple[Part, ...] = ()
+
+
+Grants = tuple[Grant, ...]  # of one iteration, in the order of time
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """What the windows of a sender carry, in bytes: in the first iteration, and in every one after it.
+
+    `own` are the bubbles of the sender, `most` the iterations that it may take, `link_seconds` what everything between
+    the two nodes takes on the link without a pause.
+    """
+
+    transfer: Transfer
+    own: Sequence[Bubble]
+    windows: Windows
+    first: list[int]
+    every: list[int]
+    most: int
+    link_seconds: float
+
+    def plan(self, granularity: Granularity) -> tuple[tuple[Grants, ...], str]:
+        """The grants of each iteration; or none, and why."""
+        need, carried = self.transfer.nbytes, sum(self.every)
+        if not need:
+            return (), ""
+        if not self.own:
+            return (), "its schedule has no bubbles"
+        if not len(self.windows.begin):
+            other = self.transfer.receiver
+            return (), f"it shares no idle time with rank {other} beyond what regular communication needs"
+        if need > sum(self.first) + (self.most - 1) * carried:
+            return (), f"its bubbles carry {carried} of {need} bytes an iteration, not all within {self.most}"
+        if granularity is Granularity.LAYER:
+            if sum(map(sum, self.by_layers)) < need:
+                return (), f"its bubbles do not carry its layers within {self.most} iterations; by bytes they do"
+            turns = zip(self.by_layers, self._layers, strict=True)
+            return tuple(self.grants(carried, parts) for carried, parts in turns), ""
+        whole = self.grants(self.every)  # made once
+        return tuple(whole if turn is self.every else self.grants(turn) for turn in self.by_bytes), ""
+
+    @cached_property
+    def by_bytes(self) -> list[list[int]]:
+        """By iteration and window, bytes: each window as full as it can be, until all is through (Algorithm 1)."""
+        turns: list[list[int]] = []
+        left = self.transfer.nbytes
+        while left and len(turns) < self.most:
+            room = self.every if turns else self.first
+            turns.append(_up_to(room, left) if sum(room) > left else room)
+            left -= sum(turns[-1])
+        return turns
+
+    @cached_property
+    def by_layers(self) -> list[list[int]]:
+        """The same, by layers (Algorithm 2)."""
+        return [[sum(part.nbytes for part in parts) for parts in turn] for turn in self._layers]
+
+    @cached_property
+    def _layers(self) -> list[list[tuple[Part, ...]]]:
+        return fill(self.transfer.layers, self.first, self.every, self.most)
+
+    def filled(self, turns: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Bytes that go out, and bytes that the windows carry up to the last that is needed; of that, what goes out."""
+        offered = 0
+        for number, turn in enumerate(turns):
+            room, last = self.every if number else self.first, number == len(turns) - 1
+            used = max((place for place, nbytes in enumerate(turn) if nbytes), default=0) if last else len(room)
+            offered += sum(room[:used]) + (turn[used] if last else 0)
+        return sum(map(sum, turns)), offered
+
+    def grants(self, carried: Sequence[int], parts: Sequence[tuple[Part, ...]] | None = None) -> Grants:
+        """The grants of an iteration in which each window carries so many bytes."""
+        begins, ends = self.windows.begin.tolist(), self.windows.end.tolist()
+        found = []
+        for place, (number, nbytes) in enumerate(zip(self.windows.bubble.tolist(), carried, strict=True)):
+            if nbytes:
+                bubble, taken = self.own[number], parts[place] if parts is not None else ()
+                begin, deadline = begins[place] - bubble.begin, ends[place] - bubble.begin
+                found.append(Grant(bubble.index, bubble.after, begin, deadline, nbytes, taken))
+        return tuple(found)
+
+
+def offers(
+    transfers: Sequence[Transfer],
+    bubbles: Mapping[int, Sequence[Bubble]],
+    bytes_per_second: float | Mapping[int, float],
+    reserve: Reserve,
+    ready_seconds: float,
+    most: int,
+) -> list[Offer]:
+    """What the windows of each transfer carry, in the order of `transfers`. The arguments are those of the plan."""
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for place, one in enumerate(transfers):
+        pairs.setdefault((one.source, one.target), []).append(place)
+    links = _links(transfers, bytes_per_second)
+    found: dict[int, Offer] = {}
+    for pair, members in pairs.items():
+        times = [shared(bubbles[transfers[at].sender], bubbles[transfers[at].receiver], reserve) for at in members]
+        needs = [transfers[at].nbytes for at in members]
+        for at, windows, rates in zip(members, times, share(times, needs, links[pair]), strict=True):
+            every = rates.carried(len(windows.begin)).tolist()
+            first = rates.carried(len(windows.begin), ready_seconds).tolist() if ready_seconds else every
+            own, seconds = bubbles[transfers[at].sender], sum(needs) / links[pair]
+            found[at] = Offer(transfers[at], own, windows, first, every, most, seconds)
+    return [found[at] for at in range(len(transfers))]
+
+
+def _links(
+    transfers: Sequence[Transfer], bytes_per_second: float | Mapping[int, float]
+) -> dict[tuple[int, int], float]:
+    """Bytes per second between two nodes: of the link of each, the part that goes to the pair by what it carries."""
+    between: dict[tuple[int, int], int] = {}
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    for one in transfers:
+        between[one.source, one.target] = between.get((one.source, one.target), 0) + one.nbytes
+        sent[one.source] = sent.get(one.source, 0) + one.nbytes
+        received[one.target] = received.get(one.target, 0) + one.nbytes
+    found = {}
+    for (source, target), nbytes in between.items():
+        out, into = (
+            float(bytes_per_second) if isinstance(bytes_per_second, (int, float)) else bytes_per_second[at]
+            for at in (source, target)
+        )
+        if min(out, into) <= 0:
+            raise ConfigError(f"the link from position {source} to {target} has no bandwidth: expected more than 0")
+        part = min(out * nbytes / max(1, sent[source]), into * nbytes / max(1, received[target]))
+        found[source, target] = part or min(out, into)
+    return found
+
+
+def _up_to(room: Sequence[int], nbytes: int) -> list[int]:
+    """Of each window what is needed, until it is `nbytes`."""
+    found = []
+    for one in room:
+        found.append(min(one, nbytes))
+        nbytes -= found[-1]
+    return found

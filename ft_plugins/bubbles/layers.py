@@ -1,0 +1,86 @@
+"""Which whole layers go out in which window, so that each is as full as can be (BAFT, Algorithm 2). Pure.
+
+A window that carries M bytes takes, of the layers that are left, those that add up to the most that is at most M: a
+knapsack whose values are its weights. Dynamic programming over sums: after each layer a row of bits says which sums can
+be had; the largest within M is traced back. Sums count in units: the greatest common divisor of the layers, or
+M / UNITS where that is larger. Layers are rounded up to units, so no window ever takes more than it carries.
+
+Invariant: every byte goes out once. A layer that no window can take whole is cut, into parts that fill the largest.
+
+In: bytes of each layer, in the order in which they lie in the slot; what each window carries. Out: byte ranges of the
+slot, window by window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+UNITS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes `start .. stop` of the slot: a layer, or a part of one that is too large."""
+
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+def cut_layers(layers: Sequence[int], largest: int) -> list[Part]:
+    """The layers, those of more than `largest` bytes in parts. `largest` is at least 1."""
+    parts, at = [], 0
+    for nbytes in layers:
+        for start in range(at, at + nbytes, largest):
+            parts.append(Part(start, min(start + largest, at + nbytes)))
+        at += nbytes
+    return parts
+
+
+def fullest(sizes: Sequence[int], room: int) -> list[int]:
+    """The places of those of `sizes` that add up to the most that fits into `room`, ascending."""
+    fitting = [place for place, size in enumerate(sizes) if 0 < size <= room]
+    if sum(sizes[place] for place in fitting) <= room:
+        return fitting
+    unit = max(gcd(*(sizes[place] for place in fitting)), -(-room // UNITS))
+    width = room // unit
+    mask = (1 << (width + 1)) - 1
+    rows = [1]
+    for place in fitting:
+        units = -(-sizes[place] // unit)
+        rows.append((rows[-1] | rows[-1] << units) & mask)
+    rest = rows[-1].bit_length() - 1
+    taken = []
+    for number in range(len(fitting), 0, -1):
+        if not rows[number - 1] >> rest & 1:
+            taken.append(fitting[number - 1])
+            rest -= -(-sizes[fitting[number - 1]] // unit)
+    return taken[::-1]
+
+
+def fill(layers: Sequence[int], first: Sequence[int], every: Sequence[int], most: int) -> list[list[tuple[Part, ...]]]:
+    """What goes out in each window, iteration by iteration, up to the last that is needed, or `most`.
+
+    `first` and `every` are what the windows carry in the first iteration and in each one after it, in bytes; one of
+    them has to carry something.
+    """
+    left = cut_layers(layers, max(every))
+    found: list[list[tuple[Part, ...]]] = []
+    smallest = min((part.nbytes for part in left), default=0)
+    while left and len(found) < most:
+        taken_now: list[tuple[Part, ...]] = []
+        for room in every if found else first:
+            places = fullest([part.nbytes for part in left], room) if left and room >= smallest else []
+            taken_now.append(tuple(left[place] for place in places))
+            if places:
+                gone = set(places)
+                left = [part for place, part in enumerate(left) if place not in gone]
+                smallest = min((part.nbytes for part in left), default=0)
+        found.append(taken_now)
+    return found

@@ -1,0 +1,190 @@
+"""How many bytes of its copy a rank may send in which bubble: BAFT's Algorithms 1 and 2. Pure.
+
+    windows   the times in which sender and receiver are idle, without what regular communication needs    (windows)
+    rates     what of the link between two nodes each of its senders has in each window                     (share)
+    filling   window by window: bytes exactly (Algorithm 1), or the layers that fit best (Algorithm 2; layers)
+    period    if the bubbles of one iteration are not enough, those of the next: a checkpoint every n iterations
+
+Where a node sends to several others, or receives from several, its link is divided among them by what they carry; so
+the rates of all senders at a link never add up to more than it.
+
+Invariant: every byte of every copy is in one grant; no grant reaches out of a window, or carries more than the sender's
+rate times its length. Every iteration offers the same grants (`every`), so that what was late goes out in the bubbles
+that follow. A sender without shared bubbles is told so and paced by a rate: nothing is stalled for it.
+
+In: `Transfer`s, bubbles of each rank by one clock, bytes per second of each node. Out: `BubblePlan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from math import ceil
+
+from ..errors import ConfigError
+from ..model.timeline import Bubble, Timeline
+from .filling import Grant, Grants, Granularity, Transfer, offers
+from .layers import Part
+from .windows import Reserve
+
+MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
+DEVICE_MARGIN = 0.05  # of the device's memory that a snapshot leaves free: what a profile has not seen
+TABLE_SENDERS = 64
+
+
+class Snapshot(str, Enum):
+    """Where a version is copied to right after the update."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class SenderPlan:
+    """What one rank may send: `iterations[i]` are its grants in the i-th iteration of a period, `every` what any
+    iteration offers.
+
+    `reason` says why it is not paced by bubbles; '' where it is. `bytes_per_second` is the rate by which it keeps up
+    with the others then.
+    """
+
+    transfer: Transfer
+    iterations: tuple[Grants, ...]
+    every: Grants
+    idle_seconds: float  # of an iteration: in bubbles
+    shared_seconds: float  # that the receiver shares
+    snapshot: Snapshot = Snapshot.HOST
+    reason: str = ""
+    bytes_per_second: float = 0.0
+
+    @property
+    def order(self) -> tuple[Part, ...]:
+        """The parts of the slot in the order in which they go out."""
+        parts = tuple(part for grants in self.iterations for grant in grants for part in grant.parts)
+        return parts or (Part(0, self.transfer.nbytes),)
+
+    def after(self, iteration: int, span: int) -> Grants:
+        """The grants of the bubble that begins after compute span `span`, in an iteration of a period, from 0; once
+        all that was planned is through, what the bubble offers: for what was late."""
+        planned = self._by_span[iteration] if iteration < len(self.iterations) else self._by_span[-1]
+        return planned.get(span, ())
+
+    @cached_property
+    def _by_span(self) -> list[dict[int, Grants]]:
+        found = []
+        for grants in (*self.iterations, self.every):
+            spans: dict[int, list[Grant]] = {}
+            for grant in grants:
+                spans.setdefault(grant.after, []).append(grant)
+            found.append({span: tuple(those) for span, those in spans.items()})
+        return found
+
+
+@dataclass(frozen=True)
+class BubblePlan:
+    """Who may send what when. `iterations`: how many of them one checkpoint takes; each has `seconds`.
+
+    `fill_bytes`, `fill_layers`: how full the windows are up to the last that is needed, filled exactly or by layers;
+    None where nothing was asked about layers, or nothing is sent in bubbles.
+    """
+
+    senders: tuple[SenderPlan, ...]
+    iterations: int
+    seconds: float
+    granularity: Granularity
+    fill_bytes: float | None
+    fill_layers: float | None
+
+    @property
+    def paced_by_rate(self) -> tuple[SenderPlan, ...]:
+        """The senders that no bubbles carry."""
+        return tuple(sender for sender in self.senders if sender.reason)
+
+    def table(self) -> str:
+        """The plan for people: a line for each sender, the first 64; then who goes without bubbles, and why."""
+        by = "whole layers" if self.granularity is Granularity.LAYER else "bytes"
+        fills = [
+            f"{share:.1%} by {name}"
+            for name, share in (("bytes", self.fill_bytes), ("layers", self.fill_layers))
+            if share is not None
+        ]
+        lines = [
+            f"a checkpoint every {self.iterations} iteration(s) of {self.seconds:.3f} s, bubbles filled by {by}"
+            + (f" ({', '.join(fills)})" if fills else "")
+        ]
+        lines.append(f"{'rank':>6} {'to':>6} {'bytes':>14} {'idle':>6} {'shared':>6} {'bubbles':>8} {'n':>4}  snapshot")
+        for one in self.senders[:TABLE_SENDERS]:
+            idle, both = (seconds / self.seconds for seconds in (one.idle_seconds, one.shared_seconds))
+            bubbles = len({grant.bubble for grant in one.every})
+            turns = str(len(one.iterations)) if not one.reason else "-"
+            lines.append(
+                f"{one.transfer.sender:>6} {one.transfer.receiver:>6} {one.transfer.nbytes:>14} {idle:>6.1%} "
+                f"{both:>6.1%} {bubbles:>8} {turns:>4}  {one.snapshot.value}"
+            )
+        if len(self.senders) > TABLE_SENDERS:
+            lines.append(f"  ... and {len(self.senders) - TABLE_SENDERS} more senders")
+        for one in self.paced_by_rate[:TABLE_SENDERS]:
+            rate = f"{one.bytes_per_second:.0f} bytes/s"
+            lines.append(f"  rank {one.transfer.sender} is paced by a rate, {rate}: {one.reason}")
+        return "\n".join(lines)
+
+
+def plan_bubbles(
+    transfers: Sequence[Transfer],
+    timelines: Mapping[int, Timeline],
+    bubbles: Mapping[int, Sequence[Bubble]],
+    bytes_per_second: float | Mapping[int, float],
+    reserve: Reserve,
+    granularity: Granularity = Granularity.BYTES,
+    ready_seconds: float = 0.0,
+    device_bytes: int = 0,
+    most_iterations: int = MOST_ITERATIONS,
+) -> BubblePlan:
+    """The plan of a job, from one iteration of each rank.
+
+    `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: into the first
+    iteration, until the version that is to be sent has been captured. `device_bytes`: memory of a device, 0 where a
+    snapshot on the device is not to be had. Raises ConfigError for a rank without timeline or layers.
+    """
+    if not transfers:
+        raise ConfigError("there is nothing to send: expected a transfer for each rank")
+    for rank in (rank for one in transfers for rank in (one.sender, one.receiver)):
+        if rank not in timelines or rank not in bubbles:
+            raise ConfigError(f"rank {rank} has no timeline: expected one iteration of every sender and receiver")
+    bare = [one.sender for one in transfers if one.nbytes and not one.layers]
+    if granularity is Granularity.LAYER and bare:
+        raise ConfigError(f"rank {bare[0]}: its layers are not known; choose granularity: bytes, or name them")
+    seconds = max(timeline.seconds for timeline in timelines.values())
+    found = offers(transfers, bubbles, bytes_per_second, reserve, ready_seconds, most_iterations)
+    planned = [offer.plan(granularity) for offer in found]
+    slowest = max(
+        1, *(len(grants) for grants, _ in planned),
+        *(ceil(offer.link_seconds / seconds) for offer, (_, reason) in zip(found, planned, strict=True) if reason),
+    )  # fmt: skip
+    senders = []
+    for offer, (grants, reason) in zip(found, planned, strict=True):
+        one = offer.transfer
+        idle = sum(bubble.end - bubble.begin for bubble in offer.own)
+        snapshot = choose_snapshot(timelines[one.sender].memory, one.nbytes, device_bytes)
+        rate = one.nbytes / (slowest * seconds) if reason else 0.0
+        every = () if reason else offer.grants(offer.every)
+        senders.append(SenderPlan(one, grants, every, idle, offer.windows.seconds, snapshot, reason, rate))
+    carried = [offer for offer, (_, reason) in zip(found, planned, strict=True) if not reason and offer.transfer.nbytes]
+    by_bytes = _share([offer.filled(offer.by_bytes) for offer in carried])
+    by_layers = _share([offer.filled(offer.by_layers) for offer in carried if offer.transfer.layers])
+    return BubblePlan(tuple(senders), slowest, seconds, granularity, by_bytes, by_layers)
+
+
+def choose_snapshot(memory: Sequence[int], nbytes: int, device_bytes: int) -> Snapshot:
+    """On the device where the fullest step of the profile leaves room for it, else in host memory (BAFT, 3.1.1)."""
+    if not memory or not device_bytes:
+        return Snapshot.HOST
+    return Snapshot.DEVICE if max(memory) + nbytes <= device_bytes * (1 - DEVICE_MARGIN) else Snapshot.HOST
+
+
+def _share(filled: Sequence[tuple[int, int]]) -> float | None:
+    """What goes out, of what the windows carry."""
+    taken, offered = (sum(column) for column in zip(*filled, strict=True)) if filled else (0, 0)
+    return taken / offered if offered else None

@@ -1,0 +1,104 @@
+"""When a sender and a receiver are idle at the same time: the windows in which a copy may move. Pure.
+
+    sender     ....|bubble 3          |.........
+    receiver   .......|bubble 5   |....|bubble 6
+                      r           r              reserved at both ends of each, for regular communication
+    windows            |=========|
+
+Invariant: no window reaches out of a bubble of either, nor into the time that is reserved at its ends (BAFT, figure 6).
+A bubble of the sender has several windows where the receiver computes meanwhile, `WINDOWS` at most: as many as the
+gate has room for.
+
+In: bubbles of two ranks, in seconds of a clock that both share; `Reserve`. Out: `Windows`, by begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError
+from ..model.timeline import Bubble
+
+WINDOWS = 8  # of one bubble; of more, the longest are taken
+
+Seconds = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Seconds at the begin and at the end of each bubble in which regular communication may be under way."""
+
+    begin: float
+    end: float
+
+    def __post_init__(self) -> None:
+        if not (self.begin >= 0 and self.end >= 0):
+            raise ConfigError(f"{self.begin} s and {self.end} s are no times to reserve: expected 0 or more")
+
+    @classmethod
+    def of(cls, message_bytes: int, bytes_per_second: float, slack_seconds: float = 0.0) -> Reserve:
+        """What a message of so many bytes needs on the link (BAFT, 4.2.2), and `slack_seconds` for what jitters."""
+        seconds = message_bytes / bytes_per_second + slack_seconds
+        return cls(seconds, seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Disjoint times, ascending. `bubble[i]` is the place of window i's bubble among those of the sender."""
+
+    bubble: Numbers
+    begin: Seconds
+    end: Seconds
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return float((self.end - self.begin).sum())
+
+    @property
+    def key(self) -> bytes:
+        """Equal for windows at equal times, whatever their bubbles."""
+        return self.begin.tobytes() + self.end.tobytes()
+
+
+def shared(sender: Sequence[Bubble], receiver: Sequence[Bubble], reserve: Reserve) -> Windows:
+    """The windows of a sender and a receiver. Raises ConfigError for bubbles that are not ascending and disjoint."""
+    places, begins, ends = _usable(sender, reserve)
+    _, others, other_ends = _usable(receiver, reserve)
+    first = np.searchsorted(other_ends, begins, side="right")  # the first of the other's that ends after it begins
+    stop = np.searchsorted(others, ends, side="left")  # the first that begins after it ends
+    counts = np.maximum(stop - first, 0)
+    own = np.repeat(np.arange(len(begins)), counts)
+    offsets = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
+    other = np.repeat(first, counts) + offsets
+    begin, end = np.maximum(begins[own], others[other]), np.minimum(ends[own], other_ends[other])
+    kept = end > begin
+    return _longest(Windows(places[own][kept], begin[kept], end[kept]))
+
+
+def _usable(bubbles: Sequence[Bubble], reserve: Reserve) -> tuple[Numbers, Seconds, Seconds]:
+    """Place, begin and end of what is left of each bubble, of those of which anything is."""
+    begin = np.array([bubble.begin for bubble in bubbles], dtype=np.float64)
+    end = np.array([bubble.end for bubble in bubbles], dtype=np.float64)
+    if np.any(end < begin) or np.any(begin[1:] < end[:-1]):
+        raise ConfigError("bubbles of a rank overlap or are not in the order of time: expected those of one iteration")
+    begin, end = begin + reserve.begin, end - reserve.end
+    (places,) = np.nonzero(end > begin)
+    return places, begin[places], end[places]
+
+
+def _longest(windows: Windows) -> Windows:
+    """Without the shortest ones of bubbles that have too many."""
+    if len(windows.bubble) <= WINDOWS:
+        return windows
+    kept = np.ones(len(windows.bubble), dtype=bool)
+    bubbles, starts, counts = np.unique(windows.bubble, return_index=True, return_counts=True)
+    for start, count in zip(starts[counts > WINDOWS], counts[counts > WINDOWS], strict=True):
+        lengths = (windows.end - windows.begin)[start : start + count]
+        kept[start + np.argsort(-lengths, kind="stable")[WINDOWS:]] = False
+    return Windows(windows.bubble[kept], windows.begin[kept], windows.end[kept])

@@ -1,0 +1,243 @@
+"""Whose copy lives where: each rank's slot, whole, on the node of its nearest earlier pipeline stage. Pure.
+
+The receiver of a rank is the rank at its own tp, cp, dp of the nearest earlier stage that stands *on another node*; the
+first stage goes on at the last one, as a ring (BAFT, section 4.2.1). Its bubbles lie closest to those of the sender.
+What is copied is the rank's slot: its part of the state that n replicas hold (each of them carries 1/n) and all of what
+it alone holds, so every byte of the job is copied once.
+
+    node  0        1        2        3         stages 0 1 | 2 3 | 4 5 | 6 7 of one pipeline
+          0 1  <-- 2 3  <-- 4 5  <-- 6 7       2 and 3 go to 1, 4 and 5 to 3, 6 and 7 to 5; 0 and 1 go round to 7
+           `----------------------------^
+
+Invariant: no copy is on the node of what it copies. Lost nodes are survived exactly when none of them keeps a copy of
+what another of them held; so any one node may be lost, and of several those of which no two are neighbours.
+
+To the executor a copy is parity of one source: a `Section` for each rank, of two nodes, whose second keeps a `Mirror`
+of the stream of the first. So SMPs carry it out, seal it, let it count, and rebuild from it, as they do for RAIM5.
+
+In: node of each rank, pipelines in the order of their stages, bytes of slot data of each rank. Out: `NeighbourPlan`,
+and by `exchange()` the `ExchangePlan` that carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import TopologyError
+from ..model.topology import Topology
+from .parity import ALIGNMENT, OnDemand, Piece, Placement, Stripe
+from .plan import ExchangePlan, positions
+from .sections import Extent, Section
+
+LOSSES = 1  # of a rank's two nodes: its own, or the one that keeps its copy
+VERSIONS = 2  # that a node keeps of what it receives: the one that counts, and the one that is being received
+TABLE_COPIES = 64
+_PAIRS = 6  # of nodes, named one by one
+
+
+@dataclass(frozen=True)
+class Mirror(Placement):
+    """Two nodes: the second keeps what the first has. One stripe, whose P is a copy of its only piece."""
+
+    @cached_property
+    def stripes(self) -> Sequence[Stripe]:
+        """The one stripe."""
+        return OnDemand(1, self._stripe)
+
+    def _parity_of(self, stripe: int) -> tuple[int, ...]:
+        return (1,)
+
+    def piece(self, stripe: int, node: int) -> Piece | None:
+        """The whole stream of node 0; None for everything else."""
+        return Piece(0, 0, self.sizes[0], 0) if (stripe, node) == (0, 0) else None
+
+    def kept_on(self, node: int) -> tuple[tuple[int, int], ...]:
+        """The P of the one stripe, on node 1."""
+        return ((0, 0),) if node == 1 else ()
+
+
+@dataclass(frozen=True)
+class Copy:
+    """`nbytes` of slot data of `rank`, whose node stands at `source`, are kept at `target`, where `receiver` runs.
+
+    `stages_back`: how many pipeline stages lie between the two, as a ring; 1 for the previous one.
+    """
+
+    rank: int
+    source: int
+    receiver: int
+    target: int
+    nbytes: int
+    stages_back: int
+
+
+@dataclass(frozen=True)
+class NeighbourPlan:
+    """Copies of a job, by rank. `nodes[position]` and `ranks[position]` say who stands where."""
+
+    nodes: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    copies: tuple[Copy, ...]
+
+    # who keeps what
+
+    @cached_property
+    def sent_from(self) -> tuple[tuple[Copy, ...], ...]:
+        """By position, what its ranks send, by rank."""
+        return tuple(tuple(self.copies[rank] for rank in ranks) for ranks in self.ranks)
+
+    @cached_property
+    def kept_on(self) -> tuple[tuple[Copy, ...], ...]:
+        """By position, what its node keeps, by rank."""
+        kept: list[list[Copy]] = [[] for _ in self.nodes]
+        for copy in self.copies:
+            kept[copy.target].append(copy)
+        return tuple(map(tuple, kept))
+
+    def kept_bytes(self, position: int) -> int:
+        """Bytes of one version of the copies that a node keeps, each in whole cache lines."""
+        return sum(_aligned(copy.nbytes) for copy in self.kept_on[position])
+
+    def budget_bytes(self, position: int, versions: int = VERSIONS) -> int:
+        """Bytes that a node claims for copies of `versions` versions."""
+        return versions * self.kept_bytes(position)
+
+    def sent_bytes(self, position: int) -> int:
+        """Bytes that a node sends of one version."""
+        return sum(copy.nbytes for copy in self.sent_from[position])
+
+    # what may be lost
+
+    @cached_property
+    def keepers(self) -> tuple[frozenset[int], ...]:
+        """By position, where the copies of its ranks are."""
+        return tuple(frozenset(copy.target for copy in sent) for sent in self.sent_from)
+
+    @cached_property
+    def fatal_pairs(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of positions that must not be lost together: one of them keeps a copy of what the other has."""
+        pairs = {(min(at, to), max(at, to)) for at, keepers in enumerate(self.keepers) for to in keepers}
+        return tuple(sorted(pairs))
+
+    def loses(self, lost: Collection[int]) -> tuple[int, ...]:
+        """The ranks whose state is gone when the nodes at the positions `lost` are lost at the same time."""
+        gone = set(lost)
+        return tuple(copy.rank for at in sorted(gone) for copy in self.sent_from[at] if copy.target in gone)
+
+    def survives(self, lost: Collection[int]) -> bool:
+        """Whether the nodes at the positions `lost` may be lost at the same time, once a version counts."""
+        return not self.loses(lost)
+
+    # how it is carried out
+
+    def exchange(self, order: Mapping[int, Sequence[Extent]] | None = None) -> ExchangePlan:
+        """What the SMPs carry out: section `rank` is the copy of that rank.
+
+        `order` names, by rank, the parts of its slot in the order in which they go out; the slot from its start to its
+        end for a rank that it does not name. Raises TopologyError for parts that are not the slot, each byte once.
+        """
+        sections = []
+        for copy in self.copies:
+            stream = tuple((order or {}).get(copy.rank, (Extent(copy.rank, 0, copy.nbytes),)))
+            _check_order(copy, stream)
+            placement = Mirror((copy.nbytes, 0), LOSSES, _aligned(copy.nbytes))
+            sections.append(Section(copy.rank, (copy.source, copy.target), (stream, ()), placement))
+        sizes = tuple(copy.nbytes for copy in self.copies)
+        return ExchangePlan(self.nodes, self.ranks, LOSSES, tuple(sections), sizes)
+
+    # for people
+
+    def table(self) -> str:
+        """Who may be lost; what each node sends and keeps; then whose copy lives where, the first 64."""
+        pairs = [f"{self.nodes[a]}+{self.nodes[b]}" for a, b in self.fatal_pairs]
+        shown = ", ".join(pairs[:_PAIRS]) + (f" and {len(pairs) - _PAIRS} more" if len(pairs) > _PAIRS else "")
+        lines = [
+            f"copies on the nearest earlier stage of another node, {len(self.nodes)} nodes: any one may be lost; "
+            f"of several, all but those with {shown}"
+        ]
+        for position, node in enumerate(self.nodes):
+            targets = ", ".join(self.nodes[at] for at in sorted(self.keepers[position]))
+            lines.append(
+                f"  {node}: sends {self.sent_bytes(position)} bytes per version to {targets}; keeps "
+                f"{self.kept_bytes(position)} bytes of others, {self.budget_bytes(position)} for {VERSIONS} versions"
+            )
+        for copy in self.copies[:TABLE_COPIES]:
+            back = f"{copy.stages_back} stage{'s' if copy.stages_back > 1 else ''} back"
+            lines.append(
+                f"  rank {copy.rank} on {self.nodes[copy.source]}: {copy.nbytes} bytes to {self.nodes[copy.target]} "
+                f"(rank {copy.receiver}, {back})"
+            )
+        if len(self.copies) > TABLE_COPIES:
+            lines.append(f"  ... and {len(self.copies) - TABLE_COPIES} more ranks")
+        return "\n".join(lines)
+
+
+def pipelines(topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each pipeline, in the order of its stages."""
+    found: list[tuple[int, ...]] = []
+    for rank in range(topology.world_size):
+        group = topology.group("pp", rank)
+        if group[0] == rank:
+            found.append(group)
+    return tuple(found)
+
+
+def unplaced(nodes: Sequence[str], stages: Sequence[Sequence[int]]) -> str:
+    """Why copies on pipeline neighbours cannot be had in this job; '' where they can.
+
+    `nodes[rank]` is the node of each rank, `stages` are the pipelines.
+    """
+    if len(set(nodes)) < 2:
+        return "all ranks stand on one node"
+    for pipeline in stages:
+        there = {nodes[rank] for rank in pipeline}
+        if len(there) < 2:
+            ranks = f"rank {pipeline[0]} has" if len(pipeline) == 1 else f"ranks {', '.join(map(str, pipeline))} have"
+            why = "no other stage" if len(pipeline) == 1 else f"all their stages on node {min(there)}"
+            return (
+                f"a copy goes to an earlier pipeline stage on another node, but {ranks} {why}; spread the pipeline "
+                "over the nodes (Megatron-LM: an order with pp last), or protect with parity (raim5)"
+            )
+    return ""
+
+
+def plan_neighbours(
+    nodes: Sequence[str], stages: Sequence[Sequence[int]], nbytes: Sequence[int]
+) -> NeighbourPlan:
+    """Whose copy lives where: `nodes[rank]`, pipelines as ranks in the order of their stages, `nbytes[rank]` of data.
+
+    Raises TopologyError where a rank has no neighbour on another node (`unplaced` says why), or is in no pipeline or in
+    two.
+    """
+    if reason := unplaced(nodes, stages):
+        raise TopologyError(reason)
+    if sorted(rank for pipeline in stages for rank in pipeline) != list(range(len(nodes))):
+        raise TopologyError(f"{len(nodes)} ranks, but the pipelines are {[list(pipeline) for pipeline in stages]}")
+    names, ranks = positions(nodes)
+    at = {name: position for position, name in enumerate(names)}
+    copies: dict[int, Copy] = {}
+    for pipeline in stages:
+        for stage, rank in enumerate(pipeline):
+            back = next(back for back in range(1, len(pipeline)) if nodes[pipeline[stage - back]] != nodes[rank])
+            receiver = pipeline[stage - back]
+            copies[rank] = Copy(rank, at[nodes[rank]], receiver, at[nodes[receiver]], nbytes[rank], back)
+    return NeighbourPlan(names, ranks, tuple(copies[rank] for rank in range(len(nodes))))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _check_order(copy: Copy, stream: Sequence[Extent]) -> None:
+    at = 0
+    for extent in sorted(stream, key=lambda extent: (extent.offset, extent.nbytes)):
+        if extent.rank != copy.rank or extent.offset != at:
+            break
+        at += extent.nbytes
+    if at != copy.nbytes or sum(extent.nbytes for extent in stream) != copy.nbytes:
+        raise TopologyError(
+            f"rank {copy.rank}: the parts in which its slot is to go out do not cover its {copy.nbytes} bytes once "
+            f"(the first gap or overlap is at byte {at})"
+        )
