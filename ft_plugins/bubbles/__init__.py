@@ -1,0 +1,1 @@
+"""Idle time of the pipeline: measured, planned with, and given out."""
