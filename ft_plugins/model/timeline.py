@@ -178,7 +178,8 @@ class Profile:
 
 def table(timelines: Sequence[Timeline], least: float = LEAST, reduce_work: Sequence[float] = ()) -> str:
     """Where the time of an iteration goes: a line for each rank, for the first ones of many."""
-    rows = [("rank", "iteration", "forward", "backward", "update", "busy", "idle", "bubbles", "longest", "memory")]
+    head = ("rank", "iteration", "forward", "backward", "update", "busy", "idle", "bubbles", "longest", "memory")
+    rows: list[tuple[str, ...]] = [head]
     for timeline in timelines[:SHOWN]:
         found = bubbles(timeline, least, reduce_work)
         spent = {
