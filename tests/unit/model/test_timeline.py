@@ -123,20 +123,28 @@ def test_a_median_is_of_one_rank() -> None:
         median([])
 
 
+def delayed(one: Timeline, delay: list[int]) -> Timeline:
+    """Each span takes so much longer, and all that comes later is later."""
+    late, spans = 0, []
+    for span, more in zip(one.spans, delay, strict=False):
+        spans.append(replace(span, begin=span.begin + late, end=span.end + late + more))
+        late += more
+    return Timeline(0, one.seconds + late, tuple(spans))
+
+
 @given(timelines(), st.lists(st.lists(st.integers(0, 40), min_size=30, max_size=30), min_size=1, max_size=6))
-def test_what_comes_before_in_each_iteration_comes_before_in_the_median(one: Timeline, delays: list[list[int]]) -> None:
-    iterations = []
-    for delay in delays:
-        late, spans = 0, []
-        for span, more in zip(one.spans, delay, strict=False):
-            spans.append(replace(span, begin=span.begin + late, end=span.end + late + more))
-            late += more
-        iterations.append(Timeline(0, one.seconds + late, tuple(spans)))
-    found = median(iterations)
+def test_the_spans_of_a_median_are_in_order_like_those_that_it_is_of(one: Timeline, delays: list[list[int]]) -> None:
+    found = median([delayed(one, delay) for delay in delays])
     edges = [edge for span in found.spans for edge in (span.begin, span.end)]
     assert edges == sorted(edges)
     assert found.shape == one.shape
     assert not edges or edges[-1] <= found.seconds
+
+
+@given(timelines(), st.permutations(range(30)))
+def test_delays_that_fall_on_different_spans_of_each_iteration_leave_no_trace(one: Timeline, places: list[int]) -> None:
+    hit = [[400 if index in places[turn::5] else 0 for index in range(30)] for turn in range(5)]
+    assert median([delayed(one, delay) for delay in hit]) == one
 
 
 def test_a_profile_tells_the_bubbles_of_each_rank_and_prints() -> None:
