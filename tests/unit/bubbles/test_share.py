@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.share import Rates, share
+from ft_plugins.bubbles.share import Rates, largest_flow, share
 from ft_plugins.bubbles.windows import Windows
 
 LINK = 1_000_000  # bytes a second, and windows of whole seconds: what is lost by rounding to bytes does not show
@@ -76,6 +76,30 @@ def test_all_get_through_in_as_few_iterations_as_any_plan_needs(given_: list[tup
             # each window loses less than a byte an iteration, each class a byte: 20 in all, of 100,000 at least
             assert need <= ceil(bound) * (nbytes + 20), f"{need} bytes at {nbytes} an iteration; {ceil(bound)} would do"
     assert max(Fraction(n, c + 20) for (_, n), c in zip(given_, carried, strict=True) if n) <= bound
+
+
+@settings(max_examples=400)
+@given(st.data(), st.integers(1, 5), st.integers(1, 5))
+def test_a_flow_is_as_large_as_the_smallest_cut_and_the_cut_is_named(
+    data: st.DataObject, senders: int, kinds: int
+) -> None:
+    rows = st.lists(st.booleans(), min_size=kinds, max_size=kinds)
+    may = data.draw(st.lists(rows, min_size=senders, max_size=senders))
+    wanted = data.draw(st.lists(st.integers(0, 9), min_size=senders, max_size=senders))
+    room = data.draw(st.lists(st.integers(0, 9), min_size=kinds, max_size=kinds))
+    flow, short = largest_flow(may, wanted, room)
+    for row, allowed, need in zip(flow, may, wanted, strict=True):
+        assert all(nbytes >= 0 and (here or not nbytes) for nbytes, here in zip(row, allowed, strict=True))
+        assert sum(row) <= need
+    assert all(sum(column) <= space for column, space in zip(zip(*flow, strict=True), room, strict=True))
+
+    def cut(some: set[int]) -> int:
+        """What `some` can do at most, and all others want."""
+        reached = [space for kind, space in enumerate(room) if any(may[sender][kind] for sender in some)]
+        return sum(reached) + sum(need for sender, need in enumerate(wanted) if sender not in some)
+
+    every = (set(some) for count in range(senders + 1) for some in itertools.combinations(range(senders), count))
+    assert sum(map(sum, flow)) == min(map(cut, every)) == cut(short)
 
 
 def test_two_with_the_same_windows_share_by_what_they_have_to_send() -> None:
