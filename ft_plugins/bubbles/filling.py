@@ -150,6 +150,7 @@ def offers(
     bytes_per_second: float | Mapping[int, float],
     reserve: Reserve,
     ready_seconds: float,
+    least: int,
     most: int,
 ) -> list[Offer]:
     """What the windows of each transfer carry, in the order of `transfers`. The arguments are those of the plan."""
@@ -162,8 +163,9 @@ def offers(
         times = [shared(bubbles[transfers[at].sender], bubbles[transfers[at].receiver], reserve) for at in members]
         needs = [transfers[at].nbytes for at in members]
         for at, windows, rates in zip(members, times, share(times, needs, links[pair]), strict=True):
-            every = rates.carried(len(windows.begin)).tolist()
-            first = rates.carried(len(windows.begin), ready_seconds).tolist() if ready_seconds else every
+            every = _worth(rates.carried(len(windows.begin)).tolist(), least)
+            late = rates.carried(len(windows.begin), ready_seconds).tolist() if ready_seconds else every
+            first = _worth(late, least) if ready_seconds else every
             own, seconds = bubbles[transfers[at].sender], sum(needs) / links[pair]
             found[at] = Offer(transfers[at], own, windows, first, every, most, seconds)
     return [found[at] for at in range(len(transfers))]
@@ -191,6 +193,11 @@ def _links(
         part = min(out * nbytes / max(1, sent[source]), into * nbytes / max(1, received[target]))
         found[source, target] = part or min(out, into)
     return found
+
+
+def _worth(carried: Sequence[int], least: int) -> list[int]:
+    """Without windows that carry less than a frame."""
+    return [nbytes if nbytes >= least else 0 for nbytes in carried]
 
 
 def _up_to(room: Sequence[int], nbytes: int) -> list[int]:

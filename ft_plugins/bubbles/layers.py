@@ -3,7 +3,8 @@
 A window that carries M bytes takes, of the layers that are left, those that add up to the most that is at most M: a
 knapsack whose values are its weights. Dynamic programming over sums: after each layer a row of bits says which sums can
 be had; the largest within M is traced back. Sums count in units: the greatest common divisor of the layers, or
-M / UNITS where that is larger. Layers are rounded up to units, so no window ever takes more than it carries.
+M / UNITS where that is larger. Layers are rounded up to units, so no window ever takes more than it carries; where that
+leaves out a layer which just fits, the largest that fit, one after the other, may be more, and are taken.
 
 Invariant: every byte goes out once. A layer that no window can take whole is cut, into parts that fill the largest.
 
@@ -61,7 +62,17 @@ def fullest(sizes: Sequence[int], room: int) -> list[int]:
         if not rows[number - 1] >> rest & 1:
             taken.append(fitting[number - 1])
             rest -= -(-sizes[fitting[number - 1]] // unit)
-    return taken[::-1]
+    largest = _largest_first(sizes, fitting, room)
+    return max(taken[::-1], largest, key=lambda places: sum(sizes[place] for place in places))
+
+
+def _largest_first(sizes: Sequence[int], fitting: Sequence[int], room: int) -> list[int]:
+    taken = []
+    for place in sorted(fitting, key=lambda place: -sizes[place]):
+        if sizes[place] <= room:
+            taken.append(place)
+            room -= sizes[place]
+    return sorted(taken)
 
 
 def fill(layers: Sequence[int], first: Sequence[int], every: Sequence[int], most: int) -> list[list[tuple[Part, ...]]]:

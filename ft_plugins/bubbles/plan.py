@@ -140,13 +140,15 @@ def plan_bubbles(
     granularity: Granularity = Granularity.BYTES,
     ready_seconds: float = 0.0,
     device_bytes: int = 0,
+    least_bytes: int = 0,
     most_iterations: int = MOST_ITERATIONS,
 ) -> BubblePlan:
     """The plan of a job, from one iteration of each rank.
 
     `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: into the first
     iteration, until the version that is to be sent has been captured. `device_bytes`: memory of a device, 0 where a
-    snapshot on the device is not to be had. Raises ConfigError for a rank without timeline or layers.
+    snapshot on the device is not to be had. `least_bytes`: a window that carries less is left alone. Raises ConfigError
+    for a rank without timeline or layers.
     """
     if not transfers:
         raise ConfigError("there is nothing to send: expected a transfer for each rank")
@@ -157,7 +159,7 @@ def plan_bubbles(
     if granularity is Granularity.LAYER and bare:
         raise ConfigError(f"rank {bare[0]}: its layers are not known; choose granularity: bytes, or name them")
     seconds = max(timeline.seconds for timeline in timelines.values())
-    found = offers(transfers, bubbles, bytes_per_second, reserve, ready_seconds, most_iterations)
+    found = offers(transfers, bubbles, bytes_per_second, reserve, ready_seconds, least_bytes, most_iterations)
     planned = [offer.plan(granularity) for offer in found]
     slowest = max(
         1, *(len(grants) for grants, _ in planned),

@@ -109,7 +109,7 @@ def _fairest(may: Sequence[Sequence[bool]], needs: Sequence[int], room: Sequence
     progress = Fraction(sum(room), max(1, sum(needs)))
     while True:
         wanted = [need * progress.numerator // progress.denominator for need in needs]
-        flow, short = _flow(may, wanted, room)
+        flow, short = largest_flow(may, wanted, room)
         if not short:
             return flow
         reached = [any(may[sender][kind] for sender in short) for kind in range(len(room))]
@@ -117,7 +117,7 @@ def _fairest(may: Sequence[Sequence[bool]], needs: Sequence[int], room: Sequence
         progress = Fraction(space, sum(needs[sender] for sender in short))
 
 
-def _flow(may: Sequence[Sequence[bool]], wanted: Sequence[int], room: Sequence[int]) -> tuple[Flow, set[int]]:
+def largest_flow(may: Sequence[Sequence[bool]], wanted: Sequence[int], room: Sequence[int]) -> tuple[Flow, set[int]]:
     """A largest flow, and the senders on the source's side of the smallest cut: none when all is taken."""
     flow = [[0] * len(room) for _ in wanted]
     left, space = list(wanted), list(room)

@@ -7,7 +7,7 @@ as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once
 
     file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
     header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, size of the job,
-             fingerprint
+             gate (bubbles.gate), fingerprint
     slot   = header page (state, version, token, small size, cursor, seal, pins) | digest table | small state | data
     data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ..bubbles.gate import GATE_BYTES
 from ..errors import BudgetError, CorruptSlotError, SegmentError
 from .room import SHM, check_room
 from .slots import SLOTS, Pin, Slot, SlotState, Version, check_transition, may_pin
@@ -39,6 +40,7 @@ _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+(of\d+)?|-parity)
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
 PAGE = 4096
 _MAGIC = int.from_bytes(b"FTPSEG03", "little")
+_GATE = 512  # offset in the header page: closed as it is created, of zeros
 _FINGERPRINT = 1024  # offset in the header page: length, then JSON
 _FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
 
@@ -299,6 +301,11 @@ class Segment:
     @owner.setter
     def owner(self, value: tuple[int, int]) -> None:
         self._header[_HEADER["owner_pid"]], self._header[_HEADER["owner_started"]] = value
+
+    @property
+    def gate(self) -> npt.NDArray[np.uint8]:
+        """The words by which the rank's trainer says how much of its copy may go now, a view: `bubbles.gate.Gate`."""
+        return self.bytes[_GATE : _GATE + GATE_BYTES]
 
     @property
     def fingerprint(self) -> dict[str, Any]:

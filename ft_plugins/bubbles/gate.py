@@ -1,0 +1,207 @@
+"""The gate: words in shared memory by which a trainer says how much of its copy may go now; and the pacer that asks.
+
+A trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame.
+
+    word   0        1        2           3        4       5 ..                                 29
+           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal
+                    `------------------ covered by the seal --------------------------------'
+
+Invariant: what is read is what was written by one `open`, or nothing: the seal, a digest written last, fits no mixture
+of two openings, whatever order a machine makes stores visible in. Closing is one store of 8 bytes: an opening is over
+when `closed` names its number. A gate is closed until it is opened, and an open one ends by its deadlines, also when
+its trainer is dead: CLOCK_MONOTONIC is one for all processes of a machine. Neither side takes a lock or calls the
+system for it.
+
+It lies in the header page of the rank's segment, which trainer and SMP have mapped anyway, between words and
+fingerprint: nothing more to create, find, or clean up.
+
+In: grants of a plan (bubbles.plan). Out: `Opening`s; `GatePacer`, which fits whoever sends by `model.pacer`.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..model.pacer import NO_DEADLINE, Allowance, Pacer
+from .filling import Grant
+from .plan import SenderPlan
+from .windows import WINDOWS
+
+_SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
+_CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
+GATE_BYTES = 8 * (_SEAL + 1)
+LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
+_LOOKS = 3  # at a gate that is being written
+_NUMBERS = 1 << 63
+
+Buffer = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """One bubble, as its trainer opened it: (begin_ns, deadline_ns, bytes) of each window, by CLOCK_MONOTONIC."""
+
+    number: int
+    iteration: int
+    bubble: int
+    windows: tuple[tuple[int, int, int], ...]
+
+
+class Gate:
+    """One rank's. Its trainer alone opens and closes; anyone reads. `buffer` has GATE_BYTES, aligned to 8."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._words = buffer[:GATE_BYTES].view(np.uint64)
+        self._bytes = memoryview(buffer[8 * _NUMBER : 8 * _SEAL])  # type: ignore[arg-type]
+
+    def open(self, grants: Sequence[Grant], iteration: int, now_ns: int) -> None:
+        """A bubble has begun at `now_ns`; `grants` are what the plan allows in it, WINDOWS at most."""
+        number = (int(self._words[_NUMBER]) + 1) % _NUMBERS
+        flat = [
+            value
+            for grant in grants
+            for value in (now_ns + int(grant.begin * 1e9), now_ns + int(grant.deadline * 1e9), grant.nbytes)
+        ]
+        bubble = grants[0].bubble if grants else 0
+        flat += [0] * (3 * WINDOWS - len(flat))
+        sealed = _SEALED.pack(number, iteration, bubble, len(grants), *flat)
+        self._bytes[:] = sealed
+        self._words[_SEAL] = xxhash.xxh3_64_intdigest(sealed)
+
+    def close(self) -> None:
+        """The bubble is over, or a trainer has come that has not opened anything yet."""
+        self._words[_CLOSED] = self._words[_NUMBER]
+
+    def read(self) -> Opening | None:
+        """The opening that stands, whether its time has come, is or is over; None for a gate that is closed."""
+        for _ in range(_LOOKS):
+            sealed = bytes(self._bytes)
+            if xxhash.xxh3_64_intdigest(sealed) == int(self._words[_SEAL]):
+                number, iteration, bubble, count, *flat = _SEALED.unpack(sealed)
+                if int(self._words[_CLOSED]) == number:  # read last: what is closed meanwhile is closed
+                    return None
+                if int(self._words[_NUMBER]) != number:  # closed meanwhile, and another one opened
+                    continue
+                return Opening(number, iteration, bubble, tuple(zip(*[iter(flat[: 3 * count])] * 3, strict=True)))
+        return None
+
+
+class Gatekeeper:
+    """Opens and closes the gate of one trainer by its plan; the trainer tells it where each compute span ends."""
+
+    def __init__(self, gate: Gate, plan: SenderPlan, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._gate = gate
+        self._plan = plan
+        self._clock_ns = clock_ns
+        self._span = -1  # the compute span that ended last; -1 before the first
+        self._iteration = 0
+        self._is_open = False
+        gate.close()
+
+    def iteration_begin(self, iteration: int) -> None:
+        """The iteration of a period, from 0, has begun; beyond the last one, bubbles are open for what was late."""
+        self._iteration, self._span = iteration, -1
+        self._bubble_begins()
+
+    def span_begin(self) -> None:
+        """The next compute span begins: the bubble before it, if there was one, is over."""
+        if self._is_open:
+            self._gate.close()
+            self._is_open = False
+
+    def span_end(self) -> None:
+        """A compute span has ended."""
+        self._span += 1
+        self._bubble_begins()
+
+    def iteration_end(self) -> None:
+        """Nothing more is planned in this iteration."""
+        self.span_begin()
+
+    def _bubble_begins(self) -> None:
+        grants = self._plan.after(self._iteration, self._span)
+        if grants:
+            self._gate.open(grants, self._iteration, self._clock_ns())
+            self._is_open = True
+
+
+class GatePacer:
+    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline.
+
+    `otherwise` paces when no gate was opened for `patience_seconds`: no plan yet, a trainer that is dead, evaluation.
+    `inside_bytes` went in their window, `late_bytes` were through after it.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        otherwise: Pacer | None = None,
+        patience_seconds: float = 60.0,
+        least_bytes: int = LEAST_BYTES,
+        poll_seconds: float = 0.0005,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._gate = gate
+        self._otherwise = otherwise
+        self._patience_ns = int(patience_seconds * 1e9)
+        self._least = least_bytes
+        self._poll = poll_seconds
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._number: int | None = None  # the opening that was seen last
+        self._seen_ns = clock_ns()  # when it was
+        self._left: list[int] = []  # of it: bytes that may still go in each window
+        self.inside_bytes = 0
+        self.late_bytes = 0
+
+    def take(self, nbytes: int, stop: threading.Event) -> Allowance:
+        """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
+        while not stop.is_set():
+            with self._lock:
+                allowed, wait = self._look(nbytes)
+                silent = self._clock_ns() - self._seen_ns > self._patience_ns
+            if allowed is not None:
+                return allowed
+            if silent and self._otherwise is not None:
+                return self._otherwise.take(nbytes, stop)
+            stop.wait(wait)
+        return Allowance(0)
+
+    def ended(self, allowed: Allowance) -> None:
+        """Count a frame that is through."""
+        if allowed.deadline_ns == NO_DEADLINE:
+            return
+        with self._lock:
+            if self._clock_ns() <= allowed.deadline_ns:
+                self.inside_bytes += allowed.nbytes
+            else:
+                self.late_bytes += allowed.nbytes
+
+    def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
+        """What may go now, or for how many seconds there is nothing to look for."""
+        opening, now = self._gate.read(), self._clock_ns()
+        if opening is None:
+            return None, self._poll
+        if opening.number != self._number:
+            self._number, self._seen_ns = opening.number, now
+            self._left = [window[2] for window in opening.windows]
+        for place, (begin, deadline, planned) in enumerate(opening.windows):
+            if now >= deadline:
+                continue
+            if now < begin:
+                return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
+            in_time = planned * (deadline - now) // (deadline - begin)
+            room = min(self._left[place], in_time)
+            if room and room >= min(nbytes, self._least):
+                allowed = min(nbytes, room)
+                self._left[place] -= allowed
+                return Allowance(allowed, deadline), 0.0
+        return None, self._poll

@@ -1,0 +1,385 @@
+"""The gate between two processes: what is read was written whole, by one opening; closed unless its trainer says so.
+
+Trainers are real processes that are killed in the middle of what they do; the pacer's arithmetic runs by a clock of its
+own. Times that two processes measure are of one clock, CLOCK_MONOTONIC, so they are compared without tolerance.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.bubbles.filling import Grant, Transfer
+from ft_plugins.bubbles.gate import GATE_BYTES, Gate, Gatekeeper, GatePacer, Opening
+from ft_plugins.bubbles.plan import SenderPlan
+from ft_plugins.bubbles.windows import WINDOWS
+from ft_plugins.model.pacer import Allowance
+from ft_plugins.snapshot.segment import Segment, Shape, create
+
+_fork = multiprocessing.get_context("fork")
+WAIT_SECONDS = 30.0  # for anything that takes milliseconds
+MS = 1_000_000  # nanoseconds
+
+
+def grant(bubble: int, begin: float, deadline: float, nbytes: int, after: int = 0) -> Grant:
+    return Grant(bubble, after, begin, deadline, nbytes)
+
+
+def empty() -> np.ndarray:
+    return np.zeros(GATE_BYTES, dtype=np.uint8)
+
+
+# what is read
+
+
+def test_a_gate_is_closed_until_it_is_opened_and_after_it_was_closed() -> None:
+    gate = Gate(empty())
+    assert gate.read() is None
+    gate.close()
+    assert gate.read() is None
+    gate.open([grant(7, 0.001, 0.003, 500), grant(7, 0.004, 0.005, 60)], 2, 10 * MS)
+    assert gate.read() == Opening(1, 2, 7, ((11 * MS, 13 * MS, 500), (14 * MS, 15 * MS, 60)))
+    gate.close()
+    assert gate.read() is None
+    gate.open([grant(8, 0, 0.001, 9)], 3, 20 * MS)
+    assert gate.read() == Opening(2, 3, 8, ((20 * MS, 21 * MS, 9),))
+
+
+def test_as_many_windows_fit_as_a_bubble_has() -> None:
+    gate = Gate(empty())
+    gate.open([grant(1, i / 1e3, (i + 1) / 1e3, i) for i in range(WINDOWS)], 0, 0)
+    found = gate.read()
+    assert found is not None and [window[2] for window in found.windows] == list(range(WINDOWS))
+
+
+@given(st.integers(0, GATE_BYTES), st.integers(0, GATE_BYTES))
+def test_a_mixture_of_two_openings_is_not_read(low: int, high: int) -> None:
+    """A writer that was ended, or whose stores are seen in another order: any bytes old, the others new."""
+    memory, later = empty(), empty()
+    for buffer, number in ((memory, 1), (later, 2)):
+        for _ in range(number):
+            Gate(buffer).open([grant(number, number, number + 1, 100 * number)] * number, number, number)
+    before, after = Gate(memory).read(), Gate(later).read()
+    assert before is not None and after is not None and before != after
+    memory[low:high] = later[low:high]
+    assert Gate(memory).read() in (before, after, None)
+    if bytes(memory) not in (bytes(later),) and low < high and low >= 16:  # within what is sealed
+        assert Gate(memory).read() in (before, None)
+
+
+def test_it_lies_in_a_segment_between_what_else_is_in_the_header(segment_path: Path) -> None:
+    create(segment_path, Shape(64, 100, 1, 5), 3, {"model": "x" * 2900}, 4)
+    segment, other = Segment(segment_path), Segment(segment_path)
+    before = segment.bytes.copy()
+    Gate(segment.gate).open([grant(1, 0, 1, 2**40)] * WINDOWS, 1, 5)
+    segment.completed, segment.token = 9, 2**63
+    found = Gate(other.gate).read()
+    assert found is not None and found.windows == ((5, 5 + 10**9, 2**40),) * WINDOWS
+    assert segment.fingerprint == {"model": "x" * 2900} and (segment.completed, segment.token) == (9, 2**63)
+    changed = np.nonzero(segment.bytes != before)[0]
+    assert all(at < 512 + GATE_BYTES for at in changed)
+    segment.close()
+    other.close()
+
+
+# two processes
+
+
+def shared(path: Path) -> np.ndarray:
+    return np.memmap(path, dtype=np.uint8, mode="r+", shape=(GATE_BYTES,))
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> np.ndarray:
+    """What two processes share."""
+    path = tmp_path / "gate"
+    path.write_bytes(bytes(GATE_BYTES))
+    return shared(path)
+
+
+@contextmanager
+def trainer(act: Callable[[Connection], None]) -> Iterator[tuple[Connection, int]]:
+    """A process that does `act` and says so; killed afterwards."""
+    here, there = _fork.Pipe()
+    process = _fork.Process(target=act, args=(there,), daemon=True)
+    process.start()
+    try:
+        assert process.pid is not None
+        yield here, process.pid
+    finally:
+        process.kill()
+        process.join(WAIT_SECONDS)
+
+
+def heard(connection: Connection) -> object:
+    assert connection.poll(WAIT_SECONDS), "the other process says nothing"
+    return connection.recv()
+
+
+def test_a_reader_never_sees_half_an_opening_of_another_process(memory: np.ndarray) -> None:
+    def act(tell: Connection) -> None:
+        gate, number = Gate(memory), 0
+        while True:  # every number of an opening follows from its first
+            number += 1
+            count = 1 + number % WINDOWS
+            gate.open([grant(number, 0, number, number + i) for i in range(count)], number % 1000, number)
+            if number % 3 == 0:
+                gate.close()
+
+    gate, seen, number = Gate(memory), 0, 0
+    with trainer(act):
+        until = time.monotonic() + WAIT_SECONDS
+        while seen < 20_000 and time.monotonic() < until:
+            found = gate.read()
+            if found is None:
+                continue
+            number = found.number
+            assert number % 3, "it was closed" if number == found.number else ""
+            windows = tuple((number, number + number * 10**9, number + i) for i in range(1 + number % WINDOWS))
+            assert found == Opening(number, number % 1000, number, windows)
+            seen += 1
+    assert seen == 20_000
+
+
+def test_what_a_dead_trainer_left_open_ends_by_its_deadline(memory: np.ndarray) -> None:
+    def act(tell: Connection) -> None:
+        Gate(memory).open([grant(1, 0, 0.3, 1 << 40)], 0, time.monotonic_ns())
+        tell.send(time.monotonic_ns())
+        signal.pause()
+
+    gate, stop = Gate(memory), threading.Event()
+    pacer, count = GatePacer(gate, least_bytes=1), 0
+    with trainer(act) as (told, pid):
+        opened = heard(told)
+        assert isinstance(opened, int)
+        os.kill(pid, signal.SIGKILL)
+        deadline = gate.read().windows[0][1]  # type: ignore[union-attr]
+        assert opened < deadline <= opened + 300 * MS
+        timer = threading.Timer((deadline - time.monotonic_ns()) / 1e9 + 0.2, stop.set)
+        timer.start()
+        asked = time.monotonic_ns()
+        while (allowed := pacer.take(1000, stop)).nbytes:
+            assert asked < deadline and allowed.deadline_ns == deadline, "it goes on"
+            asked, count = time.monotonic_ns(), count + 1
+        timer.join(WAIT_SECONDS)
+    assert count > 0 and gate.read() is not None, "nobody has closed it"
+
+
+def test_the_pacer_of_one_process_follows_the_bubbles_of_another(memory: np.ndarray) -> None:
+    """Twelve bubbles of 30 ms, of which 1,000 bytes may go each: no more goes, and only while the gate is open."""
+
+    def act(tell: Connection) -> None:
+        gate = Gate(memory)
+        for number in range(12):
+            begin = time.monotonic_ns()
+            gate.open([grant(number, 0, 0.03, 1000)], number, begin)
+            time.sleep(0.03)  # the bubble itself
+            gate.close()
+            tell.send((begin, time.monotonic_ns()))
+            time.sleep(0.01)  # compute
+        tell.send(None)
+
+    pacer, stop = GatePacer(Gate(memory), least_bytes=1), threading.Event()
+    taken: list[tuple[int, Allowance, int]] = []
+    with trainer(act) as (told, _):
+        def send() -> None:
+            while True:
+                asked = time.monotonic_ns()
+                allowed = pacer.take(300, stop)
+                if not allowed.nbytes:
+                    return
+                taken.append((asked, allowed, time.monotonic_ns()))
+                pacer.ended(allowed)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        bubbles = []
+        while (times := heard(told)) is not None:
+            assert isinstance(times, tuple)
+            bubbles.append(times)
+        stop.set()
+        thread.join(WAIT_SECONDS)
+    assert len(bubbles) == 12 and taken
+    for begin, closed in bubbles:
+        # by its deadline a frame belongs to one bubble; when it was allowed lies between asking and having it
+        mine = [(asked, one, had) for asked, one, had in taken if one.deadline_ns == begin + 30 * MS]
+        assert sum(one.nbytes for _, one, _ in mine) <= 1000
+        assert all(asked < closed and had > begin for asked, _, had in mine)
+    deadlines = {begin + 30 * MS for begin, _ in bubbles}
+    assert all(one.deadline_ns in deadlines for _, one, _ in taken)
+    total = sum(one.nbytes for _, one, _ in taken)
+    assert pacer.inside_bytes + pacer.late_bytes == total and total > 0
+
+
+# the pacer, by a clock of its own
+
+
+class Clock:
+    """Time that passes only where somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class Stop(threading.Event):
+    """Waiting moves the clock, and lets things happen at their time; it is set at `end`."""
+
+    def __init__(self, clock: Clock, end: int, events: dict[int, Callable[[], None]] | None = None) -> None:
+        super().__init__()
+        self._clock, self._end, self._events = clock, end, events or {}
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None and timeout > 0, "it does not wait at all"
+        self._clock.now += max(1, int(timeout * 1e9))
+        for at in sorted(at for at in self._events if at <= self._clock.now):
+            self._events.pop(at)()
+        if self._clock.now >= self._end:
+            self.set()
+        return self.is_set()
+
+
+def test_no_more_goes_than_was_planned_nor_than_gets_through_in_time() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0.010, 0.020, 1000)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
+    assert pacer.take(400, stop) == Allowance(400, 20 * MS) and clock.now == 10 * MS, "it waits for the window"
+    clock.now = 15 * MS
+    assert pacer.take(10_000, stop).nbytes == 500, "half of the window is left, and so half of its bytes"
+    assert pacer.take(10_000, stop).nbytes == 100, "1000 in all"
+    assert pacer.take(10_000, stop) == Allowance(0) and stop.is_set()
+
+
+def test_who_is_late_goes_on_in_the_next_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    stop = Stop(clock, 200 * MS, {50 * MS: lambda: gate.open([grant(2, 0.001, 0.011, 2000)], 0, 50 * MS)})
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    first = pacer.take(900, stop)
+    clock.now = 12 * MS  # the frame took longer than it should
+    pacer.ended(first)
+    second = pacer.take(900, stop)
+    assert second == Allowance(900, 61 * MS) and 51 * MS <= clock.now < 52 * MS
+    pacer.ended(second)
+    assert (pacer.late_bytes, pacer.inside_bytes) == (900, 900)
+
+
+def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 100), grant(1, 0.030, 0.040, 50)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
+    assert pacer.take(1000, stop) == Allowance(100, 10 * MS)
+    assert pacer.take(1000, stop) == Allowance(0) or clock.now >= 30 * MS
+
+
+def test_the_second_window_of_a_bubble_has_bytes_of_its_own() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 100), grant(1, 0.030, 0.040, 50)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
+    clock.now = 11 * MS
+    assert pacer.take(1000, stop) == Allowance(50, 40 * MS) and clock.now == 30 * MS
+
+
+def test_less_than_is_worth_a_frame_waits_unless_it_is_all_there_is() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    pacer = GatePacer(gate, least_bytes=300, clock_ns=clock)
+    clock.now = 8 * MS  # 200 would get through
+    assert pacer.take(150, Stop(clock, 9 * MS)).nbytes == 150
+    clock.now = 8 * MS
+    assert pacer.take(1000, Stop(clock, 20 * MS)).nbytes == 0
+
+
+def test_a_gate_that_is_closed_early_lets_nothing_more_go() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 1.0, 1000)], 0, 0)
+    pacer = GatePacer(gate, least_bytes=1, clock_ns=clock)
+    assert pacer.take(10, Stop(clock, 5 * MS)).nbytes == 10
+    gate.close()
+    assert pacer.take(10, Stop(clock, 50 * MS)) == Allowance(0)
+
+
+class Free:
+    """Lets everything go at once."""
+
+    def take(self, nbytes: int, stop: threading.Event) -> Allowance:
+        return Allowance(nbytes)
+
+    def ended(self, allowed: Allowance) -> None:
+        raise AssertionError("who was not allowed by the gate is not counted there")
+
+
+def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), patience_seconds=0.1, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and 100 * MS < clock.now < 102 * MS
+    pacer.ended(Allowance(70))
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert pacer.take(70, Stop(clock, 1000 * MS)).nbytes == 50
+    began = clock.now
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now - began > 99 * MS
+
+
+# the trainer's side: counting spans
+
+
+def test_a_trainer_that_counts_spans_opens_each_bubble_as_planned_and_closes_it() -> None:
+    transfer = Transfer(0, 0, 1, 1, 230)
+    first = grant(0, 0, 0.010, 100, after=-1), grant(3, 0.002, 0.020, 80, after=1)
+    late = replace(first[1], nbytes=50)
+    plan = SenderPlan(transfer, (first, (late,)), first, 1.0, 1.0)
+    clock, gate = Clock(), Gate(empty())
+    keeper = Gatekeeper(gate, plan, clock)
+
+    def played(iteration: int) -> list[tuple[int, int] | None]:
+        """(bubble, bytes) that the gate says before and after each of three spans."""
+        said: list[tuple[int, int] | None] = []
+
+        def look() -> None:
+            found = gate.read()
+            said.append((found.bubble, found.windows[0][2]) if found else None)
+
+        keeper.iteration_begin(iteration)
+        look()
+        for _ in range(3):
+            clock.now += MS
+            keeper.span_begin()
+            look()
+            keeper.span_end()
+            look()
+        keeper.iteration_end()
+        look()
+        return said
+
+    assert played(0) == [(0, 100), None, None, None, (3, 80), None, None, None]
+    assert played(1) == [None, None, None, None, (3, 50), None, None, None]
+    assert played(2) == played(0), "for what was late"
+
+
+def test_a_new_trainer_begins_with_a_closed_gate_whatever_the_one_before_it_left() -> None:
+    memory = empty()
+    Gate(memory).open([grant(1, 0, 10.0, 5)], 0, 0)
+    plan = SenderPlan(Transfer(0, 0, 1, 1, 5), (), (), 0, 0)
+    Gatekeeper(Gate(memory), plan)
+    assert Gate(memory).read() is None
+    memory[:] = np.random.default_rng(1).integers(0, 256, GATE_BYTES, dtype=np.uint8)
+    keeper = Gatekeeper(Gate(memory), replace(plan, every=(grant(4, 0, 1.0, 77, after=-1),)))
+    assert Gate(memory).read() is None
+    keeper.iteration_begin(9)
+    found = Gate(memory).read()
+    assert found is not None and found.bubble == 4

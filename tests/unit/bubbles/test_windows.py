@@ -1,0 +1,79 @@
+"""The windows of two ranks are the times in which both are idle, reserves apart: compared with every tick counted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.bubbles.windows import WINDOWS, Reserve, Windows, shared
+from ft_plugins.errors import ConfigError
+from ft_plugins.model.timeline import Bubble
+
+NONE = Reserve(0, 0)
+
+
+@st.composite
+def idle(draw: st.DrawFn, end: int = 24, most: int = 6) -> tuple[Bubble, ...]:
+    """Bubbles at whole seconds."""
+    count = draw(st.integers(0, most))
+    edges = sorted(draw(st.lists(st.integers(0, end), min_size=2 * count, max_size=2 * count, unique=True)))
+    return tuple(
+        Bubble(10 + number, float(begin), float(stop), 100 + number)
+        for number, (begin, stop) in enumerate(zip(edges[::2], edges[1::2], strict=True))
+    )
+
+
+def ticks(bubbles: tuple[Bubble, ...], begin: int, end: int) -> dict[int, int]:
+    """Which seconds of which bubble are left of it when so much is reserved."""
+    return {
+        at: place
+        for place, bubble in enumerate(bubbles)
+        for at in range(int(bubble.begin) + begin, int(bubble.end) - end)
+    }
+
+
+def told(windows: Windows) -> list[tuple[int, float, float]]:
+    return list(zip(windows.bubble.tolist(), windows.begin.tolist(), windows.end.tolist(), strict=True))
+
+
+@settings(max_examples=300)
+@given(idle(), idle(), st.integers(0, 2), st.integers(0, 2))
+def test_a_window_is_where_both_are_idle_and_nothing_is_reserved(
+    sender: tuple[Bubble, ...], receiver: tuple[Bubble, ...], begin: int, end: int
+) -> None:
+    found = told(shared(sender, receiver, Reserve(begin, end)))
+    own, other = ticks(sender, begin, end), ticks(receiver, begin, end)
+    wanted = {at: place for at, place in own.items() if at in other}
+    assert {at: place for place, low, high in found for at in range(int(low), int(high))} == wanted
+    assert all(low < high for _, low, high in found), "a window of no length"
+    assert all(before[2] <= after[1] for before, after in zip(found, found[1:], strict=False))
+
+
+def test_of_many_windows_of_one_bubble_the_longest_are_taken() -> None:
+    sender = (Bubble(0, 0, 1000, -1), Bubble(1, 2000, 3000, 4))
+    receiver = tuple(Bubble(i, 20.0 * i, 20.0 * i + 1 + i % 13, i) for i in range(12)) + (Bubble(12, 2100, 2200, 12),)
+    found = told(shared(sender, receiver, NONE))
+    lengths = sorted((high - low for place, low, high in found if place == 0), reverse=True)
+    assert lengths == sorted((1.0 + i % 13 for i in range(12)), reverse=True)[:WINDOWS]
+    assert found[-1] == (1, 2100.0, 2200.0), "and another bubble keeps its own"
+    assert [low for _, low, _ in found] == sorted(low for _, low, _ in found)
+
+
+def test_bubbles_that_overlap_are_refused() -> None:
+    with pytest.raises(ConfigError, match="overlap or are not in the order of time"):
+        shared((Bubble(0, 0, 2, -1), Bubble(1, 1, 3, 0)), (), NONE)
+    with pytest.raises(ConfigError, match="overlap or are not in the order of time"):
+        shared((), (Bubble(0, 2, 1, -1),), NONE)
+
+
+def test_what_is_reserved_is_what_a_message_needs_on_the_link_and_slack() -> None:
+    assert Reserve.of(5_000_000, 1e9, 0.001) == Reserve(0.006, 0.006)
+    with pytest.raises(ConfigError, match="no times to reserve"):
+        Reserve(0.1, -1)
+
+
+def test_ranks_that_share_nothing_have_no_windows() -> None:
+    assert told(shared((Bubble(0, 0, 1, -1),), (Bubble(0, 1, 2, 3),), NONE)) == []
+    assert told(shared((), (), NONE)) == []
+    assert shared((Bubble(0, 0, 4, -1),), (Bubble(0, 1, 3, 3),), NONE).seconds == 2
