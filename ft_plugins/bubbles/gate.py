@@ -31,6 +31,7 @@ import numpy.typing as npt
 import xxhash
 
 from ..model.pacer import NO_DEADLINE, Allowance, Pacer
+from ..model.timeline import COMPUTE, Kind
 from .filling import Grant
 from .plan import SenderPlan
 from .windows import WINDOWS
@@ -95,13 +96,13 @@ class Gate:
 
 
 class Gatekeeper:
-    """Opens and closes the gate of one trainer by its plan; the trainer tells it where each compute span ends."""
+    """Opens and closes the gate of one trainer by its plan; the trainer tells it where each span begins and ends."""
 
     def __init__(self, gate: Gate, plan: SenderPlan, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._gate = gate
         self._plan = plan
         self._clock_ns = clock_ns
-        self._span = -1  # the compute span that ended last; -1 before the first
+        self._span = -1  # the one that ended last; -1 before the first
         self._iteration = 0
         self._is_open = False
         gate.close()
@@ -111,20 +112,24 @@ class Gatekeeper:
         self._iteration, self._span = iteration, -1
         self._bubble_begins()
 
-    def span_begin(self) -> None:
-        """The next compute span begins: the bubble before it, if there was one, is over."""
-        if self._is_open:
-            self._gate.close()
-            self._is_open = False
+    def span_begin(self, kind: Kind) -> None:
+        """The next span begins: if it computes, the bubble before it is over."""
+        if self._is_open and kind in COMPUTE:
+            self._close()
 
     def span_end(self) -> None:
-        """A compute span has ended."""
+        """A span has ended."""
         self._span += 1
         self._bubble_begins()
 
     def iteration_end(self) -> None:
         """Nothing more is planned in this iteration."""
-        self.span_begin()
+        if self._is_open:
+            self._close()
+
+    def _close(self) -> None:
+        self._gate.close()
+        self._is_open = False
 
     def _bubble_begins(self) -> None:
         grants = self._plan.after(self._iteration, self._span)

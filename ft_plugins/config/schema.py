@@ -111,6 +111,26 @@ class ReftConfig(SystemConfig):
     )
 
 
+class BaftConfig(SystemConfig):
+    """BAFT: snapshots are copied to the node of the pipeline stage before, while the pipeline is idle anyway."""
+
+    link_mbps: float = Field(
+        10_000.0,
+        gt=0,
+        description="what the link of a node carries, each way: by it the bytes of a bubble are planned",
+        json_schema_extra=_more("megabits per second"),
+    )
+    reserve_ms: float = Field(
+        1.0,
+        ge=0,
+        description="at both ends of a bubble nothing is sent for so long: the pipeline's own messages come first",
+        json_schema_extra=_more("milliseconds"),
+    )
+    profile_iterations: int = Field(
+        6, ge=1, description="measure so many iterations before bubbles are planned", json_schema_extra=_more()
+    )
+
+
 class Config(_Block):
     """What a user may decide. `model_fields_set` says what was given; the rest are defaults."""
 
@@ -170,6 +190,11 @@ class Config(_Block):
     reft: ReftConfig | None = Field(
         None, description="switch on REFT: snapshots in host memory, which outlive the training processes"
     )
+    baft: BaftConfig | None = Field(
+        None,
+        description="switch on BAFT: snapshots copied to the node of the pipeline stage before, sent in the bubbles of "
+        "the pipeline; with --reft its keys hold for the snapshots",
+    )
 
     @classmethod
     def from_json(cls, block: Mapping[str, Any], whole: bool = True) -> Config:
@@ -200,6 +225,13 @@ class Config(_Block):
     def systems(self) -> tuple[str, ...]:
         """Names of the systems that are on, in the schema's order."""
         return tuple(key.path[0] for key in keys() if key.system and getattr(self, key.path[0]) is not None)
+
+    @property
+    def capture(self) -> ReftConfig | None:
+        """How snapshots are taken and kept, whichever system wants them; None where none does."""
+        if self.baft is None:
+            return self.reft
+        return (self.reft or ReftConfig()).model_copy(update={"redundancy": "neighbour"})
 
     @property
     def protects(self) -> bool:
@@ -308,6 +340,14 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
 
 
 def _require_effect(config: Config, spell: Spelling) -> None:
+    redundancy = config.given().get(("reft", "redundancy"))
+    if config.baft is not None and redundancy not in (None, "neighbour"):
+        known = {key.path: key for key in keys()}
+        first, second = known["reft", "redundancy"], known[("baft",)]
+        raise ConfigError(
+            f"{spell(first)}: {redundancy} contradicts {spell(second)}, which keeps a copy on the stage before "
+            "(neighbour); drop one of the two"
+        )
     for key in keys():
         if key.needs_system and not config.protects and config.given().get(key.path, key.default) != key.default:
             switches = " or ".join(key.flag for key in keys() if key.system)

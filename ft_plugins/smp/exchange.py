@@ -23,8 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import faults
+from ..bubbles.gate import GatePacer
 from ..errors import CorruptSlotError, FtError
 from ..events import Events
+from ..model.pacer import Allowance, Pacer
 from ..redundancy.plan import ExchangePlan, Send
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Version
@@ -40,22 +42,25 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class RatePacer:
-    """Lets so many bytes a second pass, over all threads. 0: as many as will."""
+    """A `model.pacer` that lets so many bytes a second pass, over all threads. 0: as many as will."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
         self._lock = threading.Lock()
         self._free_at = time.monotonic()
 
-    def take(self, nbytes: int, stop: threading.Event) -> None:
-        """Wait until `nbytes` may go, or `stop`."""
-        if not self._rate:
-            return
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + nbytes / self._rate
-            wait = self._free_at - now
-        stop.wait(wait)
+    def take(self, nbytes: int, stop: threading.Event) -> Allowance:
+        """Wait until all of `nbytes` may go, or `stop`."""
+        if self._rate:
+            with self._lock:
+                now = time.monotonic()
+                self._free_at = max(self._free_at, now) + nbytes / self._rate
+                wait = self._free_at - now
+            stop.wait(wait)
+        return Allowance(0 if stop.is_set() else nbytes)
+
+    def ended(self, allowed: Allowance) -> None:
+        """Nothing is counted."""
 
 
 def slot_of(segment: Segment, version: Version) -> int:
@@ -86,8 +91,11 @@ class Exchange:
         pacer: RatePacer,
         events: Events,
         alike: Callable[[Version], None] = lambda version: None,
+        gates: Mapping[int, GatePacer] | None = None,
     ) -> None:
         """`segments` of this node's ranks hold `version` pinned; `connect` gives a connection to a position's SMP.
+
+        What is copied of the slots of a rank in `gates` goes when that says so, everything else when `pacer` does.
 
         `alike` is called when every replica that parity was made from here has been found equal to its other side.
         Raises ProtocolError when a slot is laid out otherwise than the plan has it.
@@ -98,6 +106,7 @@ class Exchange:
         self._epoch = epoch
         self._segments = segments
         self._pacer = pacer
+        self._gates = gates or {}
         self._events = events
         self._stop = threading.Event()
         self._started = time.monotonic()
@@ -201,11 +210,15 @@ class Exchange:
                 if self._stop.is_set():
                     return False
                 faults.reach("exchange.frame", position=self._position, target=target, at=at)
-                frame = self._frame(send, at)
-                self._pacer.take(len(frame), self._stop)
+                pacer = self._pacer_of(send)
+                allowed = pacer.take(min(send.stop - send.start - at, PAYLOAD_LIMIT), self._stop)
+                if not allowed.nbytes:
+                    return False
+                frame = self._frame(send, at, allowed.nbytes)
                 answer, _ = self._peers[target].ask(
                     "take", frame, key=list(key), node=send.node, at=at, exponent=send.exponent, **fields
                 )
+                pacer.ended(allowed)
                 self._count(len(frame))
                 at = int(answer["taken"])
         for rank in sorted(set(ranks) - set(reply["copies"])):
@@ -267,12 +280,19 @@ class Exchange:
         self._events.emit(
             "exchange.sent", lineage=self._version.lineage, iteration=self._version.iteration, bytes=self._sent_bytes,
             compared=sum(map(len, self._checks.values())), seconds=round(time.monotonic() - self._started, 3),
+            in_bubbles=sum(gate.inside_bytes for gate in self._gates.values()),
+            late=sum(gate.late_bytes for gate in self._gates.values()),
         )  # fmt: skip
 
-    def _frame(self, send: Send, at: int) -> Bytes:
-        """The next bytes of a block, `at` from its start: a view of a slot, or a copy where ranks meet."""
+    def _pacer_of(self, send: Send) -> Pacer:
+        """Who says when it goes: of bytes of one rank its gate, where it has one."""
+        members = self._plan.sections[send.area.section].members(send.node)
+        return self._gates.get(members[0], self._pacer) if len(members) == 1 else self._pacer
+
+    def _frame(self, send: Send, at: int, nbytes: int) -> Bytes:
+        """`nbytes` of a block, `at` from its start: a view of a slot, or a copy where ranks meet."""
         start = send.start + at
-        stop = min(send.stop, start + PAYLOAD_LIMIT)
+        stop = start + nbytes
         section = self._plan.sections[send.area.section]
         parts = []
         for extent in section.extents(send.node, start, stop):

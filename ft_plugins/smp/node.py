@@ -20,6 +20,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from ..bubbles.gate import Gate, GatePacer
 from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..redundancy.plan import ExchangePlan
@@ -298,10 +299,13 @@ class NodeTier:
             if not pinned:
                 return pinned is False
             self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
+            segments = {rank: self._segments[rank] for rank in self._plan.ranks[self._told.position]}
+            pacer = RatePacer(self._told.exchange_mbps * 1e6 / 8)
+            gated = segments.items() if self._told.gated else ()
+            gates = {rank: GatePacer(Gate(segment.gate), pacer) for rank, segment in gated}
             self._exchange = Exchange(
-                self._plan, self._told.position, version, self._told.lineage,
-                {rank: self._segments[rank] for rank in self._plan.ranks[self._told.position]}, self._connect,
-                RatePacer(self._told.exchange_mbps * 1e6 / 8), self._events, self._vault.alike,
+                self._plan, self._told.position, version, self._told.lineage, segments, self._connect, pacer,
+                self._events, self._vault.alike, gates,
             )  # fmt: skip
             return False
 

@@ -46,11 +46,11 @@ class ReftNodes:
         towards: str,
     ) -> None:
         """`nodes[rank]` is the node of each rank; `towards` a host of the job. Raises ConfigError."""
-        if config.reft is None:
+        if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host = host
         self._job = config
-        self._config: ReftConfig = config.reft
+        self._config: ReftConfig = config.capture
         self._collective = collective
         self._nodes = nodes
         self._run_dir = run_dir
@@ -81,7 +81,8 @@ class ReftNodes:
         if not reason:
             return losses
         if "redundancy" in self._config.model_fields_set:
-            raise ConfigError(f"--reft-redundancy {self._config.redundancy}: {reason}")
+            asked = "--baft" if self._job.baft else f"--reft-redundancy {self._config.redundancy}"
+            raise ConfigError(f"{asked}: {reason}")
         if self._host.rank == 0 and len(set(nodes)) > 1:
             print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
         return 0
@@ -113,7 +114,7 @@ class ReftNodes:
         config = NodeTierConfig(
             self.losses, stages, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
             self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
-            self._token,
+            self._token, self._job.baft is not None,
         )  # fmt: skip
         return JobNodes(self._collective, self._nodes, self._groups, shape, told(layout), config)
 
