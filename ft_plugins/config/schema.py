@@ -66,10 +66,11 @@ class ReftConfig(SystemConfig):
     bucket_mib: int = Field(
         4, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
     )
-    redundancy: Literal["raim5", "raim6", "neighbour", "none"] = Field(
-        "raim5",
+    redundancy: Literal["raim5", "raim6", "neighbour", "none"] | None = Field(
+        None,
         description="with several nodes: parity over the nodes of a sharding group, against the loss of one of them "
-        "(raim5) or of any two (raim6); a copy on the node of the pipeline stage before (neighbour); or nothing",
+        "(raim5) or of any two (raim6); a copy on the node of the pipeline stage before (neighbour); or nothing; "
+        "unset: raim5, with BAFT neighbour",
     )
     exchange_interval: int = Field(
         1,
@@ -228,10 +229,12 @@ class Config(_Block):
 
     @property
     def capture(self) -> ReftConfig | None:
-        """How snapshots are taken and kept, whichever system wants them; None where none does."""
-        if self.baft is None:
-            return self.reft
-        return (self.reft or ReftConfig()).model_copy(update={"redundancy": "neighbour"})
+        """How snapshots are taken and kept, whichever system wants them, `redundancy` named; None where none does."""
+        if self.reft is None and self.baft is None:
+            return None
+        found = self.reft or ReftConfig()
+        usual = "raim5" if self.baft is None else "neighbour"
+        return found.model_copy(update={"redundancy": found.redundancy or usual})
 
     @property
     def protects(self) -> bool:
@@ -340,7 +343,7 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
 
 
 def _require_effect(config: Config, spell: Spelling) -> None:
-    redundancy = config.given().get(("reft", "redundancy"))
+    redundancy = config.reft.redundancy if config.reft else None
     if config.baft is not None and redundancy not in (None, "neighbour"):
         known = {key.path: key for key in keys()}
         first, second = known["reft", "redundancy"], known[("baft",)]

@@ -76,12 +76,13 @@ class ReftNodes:
 
     def _survivable(self, nodes: tuple[str, ...]) -> int:
         """How many nodes of a sharding group may be lost; 0 for none. Raises ConfigError where that was asked for."""
-        losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES}[self._config.redundancy]
+        wanted = self._config.redundancy or "none"
+        losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES}[wanted]
         reason = self._impossible(self._host.topology(), nodes, losses) if losses else ""
         if not reason:
             return losses
-        if "redundancy" in self._config.model_fields_set:
-            asked = "--baft" if self._job.baft else f"--reft-redundancy {self._config.redundancy}"
+        if self._job.baft or self._job.reft and self._job.reft.redundancy:
+            asked = "--baft" if self._job.baft else f"--reft-redundancy {wanted}"
             raise ConfigError(f"{asked}: {reason}")
         if self._host.rank == 0 and len(set(nodes)) > 1:
             print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)

@@ -27,6 +27,7 @@ from ft_plugins.bubbles.gate import GATE_BYTES, Gate, Gatekeeper, GatePacer, Ope
 from ft_plugins.bubbles.plan import SenderPlan
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.pacer import Allowance
+from ft_plugins.model.timeline import Kind
 from ft_plugins.snapshot.segment import Segment, Shape, create
 
 _fork = multiprocessing.get_context("fork")
@@ -358,7 +359,8 @@ def test_a_trainer_that_counts_spans_opens_each_bubble_as_planned_and_closes_it(
         look()
         for _ in range(3):
             clock.now += MS
-            keeper.span_begin()
+            keeper.span_begin(Kind.RECV)  # in which a bubble goes on
+            keeper.span_begin(Kind.FORWARD)
             look()
             keeper.span_end()
             look()
