@@ -146,8 +146,8 @@ def test_a_reader_never_sees_half_an_opening_of_another_process(memory: np.ndarr
             found = gate.read()
             if found is None:
                 continue
+            assert found.number >= number, "an older one than before"
             number = found.number
-            assert number % 3, "it was closed" if number == found.number else ""
             windows = tuple((number, number + number * 10**9, number + i) for i in range(1 + number % WINDOWS))
             assert found == Opening(number, number % 1000, number, windows)
             seen += 1
@@ -284,7 +284,7 @@ def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
     gate.open([grant(1, 0, 0.010, 100), grant(1, 0.030, 0.040, 50)], 0, 0)
     pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
     assert pacer.take(1000, stop) == Allowance(100, 10 * MS)
-    assert pacer.take(1000, stop) == Allowance(0) or clock.now >= 30 * MS
+    assert pacer.take(1000, stop) == Allowance(50, 40 * MS) and clock.now == 30 * MS
 
 
 def test_the_second_window_of_a_bubble_has_bytes_of_its_own() -> None:
