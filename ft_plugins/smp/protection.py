@@ -16,6 +16,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ProtocolError
+from ..redundancy.neighbour import plan_neighbours
 from ..redundancy.plan import ExchangePlan, plan_exchange
 from ..redundancy.sections import Extent
 from ..snapshot.segment import Shape
@@ -39,11 +40,14 @@ class Protection:
     exchange_mbps: float  # megabits per second that this node sends at most; 0: no limit
     detect_seconds: float
     replicated: tuple[tuple[Extent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
+    pipelines: tuple[tuple[int, ...], ...] = ()  # in the order of stages: copies go to neighbours; none: parity
     counted: Version | None = None  # the newest that counts on any node: kept on all of them until a newer one does
 
     def plan(self) -> ExchangePlan:
         """Who sends what to whom. Raises TopologyError."""
         sizes = [shape.data_nbytes for shape in self.shapes]
+        if self.pipelines:
+            return plan_neighbours(self.nodes, self.pipelines, sizes).exchange()
         return plan_exchange(self.nodes, self.groups, sizes, self.losses, self.replicated)
 
     def epoch(self) -> Epoch:
@@ -56,7 +60,7 @@ class Protection:
         of nodes may differ."""
         plan = self.plan()
         shapes = [(shape.nbytes, shape.buckets, shape.layout) for shape in self.shapes]
-        facts = (plan.ranks, self.groups, shapes, self.losses, self.replicated)
+        facts = (plan.ranks, self.groups, shapes, self.losses, self.replicated, *self.pipelines)
         return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
 
     def block(self) -> dict[str, Any]:

@@ -347,3 +347,40 @@ def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: C
         peer.ask("begin", version=[5, 1], epoch=5, nodes=[], ranks=[])
     peer.close()
     assert vault_of(job.job, "n0").exists(), "and what was kept is still there"
+
+
+# copies on pipeline neighbours, by the same SMPs
+
+
+@pytest.mark.parametrize("lost", [(0,), (2,), (0, 2)])
+def test_a_copy_on_a_neighbour_counts_and_puts_a_lost_node_s_slots_together(
+    cluster: Callable[..., Cluster], lost: tuple[int, ...]
+) -> None:
+    """Four nodes, a stage each: 0 and 2 are no neighbours, and may be lost together."""
+    job = cluster(4)
+    job.protection = replace(job.protection, pipelines=((0, 2, 4, 6), (1, 3, 5, 7)))
+    job.protect()
+    job.train(1, 3)
+    version = Version(1, 3)
+    for node in job.substitute(*lost):
+        for rank in job.ranks[node.position]:
+            job.rebuild(node, rank, version, lost)
+            assert node.holds(rank, version)
+    job.protect(2, version)
+    wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))
+    job.train(4, 5, lineage=2)
+    (node,) = job.substitute(1)
+    job.rebuild(node, 3, Version(2, 5), (1,))
+    assert node.holds(3, Version(2, 5))
+
+
+def test_neighbours_that_are_lost_together_are_refused(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(4)
+    job.protection = replace(job.protection, pipelines=((0, 2, 4, 6), (1, 3, 5, 7)))
+    job.protect()
+    job.train(1, 1)
+    fresh = job.substitute(1, 2)
+    with pytest.raises(ResumeError, match="lost"):
+        job.rebuild(fresh[1], 4, Version(1, 1), (1, 2))
+    job.rebuild(fresh[0], 2, Version(1, 1), (1,))
+    assert not fresh[1].holds(4, Version(1, 1))
