@@ -136,7 +136,8 @@ class Gatekeeper:
 class GatePacer:
     """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline.
 
-    `otherwise` paces when no gate was opened for `patience_seconds`: no plan yet, a trainer that is dead, evaluation.
+    `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was opened for
+    `patience_seconds`: a trainer that is dead, evaluation.
     `inside_bytes` went in their window, `late_bytes` were through after it.
     """
 
@@ -167,7 +168,7 @@ class GatePacer:
         while not stop.is_set():
             with self._lock:
                 allowed, wait = self._look(nbytes)
-                silent = self._clock_ns() - self._seen_ns > self._patience_ns
+                silent = self._number is None or self._clock_ns() - self._seen_ns > self._patience_ns
             if allowed is not None:
                 return allowed
             if silent and self._otherwise is not None:

@@ -20,6 +20,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from ..bubbles.gate import Gate, GatePacer
 from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..redundancy.plan import ExchangePlan
@@ -67,6 +68,7 @@ class NodeTier:
         self._first: Peer | None = None  # where the agreement is reached
         self._coordinator: Coordinator | None = None
         self._exchange: Exchange | None = None
+        self._pacers: dict[int, GatePacer] = {}  # of this node's ranks, where copies go out in bubbles
         self._directive = Directive()
         self._missed: Version | None = None
         self._began = 0.0
@@ -199,6 +201,8 @@ class NodeTier:
                 "nodes": list(self._plan.nodes) if self._plan else [],
                 "counts": told(self._kept.counted),
                 "exchange": told(self._directive.exchange),
+                "in_bubbles": sum(pacer.inside_bytes for pacer in self._pacers.values()),
+                "late": sum(pacer.late_bytes for pacer in self._pacers.values()),
                 "parity_bytes": self._vault.nbytes if self._vault else 0,
             }
 
@@ -298,10 +302,14 @@ class NodeTier:
             if not pinned:
                 return pinned is False
             self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
+            rate = RatePacer(self._told.exchange_mbps * 1e6 / 8)
+            ranks = self._plan.ranks[self._told.position]
+            if self._told.pipelines and not self._pacers:
+                self._pacers = {rank: GatePacer(Gate(self._segments[rank].gate), rate) for rank in ranks}
             self._exchange = Exchange(
                 self._plan, self._told.position, version, self._told.lineage,
-                {rank: self._segments[rank] for rank in self._plan.ranks[self._told.position]}, self._connect,
-                RatePacer(self._told.exchange_mbps * 1e6 / 8), self._events, self._vault.alike,
+                {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events, self._vault.alike,
+                self._pacers,
             )  # fmt: skip
             return False
 
@@ -367,6 +375,7 @@ class NodeTier:
             self._thread = None
         with self._lock:
             self._end_exchange()
+            self._pacers = {}  # they hold the segments
             self._coordinator = None
             if self._vault is not None:
                 self._vault.pause()
