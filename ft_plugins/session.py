@@ -17,12 +17,17 @@ from dataclasses import astuple
 from typing import Any
 
 import msgpack
+import torch
 
 from . import faults
+from .bubbles.clock import clock_of
+from .bubbles.profile import Profiler, Profiling
+from .bubbles.record import Recorder
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
-from .model.host import Host
+from .model.host import Edges, Host
+from .model.timeline import Profile
 from .recovery.collective import Collective
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
@@ -34,8 +39,13 @@ _OF_A_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults
 class Session:
     """One rank's protection for the life of one incarnation."""
 
-    def __init__(self, host: Host, config: Config, context: LaunchContext) -> None:
-        """Claim memory. Every rank calls together. Raises an FtError on all ranks when one of them has one."""
+    def __init__(
+        self, host: Host, config: Config, context: LaunchContext, profiling: Profiling | None = None
+    ) -> None:
+        """Claim memory. Every rank calls together. Raises an FtError on all ranks when one of them has one.
+
+        `profiling`: where bubbles are planned with, how they are measured; None asks the host for no spans.
+        """
         self._host = host
         self._config = config
         self._context = context
@@ -52,8 +62,38 @@ class Session:
         self._unprotected: int | None = None  # steps since protection was lost; None while it holds
         if host.rank == 0 and context.restart == 0:
             print(config.table(), flush=True)
+        self.profiler: Profiler | None = None
+        self.edges: Edges | None = None  # to be called by the host, where anything asks for spans
+        if profiling is not None:
+            self._profile(profiling)
         if config.reft is not None:
             self._claim()
+
+    def _profile(self, profiling: Profiling) -> None:
+        """Measure where the bubbles are, on the clock of the device that holds the parameters."""
+        device = next((tensor.device for tensor in self._host.tensors().values()), torch.device("cpu"))
+        recorder = Recorder(self._host.rank, clock_of(device))
+        self.edges = recorder
+        self.profiler = Profiler(
+            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile
+        )
+
+    def _report_profile(self, profile: Profile) -> None:
+        assert self.profiler is not None
+        left_out = {str(rank): list(steps) for rank, steps in self.profiler.left_out.items()}
+        own = profile.timelines[self._host.rank]
+        idle = sum(bubble.seconds for bubble in profile.bubbles(self._host.rank))
+        self._events.emit(
+            "profile.done", seconds=own.seconds, spans=len(own.spans), idle_seconds=idle,
+            waited_seconds=self.profiler.waited, left_out=left_out.get(str(self._host.rank), []),
+        )  # fmt: skip
+        if self._host.rank == 0:
+            print(f"ft_plugins: where an iteration's time goes\n{profile.table()}", flush=True)
+            for rank, steps in left_out.items():
+                print(f"ft_plugins: rank {rank}: iterations {steps} were unlike the others: left out", flush=True)
+
+    def _report_no_profile(self, reason: str) -> None:
+        self._events.emit("profile.lost", reason=reason, echo=True)
 
     def _claim(self) -> None:
         """Claim the memory on every rank, or on none: without one rank no version is ever complete."""
@@ -188,6 +228,8 @@ class Session:
     def iteration_begin(self, step: int) -> None:
         """The first one puts data position and RNG in place."""
         self._restore_position()
+        if self.profiler is not None:
+            self.profiler.iteration_begin(step)
 
     def before_update(self, step: int) -> None:
         """The fence."""
@@ -199,6 +241,11 @@ class Session:
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
+        self._version_point(step)
+        if self.profiler is not None:  # last: what protection takes at the version point is no bubble to come
+            self.profiler.iteration_end(step)
+
+    def _version_point(self, step: int) -> None:
         if self._reft is not None:
             self._guarded(lambda reft: reft.iteration_end(step))
         elif self._unprotected is not None:
@@ -252,7 +299,10 @@ class Session:
         )
 
 
-_ALARMS = {"protection.lost", "slot.corrupt", "restore.scratch", "checkpoint.damaged", "storage.unreachable"}
+_ALARMS = {
+    *("protection.lost", "slot.corrupt", "restore.scratch", "checkpoint.damaged", "storage.unreachable"),
+    "profile.lost",
+}
 
 
 def _alarm(event: Event) -> None:
@@ -262,16 +312,24 @@ def _alarm(event: Event) -> None:
         print(f"ft_plugins: {event.name}: rank {event.rank}: {event.fields.get('reason')}", file=sys.stderr, flush=True)
 
 
-def attach(host: Host, config: Config | None = None, context: LaunchContext | None = None) -> Session:
+def attach(
+    host: Host,
+    config: Config | None = None,
+    context: LaunchContext | None = None,
+    profiling: Profiling | None = None,
+) -> Session:
     """Protect `host` as configured; `config` and `context` default to what ft-run passed by environment.
 
-    Raises ConfigError when nothing was configured, and what `Session` raises. The caller then calls `resume`; the
-    adapter's `install` makes the host call the hooks.
+    `profiling` has bubbles measured: `session.profiler.profile`. Raises ConfigError when nothing was configured, and
+    what `Session` and the host's `install_edges` raise. The caller then calls `resume`; the adapter's `install` makes
+    the host call the hooks.
     """
     context = context or launch_context()
     chosen = config or context.config
     if chosen is None:
         chosen = Config()
-    session = Session(host, chosen, context)
+    session = Session(host, chosen, context, profiling)
+    if session.edges is not None:
+        host.install_edges(session.edges)
     host.install(session)
     return session

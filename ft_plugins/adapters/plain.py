@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..model.host import Hooks
+from ..errors import UnsupportedError
+from ..model.host import Edges, Hooks
 from ..model.inventory import Inventory, Item, Role
 from ..model.topology import Topology
 
@@ -102,3 +103,7 @@ class PlainHost:
 
     def install(self, hooks: Hooks) -> None:
         """The caller's loop calls the hooks."""
+
+    def install_edges(self, edges: Edges) -> None:
+        """Nothing is known of what the caller's loop does in an iteration."""
+        raise UnsupportedError("a training loop of torch alone has no pipeline, so no spans that could be followed")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 
-_REPLACED = "__ft_replaced__"
+REPLACED = "__ft_replaced__"
 
 
 def replace(
@@ -19,7 +19,7 @@ def replace(
 ) -> None:
     """Set `owner.name` to `wrap(owner.name)`. Raises UnsupportedError when this version has no such function."""
     original = getattr(owner, name, None)
-    if getattr(original, _REPLACED, False):
+    if getattr(original, REPLACED, False):
         return
     if not callable(original):
         of = getattr(owner, "__name__", type(owner).__name__)
@@ -28,5 +28,5 @@ def replace(
             f"be followed; use {tested}"
         )
     replacement = wrap(original)
-    setattr(replacement, _REPLACED, True)
+    setattr(replacement, REPLACED, True)
     setattr(owner, name, replacement)

@@ -66,10 +66,10 @@ class ReftConfig(SystemConfig):
     bucket_mib: int = Field(
         4, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
     )
-    redundancy: Literal["raim5", "raim6", "none"] = Field(
+    redundancy: Literal["raim5", "raim6", "neighbour", "none"] = Field(
         "raim5",
         description="with several nodes: parity over the nodes of a sharding group, against the loss of one of them "
-        "(raim5), of any two (raim6), or no parity",
+        "(raim5) or of any two (raim6); a copy on the node of the pipeline stage before (neighbour); or nothing",
     )
     exchange_interval: int = Field(
         1,

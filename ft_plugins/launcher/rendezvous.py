@@ -47,7 +47,8 @@ _LOOK_SECONDS = 0.1  # between two looks at a round that is being put together
 _REST_SECONDS = 1.0  # between two looks at a complete one; as torch
 _MEET_SECONDS = 1.0  # between two looks for nodes that are not there yet, by the lead
 _LONGEST_REACH = 3.0  # a second try of TCP included; a node that is further away is none
-_STORE_SECONDS = 60.0  # for one operation on a round's store, as torch's `read_timeout`
+_STORE_SECONDS = 60.0  # at most, for one operation on a round's store; as torch's `read_timeout`
+_LEAST_STORE_SECONDS = 15.0
 _STRANGER_SECONDS = 0.25  # for endpoints where somebody may wait, while workers run
 
 
@@ -60,6 +61,8 @@ class Rendezvous(RendezvousHandler):
         self._settings = settings
         self._reach = min(_LONGEST_REACH, settings.silence / 3)
         self._rest = min(_REST_SECONDS, settings.silence / 10)
+        bound = min(_STORE_SECONDS, max(_LEAST_STORE_SECONDS, 3 * settings.silence))  # all are there when it begins
+        self._store_bound = timedelta(seconds=bound)
         listener, host = _open_port(settings)
         self._host = host
         endpoint = str(Endpoint(host, int(listener.getsockname()[1])))
@@ -74,6 +77,8 @@ class Rendezvous(RendezvousHandler):
         self._lead: Lead | None = None
         self._round, self._size = 0, 0  # in which this node takes part
         self._spare = False
+        self._promised = 0  # a round of which this node has said that it knows, and in which others count on it
+        self._served: TCPStore | None = None  # for a round that is being put together, by the node of rank 0
         self._seen: Message | None = None  # what the lead said last about a round that is being put together
         self._store: Store | None = None  # of this round; on the node of rank 0 it serves as long as it is held
         self._limit = 0.0  # monotonic; for the round to be complete
@@ -107,7 +112,7 @@ class Rendezvous(RendezvousHandler):
         Raises RendezvousTimeoutError, RendezvousClosedError; RendezvousGracefulExitError on a spare that was not
         needed; ConfigError where another node has this one's name, or another job the endpoint.
         """
-        self._round, self._spare = 0, False
+        self._round, self._spare, self._promised = 0, False, 0
         self._learn_sizes()
         self._allow()
         while True:
@@ -148,11 +153,14 @@ class Rendezvous(RendezvousHandler):
             self._pause()
 
     def _take_part(self, lead: Lead) -> RendezvousInfo:
-        """Apply to `lead`, wait until the round is complete. ConnectionError: it does not lead any more."""
+        """Apply to `lead`, wait until the round has begun. ConnectionError: it does not lead any more.
+
+        Who has said that it knows of a complete round does not apply anew when the lead is back: others are in it.
+        """
         self._lead, self._heard = lead, time.monotonic()
         self._station.follow(lead)
-        self._apply(lead)
-        served = None
+        if not self._promised:
+            self._apply(lead)
         try:
             while True:
                 self._check()
@@ -162,11 +170,12 @@ class Rendezvous(RendezvousHandler):
                 if "roster" in reply:
                     self._memory.keep(read(Roster, reply["roster"]))
                 complete, chosen = reply["phase"] == Phase.COMPLETE.value, "rank" in reply
+                self._promised = reply["round"] if chosen and complete else 0
                 if chosen and complete and reply["begun"]:
-                    return self._enter(reply, served if reply["rank"] == 0 else None)
+                    return self._enter(reply)
                 if chosen and not complete and reply["rank"] == 0 and not reply["store"]:
-                    served = served or _serve(self._host)
-                    self._ask_patiently("serve", store=str(Endpoint(self._host, served.port)))
+                    self._served = self._served or self._serve()
+                    self._ask_patiently("serve", store=str(Endpoint(self._host, self._served.port)))
                 elif not (reply["waits"] or chosen):
                     raise ConnectionError("did not know this node any more")
                 self._spare = complete and not chosen
@@ -194,18 +203,25 @@ class Rendezvous(RendezvousHandler):
                 )
             self._pause()
         self._memory.keep(read(Roster, reply["roster"]))
+        self._served = None
 
-    def _enter(self, reply: Message, served: TCPStore | None) -> RendezvousInfo:
+    def _serve(self) -> TCPStore:
+        """A store for one round, served by this process as long as it is held."""
+        return TCPStore(self._host, 0, None, True, self._store_bound, wait_for_workers=False)
+
+    def _enter(self, reply: Message) -> RendezvousInfo:
         """Begin a complete round. ConnectionError: its store is gone already."""
+        self._promised = 0  # kept now, or not to be kept
         place = Endpoint.read(reply["store"])
-        bound = timedelta(seconds=_STORE_SECONDS)
+        served = self._served if reply["rank"] == 0 else None
         if served is None:
             Line(reply["store"], self._reach).close()  # torch would try again for a minute
         try:
-            store = served or TCPStore(place.host, place.port, None, False, bound, wait_for_workers=False)
+            store = served or TCPStore(place.host, place.port, None, False, self._store_bound, wait_for_workers=False)
         except DistError as error:
             raise ConnectionError(f"the store of round {reply['round']} was lost: {error}") from error
         self._round, self._size, self._spare, self._store = reply["round"], reply["size"], False, store
+        self._served = None
         self._waiting, self._heard, self._next_look = 0, time.monotonic(), 0.0
         prefix = PrefixStore(f"{BACKEND}/round/{self._round}", store)
         return RendezvousInfo(prefix, reply["rank"], self._size, RendezvousStoreInfo(place.host, place.port))
@@ -422,8 +438,3 @@ def _open_port(settings: Settings) -> tuple[socket.socket, str]:
         return post.listen_anywhere("localhost"), settings.address or "localhost"  # nobody else is expected
     host = settings.address
     return post.listen_anywhere(host), host or socket.getfqdn()
-
-
-def _serve(host: str) -> TCPStore:
-    """A store for one round, served by this process as long as it is held."""
-    return TCPStore(host, 0, None, True, timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)

@@ -6,10 +6,14 @@ iterations are completed, skipped updates included. A version's iteration is tha
     host:   topology, inventory, tensors, names, fingerprint, small_state      facts, asked by the session
             restore, restore_position                                   state handed back
             install                                                     'call these hooks from now on'
+            install_edges                                               'and these, around each span'
     hooks:  iteration_begin, before_update, after_update, iteration_end, shutdown
+    edges:  begin, end                                                  only where a system asks for them
 
 Order in one iteration: iteration_begin(k), forward and backward, before_update(k), the optimizer's step,
-after_update(k), the framework's own bookkeeping (scheduler, counters), iteration_end(k).
+after_update(k), the framework's own bookkeeping (scheduler, counters), iteration_end(k). The spans of an iteration lie
+between its begin and after_update: forward and backward of each microbatch, sends and receives of the pipeline, what
+reduces gradients or agrees on their norm, the update. Evaluation has none.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from .inventory import Inventory
+from .timeline import Kind
 from .topology import Topology
 
 SIZES = ("dp", "world_size", "gradient_buckets")  # of a fingerprint, at its top or in a block of it
@@ -42,6 +47,17 @@ class Hooks(Protocol):
     def after_update(self, step: int) -> None: ...
     def iteration_end(self, step: int) -> None: ...
     def shutdown(self) -> None: ...
+
+
+class Edges(Protocol):
+    """What the host calls around each span, in the thread that trains and in the order of time: an end belongs to the
+    begin before it. `microbatch` counts from 0, -1 for what is of none; `chunk` is that of an interleaved schedule.
+
+    In the step path: to return within a few microseconds, and not to raise.
+    """
+
+    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None: ...
+    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None: ...
 
 
 class Host(Protocol):
@@ -97,4 +113,9 @@ class Host(Protocol):
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` from now on."""
+        ...
+
+    def install_edges(self, edges: Edges) -> None:
+        """Call `edges` from now on; before `install`, once. Raises UnsupportedError where this framework, version or
+        engine has no spans that can be followed, by name."""
         ...

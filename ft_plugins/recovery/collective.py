@@ -1,4 +1,5 @@
-"""The few collectives that protection needs, as bytes over gloo; outside the step path, at start and restore only.
+"""The few collectives that protection needs, as bytes over gloo; outside the step path, at start and restore only, but
+for `start_gather`, which does not wait.
 
 Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import msgpack
@@ -21,6 +23,7 @@ from ..errors import FtError
 
 _ANSWER_SECONDS = 2.0  # for a word in the job's store to be looked up
 _DEAF_SECONDS = 60.0
+_SIZE = 8  # bytes before a payload that tell its length
 ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
 
 
@@ -33,6 +36,22 @@ def _impatient(store: dist.Store) -> dist.Store:
     except (AttributeError, NotImplementedError, RuntimeError):
         return store
     return own
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Payloads on their way: `found` when `work` is done. The tensors live as long as it."""
+
+    found: list[torch.Tensor]
+    own: torch.Tensor
+    work: dist.Work | None
+
+    def result(self) -> list[bytes]:
+        """Every rank's payload, by rank. Waits for those that are not here yet."""
+        if self.work is not None:
+            self.work.wait()
+        sizes = [int.from_bytes(part[:_SIZE].numpy().tobytes(), "little") for part in self.found]
+        return [part[_SIZE : _SIZE + size].numpy().tobytes() for part, size in zip(self.found, sizes, strict=True)]
 
 
 class Collective:
@@ -64,6 +83,17 @@ class Collective:
         found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         dist.all_gather(found, own, group=self._group)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(found, sizes, strict=True)]
+
+    def start_gather(self, payload: bytes, longest: int) -> Gathering:
+        """Start a gather of payloads of at most `longest` bytes, the same number on every rank, and do not wait."""
+        if len(payload) > longest:
+            raise ValueError(f"rank {self.rank}: a payload of {len(payload)} bytes, but all agreed on {longest}")
+        framed = len(payload).to_bytes(_SIZE, "little") + payload + bytes(longest - len(payload))
+        own = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        if self._alone:
+            return Gathering([own], own, None)
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        return Gathering(found, own, dist.all_gather(found, own, group=self._group, async_op=True))
 
     def barrier(self) -> None:
         """Until every rank is here."""

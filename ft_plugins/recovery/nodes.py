@@ -35,6 +35,7 @@ class NodeTierConfig:
     """What the user decided about the node tier, and where this rank's SMP is."""
 
     losses: int
+    stages: tuple[tuple[int, ...], ...]  # pipelines, where copies go to the stage before; else ()
     interval: int  # iterations
     exchange_mbps: float
     detect_seconds: float
@@ -123,7 +124,7 @@ class JobNodes(SeenNodes):
             losses=config.losses, position=self._position,
             endpoints=tuple((str(host), int(port)) for host, port in told), interval=config.interval,
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
-            replicated=gathered([told for _, told in facts]),
+            replicated=() if config.stages else gathered([told for _, told in facts]), stages=config.stages,
         )  # fmt: skip
         self.exchange = self._protection.plan()
         self.digest = self._protection.digest
@@ -164,7 +165,7 @@ class JobNodes(SeenNodes):
         for name, answer in zip(self._names, found, strict=True):
             if answer["resident_bytes"] < answer["bytes"]:
                 raise BudgetError(
-                    f"node {name}: {answer['bytes']} bytes were claimed for other nodes' parity, but the kernel has "
+                    f"node {name}: {answer['bytes']} bytes were claimed for what other nodes send, but the kernel has "
                     f"given {answer['resident_bytes']}; something has taken pages of it, 'ft-plugins end' removes it"
                 )
         return [(name, int(answer["bytes"])) for name, answer in zip(self._names, found, strict=True)]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..errors import ResumeError
-from ..redundancy.plan import NAMES, ExchangePlan
+from ..redundancy.plan import ExchangePlan
 from ..snapshot.slots import Slot, SlotState, Version
 
 
@@ -271,7 +271,7 @@ def _too_much_lost(
             ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
             return gone, (
                 f"of version {version} the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} "
-                f"nodes of a sharding group, {NAMES[exchange.losses]} makes up for {exchange.losses}"
+                f"nodes that protect each other, {exchange.name} makes up for {exchange.losses}"
             )
     return (), ""
 

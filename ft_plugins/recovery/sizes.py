@@ -14,18 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..model.topology import Topology
-from ..redundancy.plan import unprotected
 
 FILE = "sizes.json"  # in the run directory, read by the rendezvous
 _MOST = 1024  # nodes
 
 
 def admissible(
-    topology: Topology, nodes: Sequence[str], admits: Callable[[int], bool], losses: int
+    topology: Topology,
+    nodes: Sequence[str],
+    admits: Callable[[int], bool],
+    impossible: Callable[[Topology, Sequence[str]], str],
 ) -> tuple[int, ...]:
-    """The admissible numbers of nodes; `losses` of which must be survivable. () where nodes have unequal ranks.
+    """The admissible numbers of nodes. () where nodes have unequal ranks.
 
-    `nodes[rank]` is the node of each rank now.
+    `nodes[rank]` is the node of each rank now; `impossible` says why a topology on such nodes cannot be protected.
     """
     names = set(nodes)
     per_node = len(nodes) // len(names)
@@ -37,17 +39,19 @@ def admissible(
         ranks = count * per_node
         if ranks % model or not admits(ranks // model):
             continue
-        if losses and count <= len(names) and _cannot(topology, ranks, per_node, losses):
+        if count <= len(names) and _cannot(topology, ranks, per_node, impossible):
             continue
         found.append(count)
     return tuple(found)
 
 
-def _cannot(topology: Topology, ranks: int, per_node: int, losses: int) -> bool:
+def _cannot(
+    topology: Topology, ranks: int, per_node: int, impossible: Callable[[Topology, Sequence[str]], str]
+) -> bool:
     """Whether a lost node could not be survived with so many ranks. More nodes than now can only help."""
     model = topology.tp * topology.pp * topology.cp
-    groups = replace(topology, dp=ranks // model, nodes=()).sharding_groups().values()
-    return bool(unprotected([f"node{rank // per_node}" for rank in range(ranks)], groups, losses))
+    resized = replace(topology, dp=ranks // model, nodes=())
+    return bool(impossible(resized, [f"node{rank // per_node}" for rank in range(ranks)]))
 
 
 def words(sizes: Sequence[int], now: int) -> str:

@@ -31,6 +31,7 @@ from .parity import ALIGNMENT, OnDemand, Piece, Placement, Stripe
 from .plan import ExchangePlan, positions
 from .sections import Extent, Section
 
+NAME = "a copy on the stage before"
 LOSSES = 1  # of a rank's two nodes: its own, or the one that keeps its copy
 VERSIONS = 2  # that a node keeps of what it receives: the one that counts, and the one that is being received
 TABLE_COPIES = 64
@@ -132,7 +133,7 @@ class NeighbourPlan:
 
     # how it is carried out
 
-    def exchange(self, order: Mapping[int, Sequence[Extent]] | None = None) -> ExchangePlan:
+    def exchange(self, order: Mapping[int, Sequence[Extent]] | None = None) -> CopyPlan:
         """What the SMPs carry out: section `rank` is the copy of that rank.
 
         `order` names, by rank, the parts of its slot in the order in which they go out; the slot from its start to its
@@ -145,7 +146,7 @@ class NeighbourPlan:
             placement = Mirror((copy.nbytes, 0), LOSSES, _aligned(copy.nbytes))
             sections.append(Section(copy.rank, (copy.source, copy.target), (stream, ()), placement))
         sizes = tuple(copy.nbytes for copy in self.copies)
-        return ExchangePlan(self.nodes, self.ranks, LOSSES, tuple(sections), sizes)
+        return CopyPlan(self.nodes, self.ranks, LOSSES, tuple(sections), sizes, NAME, self)
 
     # for people
 
@@ -172,6 +173,17 @@ class NeighbourPlan:
         if len(self.copies) > TABLE_COPIES:
             lines.append(f"  ... and {len(self.copies) - TABLE_COPIES} more ranks")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class CopyPlan(ExchangePlan):
+    """The exchange that carries out `neighbours`."""
+
+    neighbours: NeighbourPlan
+
+    def table(self) -> str:
+        """For people."""
+        return self.neighbours.table()
 
 
 def pipelines(topology: Topology) -> tuple[tuple[int, ...], ...]:

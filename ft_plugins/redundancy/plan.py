@@ -79,6 +79,7 @@ class ExchangePlan:
     losses: int
     sections: tuple[Section, ...]
     nbytes: tuple[int, ...]
+    name: str  # of the redundancy, for people
 
     def encoded(self, encoding: Encoding) -> Iterator[Section]:
         """The sections of one encoding."""
@@ -221,7 +222,7 @@ class ExchangePlan:
 
     def table(self) -> str:
         """The plan for people."""
-        lines = [f"{NAMES[self.losses]} over {len(self.nodes)} nodes: any {self.losses} of each group may be lost"]
+        lines = [f"{self.name} over {len(self.nodes)} nodes: any {self.losses} of each group may be lost"]
         for section in self.sections:
             ranks = sorted({extent.rank for stream in section.streams for extent in stream})
             where = ", ".join(self.nodes[position] for position in section.positions)
@@ -298,4 +299,4 @@ def plan_exchange(
         streams = tuple(tuple(members[position]) for position in where)
         placement = place([sum(extent.nbytes for extent in stream) for stream in streams], losses)
         sections.append(Section(index, where, streams, placement))
-    return ExchangePlan(names, ranks, losses, (*sections, *local), tuple(nbytes))
+    return ExchangePlan(names, ranks, losses, (*sections, *local), tuple(nbytes), NAMES[losses])

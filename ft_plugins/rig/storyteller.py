@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -23,10 +22,10 @@ from ..snapshot import checkpoint
 from ..snapshot.checkpoint import Origin
 from ..snapshot.slots import Version
 from .forkserver import ForkServer, RunningJob
+from .frameworks import FRAMEWORKS
 from .golden import assert_identical
-from .gpt_runs import Configuration, GptRun
 from .journal import wait_until, wait_until_stopped
-from .multinode import BOUND, MultiNodeJob, Spec
+from .multinode import BOUND, MultiNodeJob, Run, Spec
 from .nodes import Place, destroy, freeze
 from .story import (
     EVERY,
@@ -54,23 +53,6 @@ from .story import (
 HOSTS = (11, 12, 13, 14, 5, 25)  # of four nodes, of one that sorts before them and of one behind
 
 
-def megatron_run(shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True) -> GptRun:
-    """The job of a story on megatron-core. Data-parallel replicas stand on different nodes."""
-    argv = ["--order", "tp-cp-ep-pp-dp"]
-    if (shape.tp, shape.pp) != (2, 2):
-        raise ValueError(f"tp{shape.tp} pp{shape.pp}: the GPT example is run at tp2 pp2")
-    if shape.global_batch:
-        argv += ["--global-batch", str(shape.global_batch)]
-    configuration = Configuration(bf16=True, distributed_optimizer=shape.distributed, interleaved=False)
-    return GptRun(
-        name, folder, configuration, protected=protected, iterations=shape.iterations,
-        flags=tuple(flags), argv=tuple(argv),
-    )  # fmt: skip
-
-
-FRAMEWORKS: dict[str, Callable[..., GptRun]] = {"megatron": megatron_run}
-
-
 class Teller:
     """Guards the job of one story while it is told."""
 
@@ -83,7 +65,7 @@ class Teller:
         folder: Path,
         places: Sequence[Place],
         port: int,
-        golden: Callable[[], GptRun],
+        golden: Callable[[], Run],
     ) -> None:
         """`places` in the order of `HOSTS`; `golden` gives the unfailed run. `port` is of the rendezvous: a node that
         was cut off may still hold the one of a story before."""
@@ -247,9 +229,9 @@ def assert_whole(folder: Path, ranks: int) -> None:
             assert digest == int(held["digests"][number]), f"{path}: bucket {number} does not match its digest"
 
 
-def golden_run(server: ForkServer, framework: str, shape: JobShape, folder: Path) -> GptRun:
+def golden_run(server: ForkServer, framework: str, shape: JobShape, folder: Path) -> Run:
     """The unfailed, unprotected run of a job."""
-    found = replace(FRAMEWORKS[framework](shape, "golden", folder), protected=False)
+    found = FRAMEWORKS[framework](shape, "golden", folder, protected=False)
     job = server.start(found.spec(nproc=shape.ranks))
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", job.tail()

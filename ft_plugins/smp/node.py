@@ -304,7 +304,7 @@ class NodeTier:
             self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
             rate = RatePacer(self._told.exchange_mbps * 1e6 / 8)
             ranks = self._plan.ranks[self._told.position]
-            if self._told.pipelines and not self._pacers:
+            if self._told.stages and not self._pacers:
                 self._pacers = {rank: GatePacer(Gate(self._segments[rank].gate), rate) for rank in ranks}
             self._exchange = Exchange(
                 self._plan, self._told.position, version, self._told.lineage,

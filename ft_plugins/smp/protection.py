@@ -40,14 +40,14 @@ class Protection:
     exchange_mbps: float  # megabits per second that this node sends at most; 0: no limit
     detect_seconds: float
     replicated: tuple[tuple[Extent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
-    pipelines: tuple[tuple[int, ...], ...] = ()  # in the order of stages: copies go to neighbours; none: parity
+    stages: tuple[tuple[int, ...], ...] = ()  # pipelines, where each rank's copy is on the node of the stage before
     counted: Version | None = None  # the newest that counts on any node: kept on all of them until a newer one does
 
     def plan(self) -> ExchangePlan:
         """Who sends what to whom. Raises TopologyError."""
         sizes = [shape.data_nbytes for shape in self.shapes]
-        if self.pipelines:
-            return plan_neighbours(self.nodes, self.pipelines, sizes).exchange()
+        if self.stages:
+            return plan_neighbours(self.nodes, self.stages, sizes).exchange()
         return plan_exchange(self.nodes, self.groups, sizes, self.losses, self.replicated)
 
     def epoch(self) -> Epoch:
@@ -60,7 +60,7 @@ class Protection:
         of nodes may differ."""
         plan = self.plan()
         shapes = [(shape.nbytes, shape.buckets, shape.layout) for shape in self.shapes]
-        facts = (plan.ranks, self.groups, shapes, self.losses, self.replicated, *self.pipelines)
+        facts = (plan.ranks, self.groups, shapes, self.losses, self.replicated, self.stages)
         return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
 
     def block(self) -> dict[str, Any]:

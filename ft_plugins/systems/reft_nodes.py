@@ -10,18 +10,20 @@ data-parallel size; with how many nodes the job could go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..config import Config, ReftConfig
 from ..errors import ConfigError, FtError, ResumeError
 from ..events import Events
 from ..model.host import Host
+from ..model.topology import Topology
 from ..recovery import sizes
 from ..recovery.collective import Collective
 from ..recovery.nodes import JobNodes, NodeTierConfig, SeenNodes
 from ..recovery.refill import refill
 from ..recovery.takeover import FormerJob, Takeover
+from ..redundancy import neighbour
 from ..redundancy.plan import unprotected
 from ..snapshot.double import told, with_parity
 from ..snapshot.layout import Layout
@@ -56,6 +58,7 @@ class ReftNodes:
         self._events = events
         self._towards = towards
         self._groups = tuple(host.topology().sharding_groups().values())
+        self._copied = self._config.redundancy == "neighbour"
         self._takeover: Takeover | None = None
         self.lineage = 0  # the newest in what other sizes of the job have left, taken over or not
         self.losses = self._survivable(nodes)
@@ -67,14 +70,14 @@ class ReftNodes:
 
     def with_parity(self, layout: Layout) -> Layout:
         """`layout`, with the parity that this rank computes of other nodes' shares."""
-        if not self.losses:
+        if not self.losses or self._copied:
             return layout
         return with_parity(layout, self._nodes, self._groups, self.losses, self._config.bucket_mib << 20)
 
     def _survivable(self, nodes: tuple[str, ...]) -> int:
         """How many nodes of a sharding group may be lost; 0 for none. Raises ConfigError where that was asked for."""
-        losses = {"none": 0, "raim5": 1, "raim6": 2}[self._config.redundancy]
-        reason = unprotected(nodes, self._groups, losses) if losses else ""
+        losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES}[self._config.redundancy]
+        reason = self._impossible(self._host.topology(), nodes, losses) if losses else ""
         if not reason:
             return losses
         if "redundancy" in self._config.model_fields_set:
@@ -82,6 +85,12 @@ class ReftNodes:
         if self._host.rank == 0 and len(set(nodes)) > 1:
             print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
         return 0
+
+    def _impossible(self, topology: Topology, nodes: Sequence[str], losses: int) -> str:
+        """Why so many losses cannot be survived with these nodes of the ranks; '' where they can."""
+        if self._copied:
+            return neighbour.unplaced(nodes, neighbour.pipelines(topology))
+        return unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
 
     def of_job(self, shape: Shape, layout: Layout) -> SeenNodes | None:
         """The nodes of a job that has several; `shape` and `layout` are this rank's. Every rank calls.
@@ -100,8 +109,9 @@ class ReftNodes:
             )
             error.echo = self._host.rank != 0
             raise error
+        stages = neighbour.pipelines(self._host.topology()) if self._copied else ()
         config = NodeTierConfig(
-            self.losses, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
+            self.losses, stages, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
             self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
             self._token,
         )  # fmt: skip
@@ -141,7 +151,11 @@ class ReftNodes:
 
     def tell_sizes(self) -> str:
         """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node."""
-        found = sizes.admissible(self._host.topology(), self._nodes, self._host.admits, self.losses)
+        protects = self.losses > 0
+        found = sizes.admissible(
+            self._host.topology(), self._nodes, self._host.admits,
+            lambda topology, nodes: self._impossible(topology, nodes, self.losses) if protects else "",
+        )  # fmt: skip
         if self.leads:
             sizes.write(self._run_dir, found)
         count = len(set(self._nodes))

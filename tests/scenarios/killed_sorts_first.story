@@ -1,6 +1,6 @@
 A node is killed, a substitute that sorts first takes its place
 
-job   megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer
+job   megatron or deepspeed, tp2 pp2 dp2, 4 nodes, distributed optimizer, 20 iterations
 when  version 2 counts on every node
 do    kill n2
 do    start s first

@@ -1,6 +1,6 @@
 A node is killed, a substitute that sorts last takes its place; parameters and optimizer state are replicated
 
-job   megatron, tp2 pp2 dp2, 4 nodes, replicated optimizer
+job   megatron or deepspeed, tp2 pp2 dp2, 4 nodes, replicated optimizer, 20 iterations
 runs  with all configurations
 when  version 2 counts on every node
 do    kill n2

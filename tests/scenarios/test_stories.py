@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.gpt_runs import GptRun
-from ft_plugins.rig.multinode import Spec
+from ft_plugins.rig.frameworks import FRAMEWORKS
+from ft_plugins.rig.multinode import Run, Spec
 from ft_plugins.rig.nodes import Place, network
 from ft_plugins.rig.stories import read
 from ft_plugins.rig.story import JobShape, Story
-from ft_plugins.rig.storyteller import FRAMEWORKS, HOSTS, Teller, golden_run
+from ft_plugins.rig.storyteller import HOSTS, Teller, golden_run
 
 STORIES = [read(path) for path in sorted(Path(__file__).parent.glob("*.story"))]
 
@@ -27,6 +28,8 @@ def told() -> Iterator[object]:
         marks = [pytest.mark.all_configurations] if story.all_configurations else []
         for framework in story.job.frameworks:
             assert framework in FRAMEWORKS, f"{story.name}: expected one of {sorted(FRAMEWORKS)}, found '{framework}'"
+            if framework == "deepspeed":
+                marks = [*marks, pytest.mark.skipif(not find_spec("deepspeed"), reason="needs the extra [deepspeed]")]
             yield pytest.param(story, framework, 29400 + number, id=f"{story.name}-{framework}", marks=marks)
 
 
@@ -39,11 +42,11 @@ def places() -> Iterator[list[Place]]:
 @pytest.fixture(scope="module")
 def golden(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, JobShape], GptRun]:
+) -> Callable[[str, JobShape], Run]:
     """The unfailed run of a job, made once for all stories about it, on however many nodes."""
-    made: dict[tuple[str, JobShape], GptRun] = {}
+    made: dict[tuple[str, JobShape], Run] = {}
 
-    def run(framework: str, shape: JobShape) -> GptRun:
+    def run(framework: str, shape: JobShape) -> Run:
         key = (framework, replace(shape, nodes=1, frameworks=()))
         if key not in made:
             server = request.getfixturevalue(f"{framework}_server")
@@ -56,7 +59,7 @@ def golden(
 @pytest.mark.parametrize(("story", "framework", "port"), list(told()))
 def test_the_story_is_true(
     request: pytest.FixtureRequest,
-    golden: Callable[[str, JobShape], GptRun],
+    golden: Callable[[str, JobShape], Run],
     jobs: Spec,
     tmp_path: Path,
     places: list[Place],

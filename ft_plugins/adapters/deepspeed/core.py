@@ -24,7 +24,7 @@ import xxhash
 
 from ... import faults
 from ...errors import ResumeError, TopologyError
-from ...model.host import Hooks
+from ...model.host import Edges, Hooks
 from ...model.inventory import Inventory
 from ...model.topology import Topology
 from ..held import Held, groups, restore_groups
@@ -149,6 +149,12 @@ class DeepSpeedHost:
         restore_rng(small["rng"])
 
     # hooks
+
+    def install_edges(self, edges: Edges) -> None:
+        """Call `edges` around the spans of a pipeline's schedule from now on."""
+        from .spans import follow  # what nobody asks for is not looked for
+
+        follow(self.engine, edges, state.inner(self.engine.optimizer))
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""

@@ -86,9 +86,10 @@ def fragments(optimizer: Any) -> Iterator[Fragment]:
             ):
                 yield from _of_stage3(parameters, flat)
         case "DeepSpeedZeroOptimizer":
+            known = getattr(optimizer, "round_robin_bit16_offsets", None)  # since 0.18 parameters may have gaps between
             for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
                 parameters = optimizer.round_robin_bit16_groups[index]
-                offsets = optimizer.round_robin_bit16_offsets[index]
+                offsets = known[index] if known is not None else _in_a_row(parameters)
                 yield from _of_flat(parameters, offsets, flat, _place(optimizer.real_dp_process_group[index]))
         case "BF16_Optimizer":
             for index, flat in enumerate(optimizer.fp32_groups_flat_partition):

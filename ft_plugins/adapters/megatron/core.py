@@ -33,7 +33,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ... import faults
 from ...errors import ResumeError, TopologyError
-from ...model.host import Hooks
+from ...model.host import Edges, Hooks
 from ...model.inventory import Inventory
 from ...model.topology import Topology
 from ..held import groups, restore_groups
@@ -256,6 +256,13 @@ class MegatronCoreHost:
                 chunk.start_param_sync(force_sync=True)
 
     # hooks
+
+    def install_edges(self, edges: Edges) -> None:
+        """Call `edges` around the spans of Megatron's schedules from now on."""
+        from .spans import follow  # what nobody asks for is not looked for
+
+        inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
+        follow(self.chunks, edges, self.optimizer, inner)
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""

@@ -27,6 +27,7 @@ from ft_plugins.bubbles.gate import GATE_BYTES, Gate, Gatekeeper, GatePacer, Ope
 from ft_plugins.bubbles.plan import SenderPlan
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.pacer import Allowance
+from ft_plugins.model.timeline import Kind
 from ft_plugins.snapshot.segment import Segment, Shape, create
 
 _fork = multiprocessing.get_context("fork")
@@ -340,7 +341,7 @@ def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is(
 
 def test_a_trainer_that_counts_spans_opens_each_bubble_as_planned_and_closes_it() -> None:
     transfer = Transfer(0, 0, 1, 1, 230)
-    first = grant(0, 0, 0.010, 100, after=-1), grant(3, 0.002, 0.020, 80, after=1)
+    first = grant(0, 0, 0.010, 100, after=-1), grant(3, 0.002, 0.020, 80, after=2)
     late = replace(first[1], nbytes=50)
     plan = SenderPlan(transfer, (first, (late,)), first, 1.0, 1.0)
     clock, gate = Clock(), Gate(empty())
@@ -356,19 +357,35 @@ def test_a_trainer_that_counts_spans_opens_each_bubble_as_planned_and_closes_it(
 
         keeper.iteration_begin(iteration)
         look()
-        for _ in range(3):
+        for kind in (Kind.FORWARD, Kind.SEND, Kind.BACKWARD):
             clock.now += MS
-            keeper.span_begin()
+            keeper.begin(kind)
+            keeper.begin(Kind.RECV)  # inside it: belongs to it
+            keeper.end(Kind.RECV)
             look()
-            keeper.span_end()
+            keeper.end(kind)
             look()
         keeper.iteration_end()
         look()
         return said
 
-    assert played(0) == [(0, 100), None, None, None, (3, 80), None, None, None]
-    assert played(1) == [None, None, None, None, (3, 50), None, None, None]
+    assert played(0) == [(0, 100), None, None, None, None, None, (3, 80), None]
+    assert played(1) == [None, None, None, None, None, None, (3, 50), None]
     assert played(2) == played(0), "for what was late"
+
+
+def test_a_bubble_stays_open_while_messages_are_sent_and_waited_for_in_it() -> None:
+    plan = SenderPlan(Transfer(0, 0, 1, 1, 9), (), (grant(1, 0, 1.0, 9, after=0),), 1.0, 1.0)
+    gate = Gate(empty())
+    keeper = Gatekeeper(gate, plan, Clock())
+    keeper.iteration_begin(0)
+    for kind, is_open in ((Kind.FORWARD, False), (Kind.SEND, True), (Kind.RECV, True), (Kind.REDUCE, True)):
+        keeper.begin(kind)
+        assert (gate.read() is not None) == is_open
+        keeper.end(kind)
+        assert gate.read() is not None
+    keeper.begin(Kind.UPDATE)
+    assert gate.read() is None
 
 
 def test_a_new_trainer_begins_with_a_closed_gate_whatever_the_one_before_it_left() -> None:

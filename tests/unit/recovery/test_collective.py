@@ -104,3 +104,19 @@ def test_a_set_puts_its_stream_together_from_uneven_shares_in_bounded_rounds(ran
     found = ranks(_exchange, 3, round_bytes)
     assert [len(of_rank) for of_rank in found] == [6, 6, 4]
     assert max(longest for of_rank in found for _, longest in of_rank) <= round_bytes
+
+
+def _start_gather(rank: int, world: int) -> list[list[bytes]]:
+    collective = Collective()
+    first = collective.start_gather(bytes([rank]) * rank, 5)
+    second = collective.start_gather(b"later", 5)
+    between = collective.gather(b"between")  # whatever else the ranks do meanwhile
+    assert between == [b"between"] * world
+    return [second.result(), first.result()]
+
+
+def test_what_was_started_is_read_whenever_it_suits(ranks: Ranks) -> None:
+    assert ranks(_start_gather, 3) == [[[b"later"] * 3, [b"", b"\1", b"\2\2"]]] * 3
+    assert Collective().start_gather(b"alone", 8).result() == [b"alone"]
+    with pytest.raises(ValueError, match="6 bytes, but all agreed on 5"):
+        Collective().start_gather(b"longer", 5)

@@ -305,10 +305,10 @@ LOST = NodeFacts({})
 @pytest.mark.parametrize(
     ("name", "lost", "ranks", "says"),
     [
-        ("3 nodes", (0, 2), "0, 2", "2 nodes of a sharding group, RAIM5 makes up for 1"),
-        ("3 nodes, tp 2", (1, 2), "2, 3, 4, 5", "2 nodes of a sharding group, RAIM5 makes up for 1"),
-        ("4 nodes in two pairs", (0, 2, 3), "4, 5, 6, 7", "2 nodes of a sharding group, RAIM5 makes up for 1"),
-        ("4 nodes, two losses", (0, 1, 3), "0, 1, 3", "3 nodes of a sharding group, RAIM6 makes up for 2"),
+        ("3 nodes", (0, 2), "0, 2", "2 nodes that protect each other, RAIM5 makes up for 1"),
+        ("3 nodes, tp 2", (1, 2), "2, 3, 4, 5", "2 nodes that protect each other, RAIM5 makes up for 1"),
+        ("4 nodes in two pairs", (0, 2, 3), "4, 5, 6, 7", "2 nodes that protect each other, RAIM5 makes up for 1"),
+        ("4 nodes, two losses", (0, 1, 3), "0, 1, 3", "3 nodes that protect each other, RAIM6 makes up for 2"),
     ],
 )
 def test_more_than_parity_makes_up_for_is_said_with_the_ranks_and_the_code(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from ft_plugins.launcher.rounds import Rules
 from ft_plugins.model.topology import Topology
 from ft_plugins.recovery import sizes
 from ft_plugins.recovery.sizes import admissible
+from ft_plugins.redundancy.neighbour import pipelines, unplaced
+from ft_plugins.redundancy.plan import unprotected
 
 
 def nodes(count: int, each: int) -> list[str]:
@@ -20,6 +23,15 @@ def nodes(count: int, each: int) -> list[str]:
 
 def batch(total: int):
     return lambda replicas: total % (2 * replicas) == 0
+
+
+def survives(losses: int):
+    """Parity over the nodes of a sharding group, against so many losses."""
+    return lambda topology, nodes: unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
+
+
+def anything(topology: Topology, nodes: Sequence[str]) -> str:
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -35,17 +47,27 @@ def test_the_batch_is_divided_and_what_was_asked_for_can_be_had(
     count: int, total: int, losses: int, expected: tuple[int, ...]
 ) -> None:
     topology = Topology(tp=2, pp=2, dp=count, order="tp-cp-ep-pp-dp")
-    assert admissible(topology, nodes(count, 4), batch(total), losses) == expected
+    assert admissible(topology, nodes(count, 4), batch(total), survives(losses) if losses else anything) == expected
+
+
+def test_copies_on_the_stage_before_need_a_pipeline_over_nodes_at_every_size() -> None:
+    def copies(topology: Topology, nodes: Sequence[str]) -> str:
+        return unplaced(nodes, pipelines(topology))
+
+    spread = Topology(tp=2, pp=2, dp=4, order="tp-cp-ep-dp-pp")  # 4 nodes of 4 ranks: a stage on two of them
+    assert admissible(spread, nodes(4, 4), batch(24), copies) == (2, 3, 4, 6, 12)  # at 3 a stage and a half on a node
+    within = Topology(tp=2, pp=2, dp=4, order="tp-cp-ep-pp-dp")  # a pipeline on each
+    assert admissible(within, nodes(4, 4), batch(24), copies) == (6, 12)
 
 
 def test_a_model_larger_than_a_node_needs_whole_replicas() -> None:
     topology = Topology(tp=4, pp=2, dp=2)
-    assert admissible(topology, nodes(4, 4), lambda replicas: replicas < 4, 0) == (2, 4, 6)
+    assert admissible(topology, nodes(4, 4), lambda replicas: replicas < 4, anything) == (2, 4, 6)
 
 
 def test_unequal_nodes_and_parallel_experts_are_not_resized() -> None:
-    assert admissible(Topology(tp=1, pp=1, dp=3), ["a", "a", "b"], lambda replicas: True, 0) == ()
-    assert admissible(Topology(tp=1, pp=1, dp=4, ep=2), nodes(2, 2), lambda replicas: True, 0) == ()
+    assert admissible(Topology(tp=1, pp=1, dp=3), ["a", "a", "b"], lambda replicas: True, anything) == ()
+    assert admissible(Topology(tp=1, pp=1, dp=4, ep=2), nodes(2, 2), lambda replicas: True, anything) == ()
 
 
 def test_the_rendezvous_reads_what_ranks_have_told(tmp_path: Path) -> None:

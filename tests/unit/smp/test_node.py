@@ -360,7 +360,7 @@ def test_a_copy_on_a_neighbour_counts_and_puts_a_lost_node_s_slots_together(
 ) -> None:
     """Four nodes, a stage each: 0 and 2 are no neighbours, and may be lost together."""
     job = cluster(4)
-    job.protection = replace(job.protection, pipelines=((0, 2, 4, 6), (1, 3, 5, 7)))
+    job.protection = replace(job.protection, stages=((0, 2, 4, 6), (1, 3, 5, 7)))
     job.protect()
     job.train(1, 3)
     version = Version(1, 3)
@@ -378,7 +378,7 @@ def test_a_copy_on_a_neighbour_counts_and_puts_a_lost_node_s_slots_together(
 
 def test_neighbours_that_are_lost_together_are_refused(cluster: Callable[..., Cluster]) -> None:
     job = cluster(4)
-    job.protection = replace(job.protection, pipelines=((0, 2, 4, 6), (1, 3, 5, 7)))
+    job.protection = replace(job.protection, stages=((0, 2, 4, 6), (1, 3, 5, 7)))
     job.protect()
     job.train(1, 1)
     fresh = job.substitute(1, 2)
@@ -390,7 +390,7 @@ def test_neighbours_that_are_lost_together_are_refused(cluster: Callable[..., Cl
 
 def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
-    job.protection = replace(job.protection, pipelines=((0, 2), (1, 3)))
+    job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
     job.protect()
     job.train(1, 1)  # without a plan yet, by the rate
     assert all(node.tier.status()["in_bubbles"] == node.tier.status()["late"] == 0 for node in job.nodes)

@@ -1,0 +1,95 @@
+"""The spans of DeepSpeed's pipeline schedule: its instructions, one by one.
+
+    ForwardPass, BackwardPass         FORWARD, BACKWARD; microbatches go through a stage in order, so they are counted
+    SendActivation, SendGrad          SEND
+    RecvActivation, RecvGrad          RECV: all of it is spent waiting
+    ReduceTiedGrads, ReduceGrads      REDUCE
+    OptimizerStep                     REDUCE until all stages agree, then UPDATE (`adapters.spans`)
+
+A step of the schedule without a command needs no span: the time until the next one is a bubble.
+
+Invariant: one engine is followed, by an `_INSTRUCTION_MAP` of its own that is there while it trains: what it evaluates
+runs as DeepSpeed wrote it. Instructions call what was in the map of the class.
+
+In: a PipelineEngine. Out: edges.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from ...model.host import Edges
+from ...model.timeline import Kind
+from ..spans import around, around_update
+from .wrapping import replace
+
+_COUNTED = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
+_OTHERS = {
+    "SendActivation": Kind.SEND,
+    "SendGrad": Kind.SEND,
+    "RecvActivation": Kind.RECV,
+    "RecvGrad": Kind.RECV,
+    "ReduceTiedGrads": Kind.REDUCE,
+    "ReduceGrads": Kind.REDUCE,
+}
+
+
+def follow(engine: Any, edges: Edges, inner: torch.optim.Optimizer) -> None:
+    """Call `edges` around the spans of `engine`, whose optimizer of torch is `inner`. Raises UnsupportedError."""
+    kinds: dict[Any, Callable[..., Any]] | None = getattr(type(engine), "_INSTRUCTION_MAP", None)
+    if kinds is None:
+        raise UnsupportedError(
+            f"{type(engine).__name__} has no _INSTRUCTION_MAP: spans are those of a pipeline's schedule; give "
+            "deepspeed.initialize a PipelineModule"
+        )
+    names = {kind.__name__ for kind in kinds}
+    missing = sorted((_COUNTED.keys() | _OTHERS.keys()) - names)
+    if missing:
+        raise UnsupportedError(
+            f"the schedule of {type(engine).__name__} has no instruction {', '.join(missing)}: spans of this version "
+            "of DeepSpeed cannot be followed; use 0.19.8"
+        )
+    passed = dict.fromkeys(_COUNTED.values(), 0)
+    followed = {kind: _followed(kind.__name__, original, edges, passed) for kind, original in kinds.items()}
+
+    def scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _exec_schedule(schedule: Any) -> Any:
+            if not engine.module.training:
+                return original(schedule)
+            passed.update(dict.fromkeys(passed, 0))
+            engine._INSTRUCTION_MAP = followed
+            try:
+                return original(schedule)
+            finally:
+                del engine._INSTRUCTION_MAP
+
+        return _exec_schedule
+
+    replace(engine, "_exec_schedule", scheduling)
+    replace(engine, "_take_model_step", around_update([inner], edges))
+
+
+def _followed(
+    name: str, original: Callable[..., Any], edges: Edges, passed: dict[Kind, int]
+) -> Callable[..., Any]:
+    """An instruction with its edges."""
+    kind = _COUNTED.get(name)
+    if kind is None:
+        return around(_OTHERS[name], original, edges) if name in _OTHERS else original
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        microbatch = passed[kind]
+        edges.begin(kind, microbatch)
+        outcome = original(*args, **kwargs)
+        edges.end(kind, microbatch)
+        passed[kind] = microbatch + 1
+        return outcome
+
+    return counted

@@ -1,0 +1,240 @@
+"""Measures the first iterations of a job, tells every rank of all of them, and notices when that no longer fits.
+
+    WARMING     a few iterations that are unlike the rest: buffers and communicators are made
+    RECORDING   `iterations` of them are recorded, and their median taken
+    SIZING      the ranks tell each other how long that is        } asked at the end of one iteration,
+    SHARING     and then what it is: all have the same profile    } read at the end of the next one
+    WATCHING    every `watch_every`-th iteration is compared with the profile
+    ASKING      every `ask_every`-th: does any rank miss it too often? Then it is RECORDING again
+    OFF         a rank has failed to: all of them know, and there is no profile
+
+Invariant: all ranks are in the same phase at the end of the same iteration, by counting and by what all were told, so
+no rank waits for a word that another does not send. A message has a whole iteration to arrive, in which the update has
+met all ranks: nothing waits in the step path but for a rank that is late anyway; `waited` says how long. An error
+here ends the profile, never training.
+
+In: a `Recorder` that the host tells of spans, begin and end of iterations, a collective. Out: `profile`, and
+`on_profile` for each new one; `on_failure`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import msgpack
+
+from ..errors import FtError
+from ..model.timeline import Kind, Misses, Profile, Span, Timeline, median, strays
+from .record import Recorder
+
+_ATTEMPTS = 3  # at a profile for which a rank has recorded nothing
+_KINDS = tuple(Kind)
+
+
+class Gathering(Protocol):
+    """Payloads on their way."""
+
+    def result(self) -> list[bytes]:
+        """Those of all ranks, by rank."""
+        ...
+
+
+class Gathers(Protocol):
+    """What starts a gather of payloads of at most `longest` bytes, which all ranks know, without waiting for it."""
+
+    def start_gather(self, payload: bytes, longest: int) -> Gathering: ...
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """How a job is profiled. Iterations are counted; where a device clock lags behind, half of them are recorded."""
+
+    warmup: int = 2
+    iterations: int = 6
+    watch_every: int = 4
+    ask_every: int = 64
+    tolerance: float = 0.1  # of an edge, as a share of the iteration
+    misses: int = 8  # more than fits, among those watched
+
+
+class Phase(Enum):
+    """See the module."""
+
+    WARMING = "warming"
+    RECORDING = "recording"
+    SIZING = "sizing"
+    SHARING = "sharing"
+    WATCHING = "watching"
+    ASKING = "asking"
+    OFF = "off"
+
+
+TRANSITIONS = {
+    Phase.WARMING: {Phase.RECORDING},
+    Phase.RECORDING: {Phase.SIZING},
+    Phase.SIZING: {Phase.SHARING},
+    Phase.SHARING: {Phase.WATCHING, Phase.RECORDING, Phase.OFF},
+    Phase.WATCHING: {Phase.ASKING},
+    Phase.ASKING: {Phase.WATCHING, Phase.RECORDING, Phase.OFF},
+    Phase.OFF: set(),
+}
+
+
+def _nothing(_: object) -> None:
+    """Nobody asked to be told."""
+
+
+class Profiler:
+    """One rank's part in the job's profile."""
+
+    def __init__(
+        self,
+        rank: int,
+        recorder: Recorder,
+        collective: Gathers,
+        settings: Profiling = Profiling(),  # noqa: B008  frozen
+        on_profile: Callable[[Profile], None] = _nothing,
+        on_failure: Callable[[str], None] = _nothing,
+    ) -> None:
+        self._rank = rank
+        self._recorder = recorder
+        self._collective = collective
+        self._settings = settings
+        self._on_profile = on_profile
+        self._on_failure = on_failure
+        self.profile: Profile | None = None
+        self.left_out: dict[int, tuple[int, ...]] = {}  # by rank: iterations of another shape than the others
+        self.phase = Phase.WARMING
+        self.waited = 0.0  # seconds, for messages
+        self._ends = 0  # of iterations, in this phase
+        self._attempts = 0
+        self._recorded: list[tuple[int, Timeline]] = []  # with their iterations
+        self._current = 0  # the iteration that is, or was last, recorded
+        self._payload = b""
+        self._pending: Gathering | None = None
+        self._misses = Misses(settings.tolerance, settings.misses)
+        self._failure = ""  # of this rank, for the next message
+
+    def iteration_begin(self, step: int) -> None:
+        """Whether this iteration is recorded follows from how many there have been."""
+        wanted = self.phase is Phase.RECORDING or (
+            self.phase in (Phase.WATCHING, Phase.ASKING) and step % self._settings.watch_every == 0
+        )
+        if wanted and self._recorder.free and not self._failure:
+            self._current = step
+            self._recorder.iteration_begin()
+
+    def iteration_end(self, step: int) -> None:
+        """One phase further, when its time has come."""
+        if self.phase is Phase.OFF:
+            return
+        self._ends += 1
+        self._take()
+        match self.phase:
+            case Phase.WARMING:
+                if self._ends >= self._settings.warmup:
+                    self._go(Phase.RECORDING)
+            case Phase.RECORDING:
+                if self._ends >= self._settings.iterations:
+                    self._payload = self._own()
+                    self._ask(len(self._payload).to_bytes(8, "little"), 8)
+                    self._go(Phase.SIZING)
+            case Phase.SIZING:
+                longest = max(int.from_bytes(part, "little") for part in self._told())
+                self._ask(self._payload, longest)
+                self._go(Phase.SHARING)
+            case Phase.SHARING:
+                self._go(self._shared(self._told()))
+            case Phase.WATCHING:
+                if self._ends >= self._settings.ask_every:
+                    self._ask(msgpack.packb([self._misses.again, bool(self._failure)]), 8)
+                    self._go(Phase.ASKING)
+            case Phase.ASKING:
+                self._go(self._answered(self._told()))
+
+    def _go(self, phase: Phase) -> None:
+        if phase not in TRANSITIONS[self.phase]:
+            raise FtError(f"rank {self._rank}: a profile cannot go from {self.phase.value} to {phase.value}")
+        self.phase, self._ends = phase, 0
+        if phase is Phase.RECORDING:
+            self._recorded = []
+
+    def _ask(self, payload: bytes, longest: int) -> None:
+        self._pending = self._collective.start_gather(payload, longest)
+
+    def _told(self) -> list[bytes]:
+        assert self._pending is not None
+        began = time.perf_counter()
+        found = self._pending.result()
+        self.waited += time.perf_counter() - began
+        self._pending = None
+        return found
+
+    def _take(self) -> None:
+        """Whatever fails here is told to all ranks with the next message."""
+        try:
+            self._recorder.iteration_end()
+            measured = self._recorder.take()
+            if measured is None:
+                return
+            if self.phase is Phase.RECORDING:
+                self._recorded.append((self._current, measured))
+            elif self.profile is not None:
+                self._misses = self._misses.seen(self.profile.timelines[self._rank], measured)
+        except Exception as error:
+            self._failure = f"rank {self._rank}: {type(error).__name__}: {error}"
+
+    def _own(self) -> bytes:
+        """What this rank tells the others."""
+        if self._failure or not self._recorded:
+            return bytes(msgpack.packb([self._failure or None, [], None]))
+        timelines = [timeline for _, timeline in self._recorded]
+        stray = [self._recorded[index][0] for index in strays(timelines)]
+        return bytes(msgpack.packb([None, stray, pack(median(timelines))]))
+
+    def _shared(self, parts: Sequence[bytes]) -> Phase:
+        told = [msgpack.unpackb(part) for part in parts]
+        failure = next((failure for failure, _, _ in told if failure), None)
+        empty = [rank for rank, (_, _, packed) in enumerate(told) if packed is None]
+        self._attempts += 1
+        if failure is None and empty:
+            if self._attempts < _ATTEMPTS:
+                return Phase.RECORDING
+            failure = f"rank {empty[0]} has recorded no iteration in {_ATTEMPTS} times {self._settings.iterations}"
+        if failure is not None:
+            return self._off(failure)
+        self._attempts = 0
+        self.left_out = {rank: tuple(stray) for rank, (_, stray, _) in enumerate(told) if stray}
+        self.profile = Profile(tuple(unpack(packed) for _, _, packed in told))
+        self._misses = Misses(self._settings.tolerance, self._settings.misses)
+        self._on_profile(self.profile)
+        return Phase.WATCHING
+
+    def _answered(self, parts: Sequence[bytes]) -> Phase:
+        told = [msgpack.unpackb(part) for part in parts]
+        for rank, (_, failed) in enumerate(told):
+            if failed:
+                return self._off(self._failure or f"rank {rank} has failed to measure an iteration")
+        return Phase.RECORDING if any(again for again, _ in told) else Phase.WATCHING
+
+    def _off(self, reason: str) -> Phase:
+        self.profile = None
+        self._on_failure(reason)
+        return Phase.OFF
+
+
+def pack(timeline: Timeline) -> list[object]:
+    """A timeline as plain values."""
+    spans = [[_KINDS.index(one.kind), one.begin, one.end, one.microbatch, one.chunk] for one in timeline.spans]
+    return [timeline.rank, timeline.seconds, spans, list(timeline.memory)]
+
+
+def unpack(values: Sequence[object]) -> Timeline:
+    """The timeline that was packed."""
+    rank, seconds, spans, memory = values
+    found = tuple(Span(_KINDS[kind], *rest) for kind, *rest in spans)  # type: ignore[attr-defined]
+    return Timeline(rank, seconds, found, tuple(memory))  # type: ignore[arg-type]

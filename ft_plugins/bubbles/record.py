@@ -1,0 +1,98 @@
+"""Records the spans of chosen iterations, edge by edge, into arrays that are there already.
+
+Invariant: an edge takes no allocation, no lock and no device synchronisation; an iteration that is not recorded costs
+a comparison per edge. Spans do not nest: what begins inside another belongs to it. An iteration with more spans than
+there is room for is not reported, and there is room for the next one.
+
+In: the edges that a host calls, begin and end of iterations. Out: a `Timeline`, once its clock is ready.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from ..model.timeline import Kind, Span, Timeline
+from .clock import Clock
+
+_ITERATION = 2  # slots of the clock before those of spans: begin and end of the iteration
+_ROOM = 1024  # spans at first
+
+
+class Recorder:
+    """The spans of one rank. `begin` and `end` are `model.host.Edges`."""
+
+    def __init__(self, rank: int, clock: Clock, room: int = _ROOM) -> None:
+        self._rank = rank
+        self._clock = clock
+        self._recording = False
+        self._recorded = False  # and not yet taken
+        self._depth = 0
+        self._count = 0
+        self._make_room(room)
+
+    def _make_room(self, room: int) -> None:
+        self._room = room
+        self._kinds: list[Kind] = [Kind.FORWARD] * room
+        self._microbatches = array("i", bytes(4 * room))
+        self._chunks = array("i", bytes(4 * room))
+        self._memory = array("q", bytes(8 * room))
+        self._clock.room(_ITERATION + 2 * room)
+
+    @property
+    def free(self) -> bool:
+        """Whether another iteration can be recorded: the last one has been taken."""
+        return not self._recorded
+
+    def iteration_begin(self) -> None:
+        """Record the iteration that begins now."""
+        self._recording, self._recorded, self._depth, self._count = True, False, 0, 0
+        self._clock.mark(0)
+
+    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        """A span begins."""
+        if not self._recording:
+            return
+        self._depth += 1
+        at = self._count
+        if self._depth > 1 or at >= self._room:
+            return
+        self._kinds[at] = kind
+        self._microbatches[at] = microbatch
+        self._chunks[at] = chunk
+        self._memory[at] = self._clock.memory()
+        self._clock.mark(_ITERATION + 2 * at)
+
+    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        """The span that has begun last ends."""
+        if not self._recording:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            if self._count < self._room:
+                self._clock.mark(_ITERATION + 2 * self._count + 1)
+            self._count += 1
+
+    def iteration_end(self) -> None:
+        """The iteration that was recorded is over."""
+        if not self._recording:
+            return
+        self._recording = False
+        if self._depth or self._count > self._room:  # cut short by an error that was caught, or too long
+            self._make_room(max(self._room, 2 * self._count))
+            return
+        self._recorded = True
+        self._clock.mark(1)
+
+    def take(self) -> Timeline | None:
+        """What was recorded, once; None while the device is not through with it, or when there is nothing."""
+        if not self._recorded or not self._clock.ready(1):
+            return None
+        self._recorded = False
+        count = self._count
+        times = self._clock.seconds(_ITERATION + 2 * count)
+        spans = tuple(
+            Span(self._kinds[i], times[2 + 2 * i], times[3 + 2 * i], self._microbatches[i], self._chunks[i])
+            for i in range(count)
+        )
+        known = count > 0 and self._memory[0] >= 0
+        return Timeline(self._rank, times[1], spans, tuple(self._memory[:count]) if known else ())

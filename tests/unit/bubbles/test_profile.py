@@ -1,0 +1,194 @@
+"""How a job comes by a profile, keeps it, and gives it up: all ranks in step, by counting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from ft_plugins.bubbles.profile import TRANSITIONS, Phase, Profiler, Profiling, pack, unpack
+from ft_plugins.model.timeline import Kind, Profile, Span, Timeline
+
+SETTINGS = Profiling(warmup=2, iterations=3, watch_every=1, ask_every=4, tolerance=0.1, misses=3)
+
+
+def lasting(rank: int, seconds: float) -> Timeline:
+    spans = (Span(Kind.FORWARD, 0, seconds, 0), Span(Kind.BACKWARD, seconds, 2 * seconds, 0))
+    return Timeline(rank, 3 * seconds, spans)
+
+
+@dataclass
+class Round:
+    """A gather that all ranks have to have started before one reads it."""
+
+    parts: dict[int, bytes] = field(default_factory=dict)
+    longest: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Place:
+    """One rank's part in a gather."""
+
+    round: Round
+    ranks: int
+
+    def result(self) -> list[bytes]:
+        assert len(self.round.longest) == 1, "all ranks gave the same size"
+        return [self.round.parts[rank] for rank in range(self.ranks)]
+
+
+class Collective:
+    """Of one rank: its n-th gather is that of the others."""
+
+    def __init__(self, rank: int, ranks: int, rounds: list[Round]) -> None:
+        self.rank, self.ranks, self.rounds = rank, ranks, rounds
+        self.started = 0
+
+    def start_gather(self, payload: bytes, longest: int) -> Place:
+        assert len(payload) <= longest
+        if self.started == len(self.rounds):
+            self.rounds.append(Round())
+        found = self.rounds[self.started]
+        found.parts[self.rank] = payload
+        found.longest.add(longest)
+        self.started += 1
+        return Place(found, self.ranks)
+
+
+class Recorder:
+    """Records what it is given: a timeline, nothing, or an error."""
+
+    def __init__(self) -> None:
+        self.next: Timeline | Exception | None = None
+        self.recording = False
+        self.free = True
+
+    def iteration_begin(self) -> None:
+        self.recording = True
+
+    def iteration_end(self) -> None: ...
+
+    def take(self) -> Timeline | None:
+        taken, self.recording = self.recording, False
+        if isinstance(self.next, Exception) and taken:
+            raise self.next
+        return self.next if taken and isinstance(self.next, Timeline) else None
+
+
+class Job:
+    """Some ranks, driven iteration by iteration."""
+
+    def __init__(self, ranks: int = 3, settings: Profiling = SETTINGS) -> None:
+        rounds: list[Round] = []
+        self.profiles: list[list[Profile]] = [[] for _ in range(ranks)]
+        self.failures: list[list[str]] = [[] for _ in range(ranks)]
+        self.recorders = [Recorder() for _ in range(ranks)]
+        self.profilers = [
+            Profiler(
+                rank, self.recorders[rank], Collective(rank, ranks, rounds), settings,  # type: ignore[arg-type]
+                self.profiles[rank].append, self.failures[rank].append,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        self.step = 0
+        self.phases: list[Phase] = []
+
+    def iterate(self, times: int, seconds: float | None = 1.0, **unlike: object) -> None:
+        """`times` iterations in which all ranks measure `seconds`; rank `r` measures `unlike['r<r>']`."""
+        for _ in range(times):
+            self.step += 1
+            for rank, profiler in enumerate(self.profilers):
+                measured = unlike.get(f"r{rank}", seconds)
+                number = isinstance(measured, (int, float))
+                self.recorders[rank].next = lasting(rank, measured) if number else measured  # type: ignore
+                profiler.iteration_begin(self.step)
+            for profiler in self.profilers:
+                profiler.iteration_end(self.step)
+            phases = {profiler.phase for profiler in self.profilers}
+            assert len(phases) == 1, f"ranks are apart in iteration {self.step}: {phases}"
+            self.phases.append(phases.pop())
+
+
+def test_after_warming_up_and_two_messages_all_ranks_have_the_same_profile() -> None:
+    job = Job()
+    job.iterate(2, 50.0)  # warming up: not recorded
+    job.iterate(3, 1.0, r2=2.0)
+    job.iterate(1, 70.0)
+    assert job.profilers[0].profile is None, "sizes are told, timelines under way"
+    job.iterate(1)
+    expected = Profile((lasting(0, 1), lasting(1, 1), lasting(2, 2)))
+    assert [profiler.profile for profiler in job.profilers] == [expected] * 3
+    assert job.profiles == [[expected]] * 3, "told once"
+    warming, recording = [Phase.WARMING], [Phase.RECORDING] * 3
+    assert job.phases == [*warming, *recording, Phase.SIZING, Phase.SHARING, Phase.WATCHING]
+
+
+def test_every_step_of_a_profile_is_one_of_the_table() -> None:
+    job = Job()
+    job.iterate(30)
+    job.iterate(30, 2.0)
+    job.iterate(10, None, r0=OSError("gone"))
+    pairs = {(before, after) for before, after in pairwise(job.phases) if before is not after}
+    assert all(after in TRANSITIONS[before] for before, after in pairs)
+    assert job.phases[-1] is Phase.OFF
+
+
+def test_iterations_of_another_shape_are_named() -> None:
+    job = Job()
+    job.iterate(3)
+    cut = Timeline(1, 9, lasting(1, 9).spans[:1])
+    job.iterate(1, r1=cut)
+    job.iterate(3)
+    assert [profiler.left_out for profiler in job.profilers] == [{1: (4,)}] * 3
+    assert job.profilers[2].profile == Profile(tuple(lasting(rank, 1) for rank in range(3)))
+
+
+def test_when_one_rank_misses_the_profile_too_often_all_record_again() -> None:
+    job = Job()
+    job.iterate(7)
+    job.iterate(2, 1.0, r1=1.5)  # slow now and then
+    job.iterate(7)
+    assert Phase.RECORDING not in job.phases[7:]
+    job.iterate(20, 1.0, r1=1.5)
+    assert [len(told) for told in job.profiles] == [2] * 3
+    assert all(profiler.profile == job.profiles[0][-1] for profiler in job.profilers)
+    assert job.profiles[0][-1].timelines[1] == lasting(1, 1.5)
+    assert job.phases[-1] in (Phase.WATCHING, Phase.ASKING)
+    recorded = job.phases.count(Phase.RECORDING)
+    job.iterate(20, 1.0, r1=1.5)
+    assert job.phases.count(Phase.RECORDING) == recorded, "the new one fits"
+
+
+def test_while_another_profile_is_made_the_old_one_holds() -> None:
+    job = Job()
+    job.iterate(7)
+    while job.phases[-1] is not Phase.SHARING:
+        job.iterate(1, 2.0)
+    assert job.profilers[0].profile == job.profiles[0][0]
+
+
+@pytest.mark.parametrize("when", [4, 12])
+def test_an_error_on_one_rank_ends_the_profile_of_all_and_nothing_else(when: int) -> None:
+    job = Job()
+    job.iterate(when)
+    job.iterate(1, r1=OSError("the clock has gone"))
+    job.iterate(20)
+    assert job.phases[-1] is Phase.OFF
+    assert [profiler.profile for profiler in job.profilers] == [None] * 3
+    assert all(len(told) == 1 and "rank 1" in told[0] for told in job.failures)
+    assert "OSError: the clock has gone" in job.failures[1][0], "the rank itself knows why"
+
+
+def test_a_rank_that_never_gets_a_recording_ends_it_after_some_attempts() -> None:
+    job = Job()
+    job.iterate(2 + 2 * 5, r2=None)
+    assert job.phases[-1] is Phase.RECORDING, "tried again"
+    job.iterate(5, r2=None)
+    assert job.phases[-1] is Phase.OFF
+    assert job.failures[0] == ["rank 2 has recorded no iteration in 3 times 3"]
+
+
+def test_a_timeline_is_unpacked_as_it_was_packed() -> None:
+    one = Timeline(7, 3.5, (Span(Kind.RECV, 0.1, 0.2), Span(Kind.BACKWARD, 0.3, 0.4, 5, 1)), (10, 2**40))
+    assert unpack(pack(one)) == one

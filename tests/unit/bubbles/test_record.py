@@ -1,0 +1,117 @@
+"""Spans recorded edge by edge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+import torch
+
+from ft_plugins.bubbles.clock import HostClock, clock_of
+from ft_plugins.bubbles.record import Recorder
+from ft_plugins.model.timeline import Kind, Span, Timeline
+
+
+class Ticks:
+    """A clock that is one second later at each mark, and ready when it is told."""
+
+    def __init__(self, memory: Iterator[int] | None = None) -> None:
+        self.slots: list[float] = []
+        self.over = True
+        self._now = count()
+        self._memory = memory
+
+    def room(self, slots: int) -> None:
+        self.slots = [-1.0] * slots
+
+    def mark(self, slot: int) -> None:
+        self.slots[slot] = next(self._now)
+
+    def ready(self, last: int) -> bool:
+        return self.over and self.slots[last] >= 0
+
+    def seconds(self, slots: int) -> list[float]:
+        return [when - self.slots[0] for when in self.slots[:slots]]
+
+    def memory(self) -> int:
+        return -1 if self._memory is None else next(self._memory)
+
+
+def pass_through(recorder: Recorder, spans: int) -> None:
+    for index in range(spans):
+        recorder.begin(Kind.FORWARD, index, 1)
+        recorder.end(Kind.FORWARD, index, 1)
+
+
+def test_what_was_told_is_what_is_taken_and_only_once() -> None:
+    recorder = Recorder(3, Ticks(iter(range(100, 110))))
+    pass_through(recorder, 1)  # of an iteration that is not recorded
+    recorder.iteration_begin()
+    recorder.begin(Kind.RECV)
+    recorder.end(Kind.RECV)
+    recorder.begin(Kind.BACKWARD, 2, 1)
+    recorder.end(Kind.BACKWARD, 2, 1)
+    assert recorder.take() is None, "it is not over"
+    recorder.iteration_end()
+    assert not recorder.free
+    spans = (Span(Kind.RECV, 1, 2), Span(Kind.BACKWARD, 3, 4, 2, 1))
+    assert recorder.take() == Timeline(3, 5, spans, memory=(100, 101))
+    assert recorder.free
+    assert recorder.take() is None
+
+
+def test_a_span_within_another_is_part_of_it() -> None:
+    recorder = Recorder(0, Ticks())
+    recorder.iteration_begin()
+    recorder.begin(Kind.FORWARD, 0)
+    pass_through(recorder, 2)
+    recorder.end(Kind.FORWARD, 0)
+    recorder.iteration_end()
+    taken = recorder.take()
+    assert taken == Timeline(0, 3, (Span(Kind.FORWARD, 1, 2, 0),))
+
+
+def test_more_spans_than_there_is_room_for_are_recorded_the_next_time() -> None:
+    recorder = Recorder(0, Ticks(), room=2)
+    recorder.iteration_begin()
+    pass_through(recorder, 5)
+    recorder.iteration_end()
+    assert recorder.take() is None
+    recorder.iteration_begin()
+    pass_through(recorder, 5)
+    recorder.iteration_end()
+    taken = recorder.take()
+    assert taken is not None and len(taken.spans) == 5
+
+
+def test_an_iteration_that_an_error_has_cut_short_is_not_reported() -> None:
+    recorder = Recorder(0, Ticks())
+    recorder.iteration_begin()
+    recorder.begin(Kind.FORWARD, 0)
+    recorder.iteration_end()
+    assert recorder.take() is None
+    assert recorder.free
+
+
+def test_a_device_that_lags_behind_is_not_waited_for() -> None:
+    clock = Ticks()
+    recorder = Recorder(0, clock)
+    recorder.iteration_begin()
+    pass_through(recorder, 1)
+    recorder.iteration_end()
+    clock.over = False
+    assert recorder.take() is None
+    assert not recorder.free, "its events are still needed"
+    clock.over = True
+    assert recorder.take() is not None
+
+
+def test_the_clock_of_the_host_tells_seconds_since_the_first_mark() -> None:
+    clock = clock_of(torch.device("cpu"))
+    assert isinstance(clock, HostClock)
+    clock.room(3)
+    for slot, now in ((0, 5.0), (1, 7.5), (2, 6.0)):
+        clock.mark(slot, now=lambda now=now: now)  # type: ignore[misc]
+    assert clock.seconds(3) == pytest.approx([0, 2.5, 1.0])
+    assert clock.memory() == -1
