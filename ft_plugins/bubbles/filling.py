@@ -15,6 +15,7 @@ from functools import cached_property
 
 from ..errors import ConfigError
 from ..model.timeline import Bubble, Timeline
+from ..redundancy.neighbour import NeighbourPlan
 from .layers import Part, fill
 from .share import share
 from .windows import Reserve, Windows, shared
@@ -46,6 +47,14 @@ class Transfer:
             raise ConfigError(
                 f"rank {self.sender}: its layers have {sum(self.layers)} bytes, what it sends has {self.nbytes}"
             )
+
+
+def transfers_of(neighbours: NeighbourPlan, beside: Sequence[int] | None = None) -> tuple[Transfer, ...]:
+    """What each rank sends, by rank: its slot, and what goes out `beside` it in bytes (small state, digest table)."""
+    return tuple(
+        Transfer(one.rank, one.source, one.receiver, one.target, one.nbytes + (beside[one.rank] if beside else 0))
+        for one in neighbours.copies
+    )
 
 
 @dataclass(frozen=True)

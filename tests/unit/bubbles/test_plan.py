@@ -18,11 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.filling import Grant, Granularity, Transfer
+from ft_plugins.bubbles.filling import Grant, Granularity, Transfer, transfers_of
 from ft_plugins.bubbles.plan import BubblePlan, SenderPlan, Snapshot, choose_snapshot, plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Bubble, Kind, Span, Timeline
+from ft_plugins.redundancy.neighbour import plan_neighbours
 
 PLANNING_CPU_SECONDS = 1  # what is asked for; 0.05 s are usual
 Op = tuple[str, int, int]  # F or B, microbatch, virtual stage
@@ -362,6 +363,12 @@ def test_nothing_is_planned_before_the_version_is_there() -> None:
     plan, sender = planned(ready=5.5)
     assert [[grant.nbytes for grant in turn] for turn in sender.iterations] == [[40], [80, 30, 80], [20]]
     assert plan.iterations == 3
+
+
+def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it() -> None:
+    neighbours = plan_neighbours(["a", "a", "b", "b"], [(0, 2), (1, 3)], [100, 70, 50, 20])
+    assert transfers_of(neighbours)[:2] == (Transfer(0, 0, 2, 1, 100), Transfer(1, 0, 3, 1, 70))
+    assert [one.nbytes for one in transfers_of(neighbours, [1, 2, 3, 4])] == [101, 72, 53, 24]
 
 
 # snapshots, fallbacks, refusals
