@@ -14,7 +14,8 @@ from enum import Enum
 from functools import cached_property
 
 from ..errors import ConfigError
-from ..model.timeline import Bubble
+from ..model.timeline import Bubble, Timeline
+from ..redundancy.neighbour import NeighbourPlan
 from .layers import Part, fill
 from .share import share
 from .windows import Reserve, Windows, shared
@@ -48,12 +49,21 @@ class Transfer:
             )
 
 
+def transfers_of(neighbours: NeighbourPlan, beside: Sequence[int] | None = None) -> tuple[Transfer, ...]:
+    """What each rank sends, by rank: its slot, and what goes out `beside` it in bytes (small state, digest table)."""
+    return tuple(
+        Transfer(one.rank, one.source, one.receiver, one.target, one.nbytes + (beside[one.rank] if beside else 0))
+        for one in neighbours.copies
+    )
+
+
 @dataclass(frozen=True)
 class Grant:
-    """`nbytes` may go from `begin` to `deadline`, in seconds since the begin of the bubble with this `index`.
+    """`nbytes` may go from `begin` to `deadline`, in seconds since the end of the span `after`, in a bubble.
 
-    `after` is the compute span after whose end the bubble begins, -1 before the first: by counting spans a trainer
-    knows it. `parts` are the layers, of a plan that goes by layers.
+    `after` is the compute span after whose end the bubble begins, of all spans of the timeline, -1 for the begin of the
+    iteration: by counting spans a trainer knows it, also where a reduction lies between it and the bubble. `parts` are
+    the layers, of a plan that goes by layers.
     """
 
     bubble: int
@@ -77,6 +87,7 @@ class Offer:
 
     transfer: Transfer
     own: Sequence[Bubble]
+    edges: Sequence[float]  # of the spans after which they begin
     windows: Windows
     first: list[int]
     every: list[int]
@@ -139,13 +150,14 @@ class Offer:
         for place, (number, nbytes) in enumerate(zip(self.windows.bubble.tolist(), carried, strict=True)):
             if nbytes:
                 bubble, taken = self.own[number], parts[place] if parts is not None else ()
-                begin, deadline = begins[place] - bubble.begin, ends[place] - bubble.begin
+                begin, deadline = begins[place] - self.edges[number], ends[place] - self.edges[number]
                 found.append(Grant(bubble.index, bubble.after, begin, deadline, nbytes, taken))
         return tuple(found)
 
 
 def offers(
     transfers: Sequence[Transfer],
+    timelines: Mapping[int, Timeline],
     bubbles: Mapping[int, Sequence[Bubble]],
     bytes_per_second: float | Mapping[int, float],
     reserve: Reserve,
@@ -167,8 +179,14 @@ def offers(
             late = rates.carried(len(windows.begin), ready_seconds).tolist() if ready_seconds else every
             first = _worth(late, least) if ready_seconds else every
             own, seconds = bubbles[transfers[at].sender], sum(needs) / links[pair]
-            found[at] = Offer(transfers[at], own, windows, first, every, most, seconds)
+            edges = _edges(timelines[transfers[at].sender], own)
+            found[at] = Offer(transfers[at], own, edges, windows, first, every, most, seconds)
     return [found[at] for at in range(len(transfers))]
+
+
+def _edges(timeline: Timeline, own: Sequence[Bubble]) -> list[float]:
+    """When the span ends after which each bubble begins."""
+    return [timeline.spans[bubble.after].end if bubble.after >= 0 else 0.0 for bubble in own]
 
 
 def _links(

@@ -147,7 +147,8 @@ def plan_bubbles(
 
     `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: into the first
     iteration, until the version that is to be sent has been captured. `device_bytes`: memory of a device, 0 where a
-    snapshot on the device is not to be had. `least_bytes`: a window that carries less is left alone. Raises ConfigError
+    snapshot on the device is not to be had. `least_bytes`: a window that carries less is left alone. Times of all ranks
+    count from one moment: they begin an iteration together, as far as they meet before each update. Raises ConfigError
     for a rank without timeline or layers.
     """
     if not transfers:
@@ -159,7 +160,9 @@ def plan_bubbles(
     if granularity is Granularity.LAYER and bare:
         raise ConfigError(f"rank {bare[0]}: its layers are not known; choose granularity: bytes, or name them")
     seconds = max(timeline.seconds for timeline in timelines.values())
-    found = offers(transfers, bubbles, bytes_per_second, reserve, ready_seconds, least_bytes, most_iterations)
+    found = offers(
+        transfers, timelines, bubbles, bytes_per_second, reserve, ready_seconds, least_bytes, most_iterations
+    )
     planned = [offer.plan(granularity) for offer in found]
     slowest = max(
         1, *(len(grants) for grants, _ in planned),

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ..errors import ConfigError
 from ..model.timeline import Bubble
 
-WINDOWS = 8  # of one bubble; of more, the longest are taken
+WINDOWS = 8  # after one compute span; of more, the longest are taken
 
 Seconds = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -78,7 +78,8 @@ def shared(sender: Sequence[Bubble], receiver: Sequence[Bubble], reserve: Reserv
     other = np.repeat(first, counts) + offsets
     begin, end = np.maximum(begins[own], others[other]), np.minimum(ends[own], other_ends[other])
     kept = end > begin
-    return _longest(Windows(places[own][kept], begin[kept], end[kept]))
+    after = np.array([bubble.after for bubble in sender], dtype=np.int64)
+    return _longest(Windows(places[own][kept], begin[kept], end[kept]), after)
 
 
 def _usable(bubbles: Sequence[Bubble], reserve: Reserve) -> tuple[Numbers, Seconds, Seconds]:
@@ -92,12 +93,12 @@ def _usable(bubbles: Sequence[Bubble], reserve: Reserve) -> tuple[Numbers, Secon
     return places, begin[places], end[places]
 
 
-def _longest(windows: Windows) -> Windows:
-    """Without the shortest ones of bubbles that have too many."""
+def _longest(windows: Windows, after: Numbers) -> Windows:
+    """Without the shortest ones after spans that have too many; `after` is the span before each bubble."""
     if len(windows.bubble) <= WINDOWS:
         return windows
     kept = np.ones(len(windows.bubble), dtype=bool)
-    bubbles, starts, counts = np.unique(windows.bubble, return_index=True, return_counts=True)
+    _, starts, counts = np.unique(after[windows.bubble], return_index=True, return_counts=True)
     for start, count in zip(starts[counts > WINDOWS], counts[counts > WINDOWS], strict=True):
         lengths = (windows.end - windows.begin)[start : start + count]
         kept[start + np.argsort(-lengths, kind="stable")[WINDOWS:]] = False

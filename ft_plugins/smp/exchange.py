@@ -3,6 +3,9 @@
 Of state whose parity this node has computed itself, from its replicas, nothing is sent but digests (`checks`): the node
 that captured the same bytes says whether it has the same.
 
+What goes to a node goes in lanes, a thread and a connection each: one for every rank that has a pacer of its own (its
+bubbles are not those of another), one for all else.
+
 Invariant: nothing of it is in the step path; it is paced, and gets slower, never wrong. What a receiver says it has
 taken decides what is sent next, so a broken connection, a frame that came twice or a receiver that was replaced costs
 time only. Bytes leave a slot only after its digests have been verified, and only while the slot is pinned.
@@ -16,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -23,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import faults
-from ..bubbles.gate import GatePacer
 from ..errors import CorruptSlotError, FtError
 from ..events import Events
 from ..model.pacer import Allowance, Pacer
@@ -39,10 +42,11 @@ _REPORTED = 4  # differences one by one; a replica that has drifted as a whole h
 _WAIT_SECONDS = 0.02  # for a receiver that has not heard of the version yet
 
 Bytes = npt.NDArray[np.uint8]
+NO_RANK = -1
 
 
 class RatePacer:
-    """A `model.pacer` that lets so many bytes a second pass, over all threads. 0: as many as will."""
+    """Lets so many bytes a second pass, over all threads. 0: as many as will."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
@@ -50,7 +54,7 @@ class RatePacer:
         self._free_at = time.monotonic()
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
-        """Wait until all of `nbytes` may go, or `stop`."""
+        """Wait until all of `nbytes` may go; none when stopped."""
         if self._rate:
             with self._lock:
                 now = time.monotonic()
@@ -60,7 +64,15 @@ class RatePacer:
         return Allowance(0 if stop.is_set() else nbytes)
 
     def ended(self, allowed: Allowance) -> None:
-        """Nothing is counted."""
+        """A frame of the rate has no time by which it has to be through."""
+
+
+@dataclass(frozen=True, order=True)
+class Lane:
+    """What goes to `target` of `rank`, by that rank's pacer; of all ranks without one, where it is NO_RANK."""
+
+    target: int
+    rank: int
 
 
 def slot_of(segment: Segment, version: Version) -> int:
@@ -78,7 +90,7 @@ def copy_of(segment: Segment, version: Version) -> bytes:
 
 
 class Exchange:
-    """Sends `version` until it is stopped. A thread per target node."""
+    """Sends `version` until it is stopped. A thread per lane."""
 
     def __init__(
         self,
@@ -88,14 +100,14 @@ class Exchange:
         epoch: int,
         segments: Mapping[int, Segment],
         connect: Callable[[int], Peer],
-        pacer: RatePacer,
+        pacer: Pacer,
         events: Events,
         alike: Callable[[Version], None] = lambda version: None,
-        gates: Mapping[int, GatePacer] | None = None,
+        pacers: Mapping[int, Pacer] | None = None,
     ) -> None:
         """`segments` of this node's ranks hold `version` pinned; `connect` gives a connection to a position's SMP.
 
-        What is copied of the slots of a rank in `gates` goes when that says so, everything else when `pacer` does.
+        `pacers` are those of ranks by which goes what is theirs alone; `pacer` is for all else.
 
         `alike` is called when every replica that parity was made from here has been found equal to its other side.
         Raises ProtocolError when a slot is laid out otherwise than the plan has it.
@@ -105,8 +117,7 @@ class Exchange:
         self._version = version
         self._epoch = epoch
         self._segments = segments
-        self._pacer = pacer
-        self._gates = gates or {}
+        self._pacers = {NO_RANK: pacer, **(pacers or {})}
         self._events = events
         self._stop = threading.Event()
         self._started = time.monotonic()
@@ -121,16 +132,25 @@ class Exchange:
         self.differences: list[Difference] = []
         if not self._checks:  # also where there is parity, of nothing
             alike(version)
-        targets = set(self._checks) | {send.area.position for send in plan.sends[position]}
-        targets |= {holder for rank in plan.ranks[position] for holder in plan.copy_holders(rank)}
-        self._done = dict.fromkeys(sorted(targets), False)
-        self._peers = {target: connect(target) for target in self._done}
+        self._lanes: dict[Lane, tuple[list[Send], list[int]]] = {Lane(to, NO_RANK): ([], []) for to in self._checks}
+        for send in plan.sends[position]:
+            members = plan.sections[send.area.section].members(send.node)
+            lane = self._lane(send.area.position, members[0] if len(members) == 1 else NO_RANK)
+            self._lanes.setdefault(lane, ([], []))[0].append(send)
+        for rank in plan.ranks[position]:
+            for holder in plan.copy_holders(rank):
+                self._lanes.setdefault(self._lane(holder, rank), ([], []))[1].append(rank)
+        self._done = dict.fromkeys(sorted(self._lanes), False)
+        self._peers = {lane: connect(lane.target) for lane in self._done}
         self._threads = [
-            threading.Thread(target=self._feed, args=(target,), name=f"smp-send-{target}", daemon=True)
-            for target in self._done
+            threading.Thread(target=self._feed, args=(lane,), name=f"smp-send-{lane.target}", daemon=True)
+            for lane in self._done
         ]
         for thread in self._threads:
             thread.start()
+
+    def _lane(self, target: int, rank: int) -> Lane:
+        return Lane(target, rank if rank in self._pacers else NO_RANK)
 
     @property
     def version(self) -> Version:
@@ -150,30 +170,28 @@ class Exchange:
     def stop(self) -> None:
         """Send no more; returns when no thread reads the slots."""
         self._stop.set()
-        for target in self._done:
-            self._peers[target].close()  # a request in flight fails
+        for peer in self._peers.values():
+            peer.close()  # a request in flight fails
         for thread in self._threads:
             thread.join()
 
-    def _feed(self, target: int) -> None:
-        sends = [send for send in self._plan.sends[self._position] if send.area.position == target]
-        ranks = [rank for rank in self._plan.ranks[self._position] if target in self._plan.copy_holders(rank)]
+    def _feed(self, lane: Lane) -> None:
         complained = False
         while not self._stop.is_set():
             pause = _AGAIN_SECONDS
             try:
                 if not self._slots_match():
                     return
-                waiting = self._feed_once(target, sends, ranks)
+                waiting = self._feed_once(lane)
                 if self.differences:
                     return
                 pause = _WAIT_SECONDS if waiting else _AGAIN_SECONDS
             except (FtError, OSError) as error:
                 if self._stop.is_set():
                     return
-                self._done[target] = False
-                if not complained:  # once per version and target, not five times a second
-                    self._events.emit("exchange.retry", target=self._plan.nodes[target], reason=str(error))
+                self._done[lane] = False
+                if not complained:  # once per version and lane, not five times a second
+                    self._events.emit("exchange.retry", target=self._plan.nodes[lane.target], reason=str(error))
                 complained = True
             self._stop.wait(pause)
 
@@ -193,56 +211,56 @@ class Exchange:
                     self._verified = False
             return self._verified
 
-    def _feed_once(self, target: int, sends: list[Send], ranks: list[int]) -> bool:
+    def _feed_once(self, lane: Lane) -> bool:
         """Send what the target lacks; whether it has to be waited for."""
+        sends, ranks = self._lanes[lane]
         fields: dict[str, Any] = {"version": [self._version.lineage, self._version.iteration], "epoch": self._epoch}
         nodes = sorted({(send.area.section, send.node) for send in sends})
-        reply, _ = self._peers[target].ask("begin", nodes=nodes, ranks=ranks, **fields)
+        reply, _ = self._peers[lane].ask("begin", nodes=nodes, ranks=ranks, **fields)
         if reply.get("wait"):
-            self._done[target] = False
+            self._done[lane] = False
             return True
         taken = {(section, stripe, which, node): done for section, stripe, which, node, done in reply["taken"]}
         for send in sends:
             key = (send.area.section, send.area.stripe, send.area.which)
             at = taken.get((*key, send.node), 0)
             while at < send.stop - send.start:
-                self._done[target] = False
+                self._done[lane] = False
                 if self._stop.is_set():
                     return False
-                faults.reach("exchange.frame", position=self._position, target=target, at=at)
-                pacer = self._pacer_of(send)
-                allowed = pacer.take(min(send.stop - send.start - at, PAYLOAD_LIMIT), self._stop)
+                faults.reach("exchange.frame", position=self._position, target=lane.target, at=at)
+                allowed = self._pacers[lane.rank].take(min(PAYLOAD_LIMIT, send.stop - send.start - at), self._stop)
                 if not allowed.nbytes:
                     return False
                 frame = self._frame(send, at, allowed.nbytes)
-                answer, _ = self._peers[target].ask(
+                answer, _ = self._peers[lane].ask(
                     "take", frame, key=list(key), node=send.node, at=at, exponent=send.exponent, **fields
                 )
-                pacer.ended(allowed)
+                self._pacers[lane.rank].ended(allowed)
                 self._count(len(frame))
                 at = int(answer["taken"])
         for rank in sorted(set(ranks) - set(reply["copies"])):
-            self._done[target] = False
-            self._send_copy(target, rank, fields)
-        if target in self._unchecked and not self._compare(target, fields):
-            self._done[target] = False
+            self._done[lane] = False
+            self._send_copy(lane, rank, fields)
+        if lane.rank == NO_RANK and lane.target in self._unchecked and not self._compare(lane, fields):
+            self._done[lane] = False
             return True
-        self._done[target] = True
+        self._done[lane] = True
         self._announce()
         return False
 
-    def _compare(self, target: int, fields: dict[str, Any]) -> bool:
-        """Have `target` compare its shares with what parity was made from here; whether all of them are equal."""
+    def _compare(self, lane: Lane, fields: dict[str, Any]) -> bool:
+        """Have the target compare its shares with what parity was made from here; whether all of them are equal."""
         tables = {
             rank: segment.digests(slot_of(segment, self._version)).copy() for rank, segment in self._segments.items()
         }
-        for batch in checks.batches(self._checks[target]):
+        for batch in checks.batches(self._checks[lane.target]):
             asked = checks.payload(batch, tables)
-            faults.reach("exchange.check", position=self._position, target=target)
-            self._pacer.take(len(asked), self._stop)
+            faults.reach("exchange.check", position=self._position, target=lane.target)
+            self._pacers[lane.rank].take(len(asked), self._stop)
             if self._stop.is_set():
                 return False
-            reply, _ = self._peers[target].ask("check", asked, **fields)
+            reply, _ = self._peers[lane].ask("check", asked, **fields)
             if reply.get("wait"):
                 return False
             self._count(len(asked))
@@ -252,7 +270,7 @@ class Exchange:
             if differ:
                 return False
         with self._counting:
-            self._unchecked.discard(target)
+            self._unchecked.discard(lane.target)
             last = not self._unchecked
         if last:
             self._alike(self._version)
@@ -280,17 +298,10 @@ class Exchange:
         self._events.emit(
             "exchange.sent", lineage=self._version.lineage, iteration=self._version.iteration, bytes=self._sent_bytes,
             compared=sum(map(len, self._checks.values())), seconds=round(time.monotonic() - self._started, 3),
-            in_bubbles=sum(gate.inside_bytes for gate in self._gates.values()),
-            late=sum(gate.late_bytes for gate in self._gates.values()),
         )  # fmt: skip
 
-    def _pacer_of(self, send: Send) -> Pacer:
-        """Who says when it goes: of bytes of one rank its gate, where it has one."""
-        members = self._plan.sections[send.area.section].members(send.node)
-        return self._gates.get(members[0], self._pacer) if len(members) == 1 else self._pacer
-
     def _frame(self, send: Send, at: int, nbytes: int) -> Bytes:
-        """`nbytes` of a block, `at` from its start: a view of a slot, or a copy where ranks meet."""
+        """The next `nbytes` of a block, `at` from its start: a view of a slot, or a copy where ranks meet."""
         start = send.start + at
         stop = start + nbytes
         section = self._plan.sections[send.area.section]
@@ -301,11 +312,17 @@ class Exchange:
             parts.append(data[extent.offset : extent.offset + extent.nbytes])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _send_copy(self, target: int, rank: int, fields: dict[str, Any]) -> None:
+    def _send_copy(self, lane: Lane, rank: int, fields: dict[str, Any]) -> None:
         whole = np.frombuffer(copy_of(self._segments[rank], self._version), dtype=np.uint8)
         at = 0
         while at < len(whole) and not self._stop.is_set():
-            part = whole[at : at + PAYLOAD_LIMIT]
-            answer, _ = self._peers[target].ask("copy", part, rank=rank, at=at, total=len(whole), **fields)
+            allowed = Allowance(PAYLOAD_LIMIT)
+            if lane.rank != NO_RANK:  # what a rate lets go is measured by data alone
+                allowed = self._pacers[lane.rank].take(min(PAYLOAD_LIMIT, len(whole) - at), self._stop)
+                if not allowed.nbytes:
+                    return
+            part = whole[at : at + allowed.nbytes]
+            answer, _ = self._peers[lane].ask("copy", part, rank=rank, at=at, total=len(whole), **fields)
+            self._pacers[lane.rank].ended(allowed)
             self._count(len(part))
             at = int(answer["taken"])

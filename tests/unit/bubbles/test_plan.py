@@ -18,11 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.filling import Grant, Granularity, Transfer
+from ft_plugins.bubbles.filling import Grant, Granularity, Transfer, transfers_of
 from ft_plugins.bubbles.plan import BubblePlan, SenderPlan, Snapshot, choose_snapshot, plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Bubble, Kind, Span, Timeline
+from ft_plugins.redundancy.neighbour import plan_neighbours
 
 PLANNING_CPU_SECONDS = 1  # what is asked for; 0.05 s are usual
 Op = tuple[str, int, int]  # F or B, microbatch, virtual stage
@@ -120,6 +121,18 @@ def bubbles_of(timeline: Timeline) -> tuple[Bubble, ...]:
     return tuple(found)
 
 
+def around(bubbles: Mapping[int, Sequence[Bubble]], seconds: float) -> dict[int, Timeline]:
+    """Timelines whose spans end where those bubbles begin."""
+    found = {}
+    for rank, those in bubbles.items():
+        ends = {bubble.after: bubble.begin for bubble in reversed(those)}  # of several after one span, the first
+        last = max([*ends, -1])
+        found[rank] = Timeline(
+            rank, seconds, tuple(Span(Kind.FORWARD, 0.0, ends.get(number, 0.0)) for number in range(last + 1)), (70, 80)
+        )
+    return found
+
+
 def ring(ranks: int, nbytes: int, per_node: int = 1, layers: int = 0) -> list[Transfer]:
     """Each stage sends to the nearest earlier one on another node."""
     found = []
@@ -134,10 +147,10 @@ def ring(ranks: int, nbytes: int, per_node: int = 1, layers: int = 0) -> list[Tr
 # what holds for every plan
 
 
-def inside(grant: Grant, sender: Sequence[Bubble], receiver: Sequence[Bubble], reserve: Reserve) -> bool:
-    """Whether a grant lies in a bubble of each, out of what is reserved. Rounding of seconds: 1e-9."""
+def inside(grant: Grant, edge: float, sender: Sequence[Bubble], receiver: Sequence[Bubble], reserve: Reserve) -> bool:
+    """Whether a grant, counted from `edge`, lies in a bubble of each, out of what is reserved. Rounding: 1e-9 s."""
     (own,) = (bubble for bubble in sender if bubble.index == grant.bubble)
-    begin, end = own.begin + grant.begin, own.begin + grant.deadline
+    begin, end = edge + grant.begin, edge + grant.deadline
     assert own.after == grant.after
     return begin < end and all(
         any(b.begin + reserve.begin <= begin + 1e-9 and end <= b.end - reserve.end + 1e-9 for b in bubbles)
@@ -157,6 +170,7 @@ def turns_of(plan: BubblePlan) -> Iterator[dict[int, tuple[Grant, ...]]]:
 def check(
     plan: BubblePlan,
     transfers: Sequence[Transfer],
+    timelines: Mapping[int, Timeline],
     bubbles: Mapping[int, Sequence[Bubble]],
     speed: float | Mapping[int, float],
     reserve: Reserve,
@@ -171,11 +185,11 @@ def check(
     for turn in turns_of(plan):
         links: dict[tuple[str, int], list[tuple[float, float, int]]] = defaultdict(list)
         for sender, grants in turn.items():
-            begins = {bubble.index: bubble.begin for bubble in bubbles[sender]}
             for grant in grants:
+                edge = timelines[sender].spans[grant.after].end if grant.after >= 0 else 0.0
                 assert grant.nbytes > 0
-                assert inside(grant, bubbles[sender], bubbles[of[sender].receiver], reserve)
-                job = begins[grant.bubble] + grant.begin, begins[grant.bubble] + grant.deadline, grant.nbytes
+                assert inside(grant, edge, bubbles[sender], bubbles[of[sender].receiver], reserve)
+                job = edge + grant.begin, edge + grant.deadline, grant.nbytes
                 links["out", of[sender].source].append(job)
                 links["in", of[sender].target].append(job)
         for (_, position), jobs in links.items():
@@ -203,7 +217,7 @@ def test_every_byte_of_a_real_schedule_goes_out_in_a_shared_bubble(
     bubbles = {rank: bubbles_of(timeline) for rank, timeline in timelines.items()}
     transfers, reserve = ring(4, 4_000_000, per_node, 12), Reserve(0.001, 0.0005)
     plan = plan_bubbles(transfers, timelines, bubbles, 1e8, reserve, granularity)
-    check(plan, transfers, bubbles, 1e8, reserve)
+    check(plan, transfers, timelines, bubbles, 1e8, reserve)
     assert not plan.paced_by_rate and 1 <= plan.iterations < 20
     assert plan.fill_bytes is not None and plan.fill_layers is not None
     assert plan.fill_bytes >= 0.999, "all of a window, but for parts of a byte"
@@ -245,10 +259,10 @@ def test_whatever_the_bubbles_every_byte_is_planned_once_or_refused_with_a_reaso
     ready: float,
 ) -> None:
     transfers, bubbles, speed = job
-    timelines = {rank: Timeline(rank, 30.0, ()) for rank in bubbles}
+    timelines = around(bubbles, 30.0)
     reserve = Reserve(kept, kept / 2)
     plan = plan_bubbles(transfers, timelines, bubbles, speed, reserve, granularity, ready)
-    check(plan, transfers, bubbles, speed, reserve)
+    check(plan, transfers, timelines, bubbles, speed, reserve)
     assert plan.table()
     for one in plan.senders:
         if one.reason:
@@ -284,7 +298,7 @@ def test_a_single_sender_takes_as_many_iterations_as_counting_ticks_says(
 
     bubbles = {0: idle(own), 1: idle(other)}
     shared = len(left(bubbles[0]) & left(bubbles[1]))
-    timelines = {rank: Timeline(rank, 20.0, ()) for rank in bubbles}
+    timelines = around(bubbles, 20.0)
     plan = plan_bubbles([Transfer(0, 0, 1, 1, need)], timelines, bubbles, 1.0, Reserve(kept, kept))
     (sender,) = plan.senders
     assert bool(sender.reason) == (shared * 100 < need)
@@ -296,16 +310,16 @@ def test_of_three_that_share_a_link_none_is_crowded_out_of_its_only_bubble() -> 
     bubbles = {rank: tuple(Bubble(i, t, t + 1.0, i) for i, t in enumerate(times))
                for rank, times in enumerate([(0.0, 1.0), (0.0, 2.0), (1.0,), (0.0, 1.0, 2.0)])}  # fmt: skip
     transfers = [Transfer(rank, 0, 3, 1, 1000) for rank in range(3)]
-    timelines = {rank: Timeline(rank, 4.0, ()) for rank in bubbles}
+    timelines = around(bubbles, 4.0)
     plan = plan_bubbles(transfers, timelines, bubbles, 1000.0, Reserve(0, 0))
     assert plan.iterations == 1
-    check(plan, transfers, bubbles, 1000.0, Reserve(0, 0))
+    check(plan, transfers, timelines, bubbles, 1000.0, Reserve(0, 0))
 
 
 def test_a_node_that_receives_from_two_gives_each_its_part_of_the_link() -> None:
     bubbles = {rank: (Bubble(0, 0.0, 10.0, -1),) for rank in range(3)}
     transfers = [Transfer(0, 0, 2, 2, 3000), Transfer(1, 1, 2, 2, 1000)]
-    timelines = {rank: Timeline(rank, 10.0, ()) for rank in bubbles}
+    timelines = around(bubbles, 10.0)
     plan = plan_bubbles(transfers, timelines, bubbles, {0: 1000.0, 1: 1000.0, 2: 200.0}, Reserve(0, 0))
     assert [sender.every[0].nbytes for sender in plan.senders] == [1500, 500] and plan.iterations == 2
 
@@ -314,20 +328,28 @@ def test_a_node_that_receives_from_two_gives_each_its_part_of_the_link() -> None
 
 
 def planned(ready: float = 0.0, need: int = 250) -> tuple[BubblePlan, SenderPlan]:
-    own = (Bubble(0, 1.0, 2.0, -1), Bubble(1, 4.0, 6.0, 5))
+    own = (Bubble(0, 1.0, 2.0, 0), Bubble(1, 4.0, 6.0, 5))
     bubbles = {0: own, 1: (Bubble(0, 0.0, 4.5, 0), Bubble(1, 5.0, 9.0, 1))}
-    timelines = {rank: Timeline(rank, 10.0, (), (70, 80)) for rank in bubbles}
+    timelines = around(bubbles, 10.0)
     plan = plan_bubbles([Transfer(0, 0, 1, 1, need)], timelines, bubbles, 100.0, Reserve(0.1, 0.1), ready_seconds=ready)
     return plan, plan.senders[0]
 
 
 def test_a_bubble_in_which_the_receiver_computes_has_two_grants_and_counts_from_its_begin() -> None:
     _, sender = planned()
-    first, second, third = sender.after(0, -1) + sender.after(0, 5)
+    first, second, third = sender.after(0, 0) + sender.after(0, 5)
     assert (first.bubble, first.begin, first.deadline, first.nbytes) == pytest.approx((0, 0.1, 0.9, 80))
     assert (second.bubble, second.begin, second.deadline, second.nbytes) == pytest.approx((1, 0.1, 0.4, 30))
     assert (third.begin, third.deadline, third.nbytes) == pytest.approx((1.1, 1.9, 80))
     assert sender.after(0, 3) == ()
+
+
+def test_a_bubble_behind_a_reduction_counts_from_the_span_before_the_reduction() -> None:
+    """Both bubbles begin after the same compute span: its end is what a trainer can tell."""
+    bubbles = {0: (Bubble(0, 1.0, 2.0, 0), Bubble(1, 5.0, 6.0, 0)), 1: (Bubble(0, 0.0, 9.0, -1),)}
+    plan = plan_bubbles([Transfer(0, 0, 1, 1, 150)], around(bubbles, 10.0), bubbles, 100.0, Reserve(0, 0))
+    found = [(grant.bubble, grant.begin, grant.deadline) for grant in plan.senders[0].after(0, 0)]
+    assert found == [(0, 0.0, 1.0), (1, 4.0, 5.0)]
 
 
 def test_what_is_left_goes_in_the_next_iteration_and_after_that_all_bubbles_are_open_for_what_was_late() -> None:
@@ -341,6 +363,12 @@ def test_nothing_is_planned_before_the_version_is_there() -> None:
     plan, sender = planned(ready=5.5)
     assert [[grant.nbytes for grant in turn] for turn in sender.iterations] == [[40], [80, 30, 80], [20]]
     assert plan.iterations == 3
+
+
+def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it() -> None:
+    neighbours = plan_neighbours(["a", "a", "b", "b"], [(0, 2), (1, 3)], [100, 70, 50, 20])
+    assert transfers_of(neighbours)[:2] == (Transfer(0, 0, 2, 1, 100), Transfer(1, 0, 3, 1, 70))
+    assert [one.nbytes for one in transfers_of(neighbours, [1, 2, 3, 4])] == [101, 72, 53, 24]
 
 
 # snapshots, fallbacks, refusals
@@ -363,7 +391,7 @@ def test_a_schedule_without_bubbles_says_so_and_is_paced_by_a_rate() -> None:
 
 def test_one_that_cannot_keep_up_goes_by_a_rate_and_the_others_by_bubbles() -> None:
     bubbles = {0: (Bubble(0, 0.0, 1.0, -1),), 1: (Bubble(0, 0.5, 1.0, 2),), 2: (Bubble(0, 5.0, 6.0, 2),)}
-    timelines = {rank: Timeline(rank, 10.0, ()) for rank in bubbles}
+    timelines = around(bubbles, 10.0)
     transfers = [Transfer(0, 0, 1, 1, 90), Transfer(1, 1, 2, 2, 10), Transfer(2, 2, 2, 0, 100_000)]
     plan = plan_bubbles(transfers, timelines, bubbles, 100.0, Reserve(0, 0))
     assert [one.reason for one in plan.senders] == [

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from ft_plugins.bubbles.filling import Grant
+from ft_plugins.bubbles.gate import Gate
 from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events
 from ft_plugins.smp.former import Former
@@ -347,3 +349,72 @@ def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: C
         peer.ask("begin", version=[5, 1], epoch=5, nodes=[], ranks=[])
     peer.close()
     assert vault_of(job.job, "n0").exists(), "and what was kept is still there"
+
+
+# copies on pipeline neighbours, by the same SMPs
+
+
+@pytest.mark.parametrize("lost", [(0,), (2,), (0, 2)])
+def test_a_copy_on_a_neighbour_counts_and_puts_a_lost_node_s_slots_together(
+    cluster: Callable[..., Cluster], lost: tuple[int, ...]
+) -> None:
+    """Four nodes, a stage each: 0 and 2 are no neighbours, and may be lost together."""
+    job = cluster(4)
+    job.protection = replace(job.protection, stages=((0, 2, 4, 6), (1, 3, 5, 7)))
+    job.protect()
+    job.train(1, 3)
+    version = Version(1, 3)
+    for node in job.substitute(*lost):
+        for rank in job.ranks[node.position]:
+            job.rebuild(node, rank, version, lost)
+            assert node.holds(rank, version)
+    job.protect(2, version)
+    wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))
+    job.train(4, 5, lineage=2)
+    (node,) = job.substitute(1)
+    job.rebuild(node, 3, Version(2, 5), (1,))
+    assert node.holds(3, Version(2, 5))
+
+
+def test_neighbours_that_are_lost_together_are_refused(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(4)
+    job.protection = replace(job.protection, stages=((0, 2, 4, 6), (1, 3, 5, 7)))
+    job.protect()
+    job.train(1, 1)
+    fresh = job.substitute(1, 2)
+    with pytest.raises(ResumeError, match="lost"):
+        job.rebuild(fresh[1], 4, Version(1, 1), (1, 2))
+    job.rebuild(fresh[0], 2, Version(1, 1), (1,))
+    assert not fresh[1].holds(4, Version(1, 1))
+
+
+def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
+    job.protect()
+    job.train(1, 1)  # without a plan yet, by the rate
+    assert all(node.tier.status()["in_bubbles"] == node.tier.status()["late"] == 0 for node in job.nodes)
+
+    def bubbles(ranks: tuple[int, ...], mib: int) -> None:
+        """The trainers of `ranks` wait for a long time, in which so much may go."""
+        for node in job.nodes:
+            for rank in set(node.segments) & set(ranks):
+                grant = Grant(0, -1, 0.0, SECONDS, mib << 20)
+                Gate(node.segments[rank].gate).open([grant], 0, time.monotonic_ns())
+
+    bubbles((0, 1, 2, 3), 0)  # from now on there is a plan, by which nothing may go now
+    for node in job.nodes:
+        node.write(2)
+    wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
+    bubbles((0, 1, 2), 1024)
+    lanes = {0: (0, 1), 1: (2, 3)}
+    sent = {at: sum(job.shapes[rank].nbytes for rank in ranks if rank != 3) for at, ranks in lanes.items()}
+    wait(lambda: all(job.nodes[at].tier.status()["in_bubbles"] > nbytes for at, nbytes in sent.items()))
+    assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes), "rank 3 has not been allowed anything"
+    assert job.nodes[1].tier.status()["in_bubbles"] < sent[1] + job.shapes[3].nbytes
+    bubbles((3,), 1024)
+    wait(lambda: all(node.tier.status()["counts"] == [1, 2] for node in job.nodes))
+    assert all(node.tier.status()["late"] == 0 for node in job.nodes)
+    (fresh,) = job.substitute(1)
+    job.rebuild(fresh, 3, Version(1, 2), (1,))
+    assert fresh.holds(3, Version(1, 2)), "put together from frames of any length"
