@@ -2,7 +2,7 @@
 
     gpipe         all forwards, then all backwards, the newest microbatch first (GPipe, figure 2)
     1f1b          megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving:
-                  p-1-rank forwards to warm up, then one forward and one backward; sends and receives in pairs that block
+                  p-1-rank forwards to warm up, then one forward, one backward; sends and receives in blocking pairs
     interleaved   ..._with_interleaving: each rank has `chunks` pieces of the model, `group` microbatches of one follow
                   each other; without `overlap` as megatron-core comes, with it as Megatron-LM starts it
                   (--overlap-p2p-communication-warmup-flush, which also overlaps warm-up and flush, is not followed)

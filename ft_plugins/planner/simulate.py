@@ -12,9 +12,9 @@ of the pipeline are alike, so one stands for a job of any size.
 Invariant: the result depends on nothing but the arguments. A wait is never shorter than what is waited for; no rank
 does two passes at once. A program that cannot end raises instead of hanging.
 
-In: `Pipeline`, `Times`. Out: a `Timeline` for each rank, spans in the order of their begins; SEND and RECV are from
-the begin to the end of waiting (a message that nobody had to wait for leaves none), both parts of a backward pass that
-is split are BACKWARD.
+In: `Pipeline`, `Times`. Out: a `Timeline` for each rank, spans one after another. A wait for messages is one span, RECV
+if anything is received and SEND else, as adapters record it; what nobody had to wait for leaves none. Both parts of a
+backward pass that is split are BACKWARD.
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ class _Run:
         """Work off a program from `at` until it ends or waits; where it stands then. A blocking `Post` that waits is
         not passed: that it has been posted shows in its messages."""
         now, spans, ranks = self.now[rank], self.spans[rank], self._pipeline.ranks
-        for at in range(at, len(operations)):
+        while at < len(operations):
             operation = operations[at]
+            at += 1
             if type(operation) is Compute:
                 begin = now
                 now += self._seconds[operation.what][operation.chunk * ranks + rank]
@@ -143,12 +144,12 @@ class _Run:
             until = self._known(rank, operation.sends, operation.receives)
             if until == NOT_YET:
                 self.now[rank] = now
-                return at
+                return at - 1
             if until > now:
-                self._record(rank, now, operation.sends, operation.receives)
+                self._record(rank, now, until, operation.sends, operation.receives)
                 now = until
         self.now[rank] = now
-        return len(operations)
+        return at
 
     def _post(self, post: Post, now: float) -> None:
         """Begin what can begin; whoever waits for it goes on."""
@@ -165,7 +166,7 @@ class _Run:
                     self._begin(message, now)
 
     def _begin(self, message: int, now: float) -> None:
-        """The later of both sides has come, so `now` may lie before the other's."""
+        """Both sides have come; `now` is that of the one whose program was worked off later, not of the later one."""
         start = now if self._eager else max(self._sent[message], self._posted[message])
         self._arrived[message] = start + self._costs[message // self._pipeline.microbatches]
         waiting = self._waiting.pop(message, None)
@@ -184,17 +185,15 @@ class _Run:
                 until = arrived
         return until
 
-    def _record(self, rank: int, begin: float, sends: Messages, receives: Messages) -> None:
-        """Spans of waiting."""
-        count, ranks, spans = self._pipeline.microbatches, self._pipeline.ranks, self.spans[rank]
-        for message in () if self._eager else sends:
-            if (end := self._arrived[message]) > begin:
-                spans.append(Span(Kind.SEND, begin, end, message % count, message // count // 2 // ranks))
-        for message in receives:
-            if (end := self._arrived[message]) > begin:
-                stage, gradient = divmod(message // count, 2)
-                chunk = (stage - 1 if gradient else stage + 1) // ranks
-                spans.append(Span(Kind.RECV, begin, end, message % count, chunk))
+    def _record(self, rank: int, begin: float, end: float, sends: Messages, receives: Messages) -> None:
+        """A span of waiting."""
+        count, ranks = self._pipeline.microbatches, self._pipeline.ranks
+        message = (receives or sends)[0]
+        stage, gradient = divmod(message // count, 2)
+        if receives:
+            stage += -1 if gradient else 1
+        kind = Kind.RECV if receives else Kind.SEND
+        self.spans[rank].append(Span(kind, begin, end, message % count, stage // ranks))
 
 
 def _pass_seconds(pipeline: Pipeline, times: Times) -> dict[Pass, tuple[float, ...]]:
@@ -213,6 +212,4 @@ def _pass_seconds(pipeline: Pipeline, times: Times) -> dict[Pass, tuple[float, .
 def _message_seconds(pipeline: Pipeline, times: Times) -> list[float]:
     """By 2 x the stage that makes the message + 1 for a gradient."""
     hops = [link.seconds(times.message_bytes) for link in spread("links", times.links, pipeline.ranks)]
-    return [
-        hops[(stage - gradient) % pipeline.ranks] for stage in range(pipeline.stages) for gradient in (0, 1)
-    ]
+    return [hops[(stage - gradient) % pipeline.ranks] for stage in range(pipeline.stages) for gradient in (0, 1)]
