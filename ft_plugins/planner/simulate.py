@@ -19,8 +19,11 @@ backward pass that is split are BACKWARD.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..errors import ConfigError
@@ -72,8 +75,9 @@ class Times:
 
 def simulate(pipeline: Pipeline, times: Times, *, eager: bool = False) -> tuple[Timeline, ...]:
     """The timelines of one iteration, by rank. Raises ConfigError for times that do not fit the pipeline."""
-    run = _Run(pipeline, times, eager)
-    run.work_off()
+    with _no_collections():
+        run = _Run(pipeline, times, eager)
+        run.work_off()
     ends = run.now
     reduced = [end + took for end, took in zip(ends, spread("reduce", times.reduce, pipeline.ranks), strict=True)]
     starts = [max(reduced)] * pipeline.ranks if times.joint else reduced
@@ -93,6 +97,18 @@ def spread(name: str, values: tuple, count: int) -> tuple:  # type: ignore[type-
     if len(values) == 1:
         return values * count
     raise ConfigError(f"{name}: expected 1 value or {count}, found {len(values)}")
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A hundred thousand objects are made and none is garbage: looking for it takes as long as all the rest."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Run:
@@ -131,13 +147,13 @@ class _Run:
         while at < len(operations):
             operation = operations[at]
             at += 1
-            if type(operation) is Compute:
+            if isinstance(operation, Compute):
                 begin = now
                 now += self._seconds[operation.what][operation.chunk * ranks + rank]
                 kind = Kind.FORWARD if operation.what is Pass.FORWARD else Kind.BACKWARD
                 spans.append(Span(kind, begin, now, operation.microbatch, operation.chunk))
                 continue
-            if type(operation) is Post:
+            if isinstance(operation, Post):
                 self._post(operation, now)
                 if not operation.blocking:
                     continue
