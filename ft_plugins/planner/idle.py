@@ -21,6 +21,8 @@ from typing import Protocol
 
 from ..model.timeline import Timeline, bubbles, busy_share
 
+Gap = tuple[float, float]  # begin and end
+
 LEAST_SECONDS = 1e-9  # what idles for less in a whole iteration idles by rounding
 
 
@@ -52,8 +54,12 @@ def destination(rank: int, ranks: int, per_node: int = 1, ring: bool = True) -> 
 
 def shared_idle(sender: Timeline, receiver: Timeline, reserved: float = 0.0) -> float:
     """Seconds in which both idle, when of each bubble of either `reserved` seconds at both ends are not counted."""
-    theirs, seconds, at = _open(receiver, reserved), 0.0, 0
-    for begin, end in _open(sender, reserved):
+    return _shared(_open(sender, reserved), _open(receiver, reserved))
+
+
+def _shared(ours: Sequence[Gap], theirs: Sequence[Gap]) -> float:
+    seconds, at = 0.0, 0
+    for begin, end in ours:
         while at < len(theirs) and theirs[at][1] <= begin:
             at += 1
         for other_begin, other_end in theirs[at:]:
@@ -67,11 +73,9 @@ def capacities(
     timelines: Sequence[Timeline], per_node: int = 1, reserved: float = 0.0, ring: bool = True
 ) -> tuple[float, ...]:
     """Of each rank: seconds of an iteration in which it and its destination idle, 0 without a destination."""
-    found = []
-    for sender in timelines:
-        to = destination(sender.rank, len(timelines), per_node, ring)
-        found.append(0.0 if to is None else shared_idle(sender, timelines[to], reserved))
-    return tuple(found)
+    opened = [_open(timeline, reserved) for timeline in timelines]
+    to = [destination(rank, len(timelines), per_node, ring) for rank in range(len(timelines))]
+    return tuple(0.0 if at is None else _shared(ours, opened[at]) for ours, at in zip(opened, to, strict=True))
 
 
 def fit(
@@ -90,7 +94,7 @@ def fit(
     return max(1, math.ceil(nbytes / (least * bandwidth) * (1 - 1e-12)))  # as in `intervals.iterations`
 
 
-def _open(timeline: Timeline, reserved: float) -> list[tuple[float, float]]:
+def _open(timeline: Timeline, reserved: float) -> list[Gap]:
     """Bubbles without what is reserved; where the iteration begins and ends no message is due."""
     found = []
     for bubble in bubbles(timeline, 0.0):

@@ -4,7 +4,8 @@ A job is sizes and speeds; from these follow the times of a pass, the bytes of a
 that simulator and goodput ask for:
 
     forward      2 x parameters of a stage x tokens of a microbatch / (speed of a rank x tp); backward twice that, half
-                 of it for weights (recomputation left out)
+                 of it for weights (recomputation left out). All stages have the same part of the layers, the last one
+                 the head as well: vocabulary x hidden
     message      tokens of a microbatch x hidden x 2 bytes / tp, through the link of a rank: the node's over its ranks,
                  where the next stage is on another node
     state        of a rank: `state_bytes` x parameters / (pp x tp x dp), its part of the replicated state or its shard
@@ -68,6 +69,7 @@ class Job:
     batch: int
     micro_batch: int = 1
     chunks: int = 1
+    vocabulary: int = 128256
     state_bytes: float = FULL_STATE
 
     @property
@@ -107,12 +109,16 @@ class Job:
     def times(self, pipeline: Pipeline) -> Times:
         """Of that pipeline."""
         tokens = self.micro_batch * self.sequence
-        forward = 2 * self.parameters / pipeline.stages * tokens / (self.machine.flops * self.tp)
+        head = float(self.vocabulary * self.hidden)
+        parameters = [(self.parameters - head) / pipeline.stages] * pipeline.stages
+        parameters[-1] += head
+        forward = tuple(2 * part * tokens / (self.machine.flops * self.tp) for part in parameters)
+        backward = tuple(2 * seconds for seconds in forward)
         outer, inner = Link(self.machine.latency, self.rank_link), Link(self.machine.latency, self.machine.inner_link)
         share = self.stages_per_node
         links = tuple(outer if (rank + 1) % share == 0 else inner for rank in range(self.pp))
         nbytes = 2.0 * tokens * self.hidden / self.tp
-        return Times((forward,), (2 * forward,), (forward,), links=links, message_bytes=nbytes)
+        return Times(forward, backward, forward, links=links, message_bytes=nbytes)
 
     def cluster(self) -> Cluster:
         """Its failures. Protection groups are of at most 8 nodes."""
@@ -133,7 +139,7 @@ class Job:
 
 
 def _paper(dp: int, tp: int, pp: int, batch: int) -> Job:
-    return Job(f"d{dp}m{tp}p{pp}", A40, 1.5e9, 1600, 1024, dp, tp, pp, batch, micro_batch=8)
+    return Job(f"d{dp}m{tp}p{pp}", A40, 1.5e9, 1600, 1024, dp, tp, pp, batch, micro_batch=8, vocabulary=50257)
 
 
 PAPER_SHAPES = ((2, 2, 4), (4, 1, 4), (1, 4, 4), (2, 1, 8), (1, 2, 8))  # dp, tp, pp
