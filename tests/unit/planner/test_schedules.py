@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
+from ft_plugins.model.timeline import Kind
 from ft_plugins.planner.interleaved import schedule_table
 from ft_plugins.planner.pipeline import Compute, Operation, Pass, Pipeline, Post, Schedule, Wait
 from ft_plugins.planner.schedules import program
+from ft_plugins.planner.simulate import Link, Times, simulate
 
 ANSWER_SECONDS = 240  # the first answer waits for the imports of the frameworks
-Ask = Callable[..., list[list[str]]]
+Ask = Callable[..., list[list[Any]]]
 
 
 @st.composite
@@ -49,14 +51,14 @@ def ask() -> Iterator[Ask]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin and process.stdout
 
-        def answer(framework: str, pipeline: Pipeline) -> list[list[str]]:
+        def answer(framework: str, pipeline: Pipeline, **times: Any) -> list[list[Any]]:
             assert process.stdin and process.stdout
             names = ("ranks", "microbatches", "chunks", "group", "overlap")
-            case = {"framework": framework} | {name: getattr(pipeline, name) for name in names}
+            case = {"framework": framework} | {name: getattr(pipeline, name) for name in names} | times
             process.stdin.write(json.dumps(case).encode() + b"\n")
             process.stdin.flush()
             assert select.select([process.stdout], [], [], ANSWER_SECONDS)[0], "no answer"
-            found: list[list[str]] = json.loads(process.stdout.readline())
+            found: list[list[Any]] = json.loads(process.stdout.readline())
             return found
 
         yield answer
@@ -116,6 +118,33 @@ def test_deepspeed_is_what_its_train_schedule_does(ask: Ask, pipeline: Pipeline)
         return max(2, min(pipeline.ranks - rank, pipeline.microbatches))  # TrainSchedule.num_pipe_buffers
 
     assert [words(pipeline, rank, buffers(rank)) for rank in range(pipeline.ranks)] == ask("deepspeed", pipeline)
+
+
+@needs_megatron
+@settings(max_examples=200)
+@given(data=st.data(), pipeline=st.one_of(plain(Schedule.ONE_F_ONE_B), plain(Schedule.DEEPSPEED), interleaved()))
+def test_each_pass_begins_when_it_does_in_the_frameworks(ask: Ask, data: st.DataObject, pipeline: Pipeline) -> None:
+    def several(count: int) -> list[float]:
+        return data.draw(st.lists(st.integers(0, 40).map(float), min_size=count, max_size=count))  # sums are exact
+
+    forward, backward, hops = several(pipeline.stages), several(pipeline.stages), several(pipeline.ranks)
+    eager = data.draw(st.booleans())
+    framework = "deepspeed" if pipeline.schedule is Schedule.DEEPSPEED else "megatron"
+    if framework == "deepspeed" and find_spec("deepspeed") is None:
+        return
+    expected = ask(framework, pipeline, forward=forward, backward=backward, hops=hops, eager=eager)
+    times = Times(tuple(forward), tuple(backward), links=tuple(Link(hop) for hop in hops))
+    found = simulate(pipeline, times, eager=eager)
+    passes = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
+    for one, same in zip(found, expected, strict=True):
+        ours = [(passes[span.kind], span.chunk, span.begin, span.end) for span in one.spans if span.kind in passes]
+        assert ours == [(*told(word), begin, end) for word, begin, end in same]
+
+
+def told(word: str) -> tuple[str, int]:
+    """Its kind and chunk."""
+    kind, name = word.split()
+    return kind, int(name.partition(".")[2])
 
 
 # ------------------------------------------------------------------------------------------------ every schedule
