@@ -96,23 +96,29 @@ def strays(timelines: Sequence[Timeline]) -> tuple[int, ...]:
 
 
 def median(timelines: Sequence[Timeline]) -> Timeline:
-    """The median of each edge over the iterations of one rank, `strays` left out; of memory the most.
+    """The usual iteration of one rank: the median of each length and of each gap before it, one after another, `strays`
+    left out; of memory the most.
 
-    The order of edges is kept: where one comes before another in every iteration, its median does too. Raises FtError
-    for none, or for timelines of several ranks.
+    Of lengths and not of edges: a delay moves all edges behind it, and several, each in another place of another
+    iteration, would meet in the medians of edges. Raises FtError for none, or for timelines of several ranks.
     """
     if len({timeline.rank for timeline in timelines}) != 1:
         found = sorted({timeline.rank for timeline in timelines})
         raise FtError(f"a median is over iterations of one rank; found those of ranks {found}: give one rank's")
     left_out = strays(timelines)
     chosen = [timeline for index, timeline in enumerate(timelines) if index not in left_out]
-    spans = tuple(
-        replace(same[0], begin=_middle([span.begin for span in same]), end=_middle([span.end for span in same]))
-        for same in zip(*(timeline.spans for timeline in chosen), strict=True)
-    )
+    spans: list[Span] = []
+    now = 0.0
+    before = [0.0] * len(chosen)  # where the span before has ended, in each iteration
+    for same in zip(*(timeline.spans for timeline in chosen), strict=True):
+        begin = now + _middle([span.begin - end for span, end in zip(same, before, strict=True)])
+        now = begin + _middle([span.end - span.begin for span in same])
+        spans.append(replace(same[0], begin=begin, end=now))
+        before = [span.end for span in same]
+    seconds = now + _middle([timeline.seconds - end for timeline, end in zip(chosen, before, strict=True)])
     measured = [timeline.memory for timeline in chosen if timeline.memory]
     memory = tuple(map(max, zip(*measured, strict=True))) if measured else ()
-    return Timeline(chosen[0].rank, _middle([timeline.seconds for timeline in chosen]), spans, memory)
+    return Timeline(chosen[0].rank, seconds, tuple(spans), memory)
 
 
 def reduce_work(timelines: Sequence[Timeline]) -> tuple[float, ...]:
@@ -178,7 +184,8 @@ class Profile:
 
 def table(timelines: Sequence[Timeline], least: float = LEAST, reduce_work: Sequence[float] = ()) -> str:
     """Where the time of an iteration goes: a line for each rank, for the first ones of many."""
-    rows = [("rank", "iteration", "forward", "backward", "update", "busy", "idle", "bubbles", "longest", "memory")]
+    head = ("rank", "iteration", "forward", "backward", "update", "busy", "idle", "bubbles", "longest", "memory")
+    rows: list[tuple[str, ...]] = [head]
     for timeline in timelines[:SHOWN]:
         found = bubbles(timeline, least, reduce_work)
         spent = {

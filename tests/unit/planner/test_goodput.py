@@ -79,6 +79,16 @@ def test_a_checkpoint_in_storage_by_hand() -> None:
     assert found.goodput == pytest.approx((1 - failures / DAY * (2080 + 152)) / (1 + 32 / 4160))
 
 
+def test_checkfreq_by_hand() -> None:
+    found = plan_goodput(CLUSTER, COSTS, TIMELINES).of(Protection.CHECKFREQ)
+    assert found.every == math.ceil(math.sqrt(2 * 0.2 * DAY / 0.32) / 10) == 33
+    assert found.lost_seconds == pytest.approx(165 + 31.8)  # half an interval, and what is left of the write
+    slow = plan_goodput(CLUSTER, replace(COSTS, storage_gib_per_second=1), TIMELINES).of(Protection.CHECKFREQ)
+    assert slow.every == 64  # no sooner than the one before is written
+    waits = plan_goodput(CLUSTER, replace(COSTS, checkpoint_seconds=2.0), TIMELINES).of(Protection.CHECKFREQ)
+    assert waits.save_share == pytest.approx(2.0 / (10 * math.ceil(math.sqrt(2 * 2.0 * DAY / 0.32) / 10)))
+
+
 def test_baft_by_hand_with_a_planner_of_ones_own() -> None:
     asked = []
 
