@@ -136,7 +136,7 @@ def measure(quick: bool, plot: Path | None, cluster: Path | None) -> dict[str, f
     print(shapes_table(shapes), scales_table(scales), table([one.plan for one in scales]), sep="\n\n", end="\n\n")
     figures["bubble_share_least"] = min(min(one.bubble_shares) for one in shapes)
     figures["iterations_per_checkpoint_worst"] = max(one.iterations for one in shapes)
-    figures["shapes_without_ring"] = sum(one.ring is None for one in shapes + scales)
+    figures["without_ring"] = sum(one.ring is None for one in [*shapes, *scales])
     largest = scales[-1].plan
     for protection in Protection:
         figures[f"goodput_{largest.nodes * 8}_{protection.value}"] = largest.of(protection).goodput

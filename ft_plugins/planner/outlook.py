@@ -16,7 +16,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..model.timeline import Timeline
 from . import goodput, idle
-from .goodput import GoodputPlan, plan_growth
+from .goodput import GoodputPlan, plan_goodput, plan_growth
+from .idle import Placement
 from .intervals import Costs
 from .pipeline import Pipeline, Schedule
 from .simulate import Link, Times, simulate
@@ -64,15 +65,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class PipelineOutlook:
-    """`shares`: bubbles by schedule, of those in which it can be run. With costs: iterations of a checkpoint as a ring
-    and with the first stage's copy at the next one (None: some rank shares no bubble with its destination), and the
-    job as it grows."""
+    """`shares`: bubbles by schedule, of those in which it can be run. With costs: iterations of a checkpoint by
+    placement (None: some rank shares no bubble with its destination), and the job as it grows, as a ring."""
 
     wanted: Wanted
     timelines: tuple[Timeline, ...]
     shares: dict[Schedule, float]
-    ring: int | None
-    to_next: int | None
+    iterations: dict[Placement, int | None]
     plans: tuple[GoodputPlan, ...]
 
     def table(self) -> str:
@@ -86,11 +85,11 @@ class PipelineOutlook:
         ]
         lines = [head, *columns(rows), "  * planned with"]
         if self.plans:
-            ring, to_next = (
-                "never" if one is None else f"in {one} iteration{'s' * (one > 1)}" for one in (self.ring, self.to_next)
+            counts = (
+                f"{'of no' if one is None else f'of {one}'} iteration{'s' * (one != 1)} as {to.value}"
+                for to, one in self.iterations.items()
             )
-            lines.append(f"  a checkpoint fits into the bubbles {ring}; with the first stage's copy at the next stage")
-            lines[-1] += f" instead of the last one {to_next}"
+            lines.append(f"  a checkpoint fits into the bubbles {', '.join(counts)}")
             lines += ["", goodput.table(self.plans)]
         return "\n".join(lines)
 
@@ -101,8 +100,7 @@ class PipelineOutlook:
             "pipeline": pipeline | {"message_share": self.wanted.message_share},
             "bubble_shares": {schedule.value: share for schedule, share in self.shares.items()},
             "by_stage": idle.bubble_shares(self.timelines),
-            "iterations_per_checkpoint": self.ring,
-            "iterations_per_checkpoint_to_next": self.to_next,
+            "iterations_per_checkpoint": {to.value: one for to, one in self.iterations.items()},
             "goodput": [plan.block() for plan in self.plans],
         }
 
@@ -117,12 +115,14 @@ def plan_pipeline(wanted: Wanted, cluster: Cluster, costs: Costs | None) -> Pipe
         if other is not None:
             shares[schedule] = idle.bubble_share(timelines if other == pipeline else wanted.simulate(other))
     if costs is None:
-        return PipelineOutlook(wanted, timelines, shares, None, None, ())
+        return PipelineOutlook(wanted, timelines, shares, {}, ())
     fit = partial(idle.fit, reserved=wanted.message_share)
     plans = plan_growth(cluster, costs, timelines, wanted.restart_seconds, fit)
-    (to_next, *_) = plan_growth(cluster, costs, timelines, wanted.restart_seconds, partial(fit, ring=False))
-    counts = plans[0].iterations_per_checkpoint, to_next.iterations_per_checkpoint
-    return PipelineOutlook(wanted, timelines, shares, *counts, plans)
+    counts = {
+        to: plan_goodput(cluster, costs, timelines, fit=partial(fit, placement=to)).iterations_per_checkpoint
+        for to in Placement
+    }
+    return PipelineOutlook(wanted, timelines, shares, counts, plans)
 
 
 def _in(pipeline: Pipeline, schedule: Schedule) -> Pipeline | None:

@@ -4,8 +4,7 @@
 in bubbles, or at once as FTPipeHD does it: training waits for all of it (figure 7). `Scale` is one of the family:
 bubbles under each schedule (figure 4), and goodput under each protection.
 
-Two figures for the iterations of a checkpoint, because of the first stage (see `idle`): as a `ring`, and with the first
-stage's copy at the next one.
+Two figures for the iterations of a checkpoint, because of the first stage (see `idle`): as a `ring`, and in `pairs`.
 
 Invariant: pure, and the same every time. In: a `Job`. Out: `Shape` or `Scale`.
 """
@@ -32,14 +31,14 @@ class Shape:
     iteration_seconds: float
     bubble_shares: tuple[float, ...]  # by stage
     ring: int | None  # iterations of a checkpoint
-    to_next: int | None
+    pairs: int | None
     send_seconds: float  # of all of a checkpoint, at once
     snapshot_seconds: float
 
     @property
     def iterations(self) -> int:
         """Of a checkpoint, by the better of both ways; as long as sending at once takes where neither goes."""
-        found = [one for one in (self.ring, self.to_next) if one is not None]
+        found = [one for one in (self.ring, self.pairs) if one is not None]
         return min(found, default=int(self.send_seconds // self.iteration_seconds) + 1)
 
     @property
@@ -60,14 +59,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scale:
-    """A job of the family. `plan` is that of its own schedule, with the first stage's copy at the next one; `ring` and
-    `to_next` are the iterations of a checkpoint."""
+    """A job of the family. `plan` is that of its own schedule, in pairs; `ring` and `pairs` are the iterations of a
+    checkpoint."""
 
     job: Job
     shares: dict[Schedule, float]
     plan: GoodputPlan
     ring: int | None
-    to_next: int | None
+    pairs: int | None
 
 
 def study_shape(job: Job, snapshot_seconds: float = 0.02) -> Shape:
@@ -76,13 +75,13 @@ def study_shape(job: Job, snapshot_seconds: float = 0.02) -> Shape:
     times = job.times(pipeline)
     timelines = simulate(pipeline, times)
     fit = fit_for(job, times)
-    ring, to_next = (fit(timelines, job.rank_bytes, job.rank_link, ring=ring) for ring in (True, False))
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
     return Shape(
         job,
         timelines[0].seconds,
         idle.bubble_shares(timelines),
         ring,
-        to_next,
+        pairs,
         job.rank_bytes / job.rank_link,
         snapshot_seconds,
     )
@@ -99,9 +98,9 @@ def study_scale(job: Job, restart_seconds: float = 600.0, snapshot_seconds: floa
     timelines = simulate(pipeline, times)
     costs = job.costs(timelines[0].seconds, snapshot_seconds)
     fit = fit_for(job, times)
-    ring, to_next = (fit(timelines, job.rank_bytes, job.rank_link, ring=ring) for ring in (True, False))
-    plan = plan_goodput(job.cluster(), costs, timelines, restart_seconds, partial(fit, ring=False))
-    return Scale(job, shares, plan, ring, to_next)
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
+    plan = plan_goodput(job.cluster(), costs, timelines, restart_seconds, partial(fit, placement=idle.Placement.PAIRS))
+    return Scale(job, shares, plan, ring, pairs)
 
 
 def fit_for(job: Job, times: Times) -> partial[int | None]:
@@ -113,14 +112,14 @@ def fit_for(job: Job, times: Times) -> partial[int | None]:
 def shapes_table(shapes: Sequence[Shape]) -> str:
     """Configurations for people."""
     rows: list[tuple[str, ...]] = [
-        ("", "batch", "iteration", "bubbles", "ring", "first to next", "in bubbles", "at once", "while sending")
+        ("", "batch", "iteration", "bubbles", "ring", "pairs", "in bubbles", "at once", "while sending")
     ]
     for one in shapes:
         low, high = min(one.bubble_shares), max(one.bubble_shares)
         rows.append(
             (
                 *(one.job.name, str(one.job.batch), f"{one.iteration_seconds:.2f} s", f"{low:.0%} to {high:.0%}"),
-                *(_count(one.ring), _count(one.to_next)),
+                *(_count(one.ring), _count(one.pairs)),
                 *(f"{share:.1%}" for share in (one.in_bubbles, one.at_once, one.while_sending)),
             )
         )
@@ -129,14 +128,14 @@ def shapes_table(shapes: Sequence[Shape]) -> str:
 
 def scales_table(scales: Sequence[Scale]) -> str:
     """The family's bubbles for people."""
-    head = ("ranks", *(schedule.value for schedule in Schedule), "its own", "ring", "first to next")
+    head = ("ranks", *(schedule.value for schedule in Schedule), "its own", "ring", "pairs")
     rows = [head] + [
         (
             f"{one.job.ranks} ",
             *(f"{share:.1%}" for share in one.shares.values()),
             f"{one.plan.bubble_share:.1%}",
             _count(one.ring),
-            _count(one.to_next),
+            _count(one.pairs),
         )
         for one in scales
     ]

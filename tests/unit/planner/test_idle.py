@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.model.timeline import Kind, Span, Timeline
 from ft_plugins.planner import idle
+from ft_plugins.planner.idle import Placement
 from ft_plugins.planner.pipeline import Pipeline, Schedule
 from ft_plugins.planner.simulate import Link, Times, simulate
 
@@ -41,20 +42,35 @@ def test_messages_have_both_ends_of_a_bubble_but_not_the_ends_of_the_iteration()
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_node", "ring", "expected"),
+    ("ranks", "per_node", "ring", "pairs"),
     [
-        (4, 1, True, [3, 0, 1, 2]),
-        (4, 1, False, [1, 0, 1, 2]),
-        (6, 2, True, [5, 5, 1, 1, 3, 3]),
-        (6, 2, False, [2, 2, 1, 1, 3, 3]),
-        (2, 2, True, [None, None]),
-        (1, 1, True, [None]),
+        (4, 1, [3, 0, 1, 2], [1, 0, 3, 2]),
+        (5, 1, [4, 0, 1, 2, 3], [1, 0, 4, 2, 3]),
+        (3, 1, [2, 0, 1], [2, 0, 1]),
+        (2, 1, [1, 0], [1, 0]),
+        (8, 2, [7, 7, 1, 1, 3, 3, 5, 5], [2, 2, 1, 1, 6, 6, 5, 5]),
+        (6, 2, [5, 5, 1, 1, 3, 3], [5, 5, 1, 1, 3, 3]),
+        (2, 2, [None, None], [None, None]),
+        (1, 1, [None], [None]),
     ],
 )
-def test_copies_go_to_the_nearest_earlier_stage_on_another_node(
-    ranks: int, per_node: int, ring: bool, expected: list[int | None]
+def test_copies_go_to_the_nearest_stage_of_the_node_before_or_of_the_partner(
+    ranks: int, per_node: int, ring: list[int | None], pairs: list[int | None]
 ) -> None:
-    assert [idle.destination(rank, ranks, per_node, ring) for rank in range(ranks)] == expected
+    assert [idle.destination(rank, ranks, per_node) for rank in range(ranks)] == ring
+    assert [idle.destination(rank, ranks, per_node, Placement.PAIRS) for rank in range(ranks)] == pairs
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.sampled_from(Placement))
+def test_each_node_has_the_copy_of_one_other(nodes: int, per_node: int, placement: Placement) -> None:
+    ranks = nodes * per_node
+    found = {(rank // per_node, idle.destination(rank, ranks, per_node, placement)) for rank in range(ranks)}
+    if nodes == 1:
+        assert found == {(0, None)}
+    else:
+        homes = {node: to // per_node for node, to in found if to is not None}
+        assert len(found) == nodes and set(homes) == set(homes.values()) == set(range(nodes))
+        assert all(node != home for node, home in homes.items())
 
 
 def test_the_slowest_rank_decides_how_many_iterations_a_checkpoint_takes() -> None:
@@ -68,7 +84,7 @@ def test_the_slowest_rank_decides_how_many_iterations_a_checkpoint_takes() -> No
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 @pytest.mark.parametrize(("ranks", "count"), [(4, 16), (8, 32), (8, 8)])
-def test_the_first_stage_shares_little_with_the_last_and_as_much_as_others_with_the_next(
+def test_the_first_stage_shares_little_with_the_last_and_pairs_share_what_neighbours_do(
     schedule: Schedule, ranks: int, count: int
 ) -> None:
     found = simulate(Pipeline(schedule, ranks, count, 2 if schedule is Schedule.INTERLEAVED else 1), Times())
@@ -76,7 +92,9 @@ def test_the_first_stage_shares_little_with_the_last_and_as_much_as_others_with_
     assert first <= min(others) / 2
     if schedule in (Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE):
         assert first == pytest.approx(0, abs=1e-9) and idle.fit(found, 1, 1) is None
-    assert idle.capacities(found, ring=False) == pytest.approx((others[0], *others))
+    pairs = [share for share in others[::2] for _ in range(2)]  # of 1 with 0, of 3 with 2
+    assert idle.capacities(found, placement=Placement.PAIRS) == pytest.approx(pairs)
+    assert (idle.fit(found, 1e3, 1e3, placement=Placement.PAIRS) or 0) >= 1
 
 
 @given(st.integers(2, 6), st.integers(1, 12), st.floats(0, 1), st.floats(0.1, 100), st.floats(0.1, 100))

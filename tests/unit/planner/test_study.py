@@ -43,10 +43,10 @@ def test_bubbles_of_the_papers_configurations_are_a_fifth_and_more(job: object) 
     found = study_shape(job)  # type: ignore[arg-type]
     assert min(found.bubble_shares) > 0.2  # 'at least as much as 20%' (section 3.2)
     assert found.bubble_shares[-1] == min(found.bubble_shares)  # the head
-    assert found.to_next is not None and (found.ring is None or found.ring >= found.to_next)
+    assert found.pairs is not None and (found.ring is None or found.ring >= found.pairs)
     assert found.in_bubbles < 0.01 < found.at_once < found.while_sending
     light = study_shape(replace(job, state_bytes=WEIGHTS_ONLY))  # type: ignore[type-var]
-    assert light.to_next is not None and light.to_next <= -(-found.to_next // 2)
+    assert light.pairs is not None and light.pairs <= -(-found.pairs // 2)
 
 
 def test_the_tables_name_every_job() -> None:
@@ -57,7 +57,7 @@ def test_the_tables_name_every_job() -> None:
     assert "16384" in shown and "zero-bubble" in shown
     for one in scales:
         assert one.shares[Schedule.ZERO_BUBBLE] < one.shares[Schedule.ONE_F_ONE_B] < one.shares[Schedule.GPIPE] + 1e-9
-        assert one.plan.iterations_per_checkpoint == one.to_next
+        assert one.plan.iterations_per_checkpoint == one.pairs
         disk, baft = (one.plan.of(protection).goodput for protection in (Protection.DISK, Protection.BAFT))
         assert disk < baft < 1
 
@@ -75,4 +75,4 @@ def test_a_schedule_that_cannot_be_run_is_left_out() -> None:
     outlook = plan_pipeline(wanted, Cluster(8, 2, 0.1, 0.1), None)
     assert set(outlook.shares) == set(Schedule) - {Schedule.INTERLEAVED}
     assert outlook.shares[Schedule.ONE_F_ONE_B] == pytest.approx(3 / 6)
-    assert outlook.ring is outlook.to_next is None and outlook.plans == ()
+    assert outlook.iterations == {} and outlook.plans == ()
