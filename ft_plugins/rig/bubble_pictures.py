@@ -56,7 +56,7 @@ def draw_plan(timelines: Sequence[Timeline], plans: Sequence[GoodputPlan], path:
     found = {span.kind for one in shown for span in one.spans}
     names = {Kind.SEND: "send, waiting", Kind.RECV: "receive, waiting"}
     patches = [Patch(color=SPANS[kind], label=names.get(kind, kind.value)) for kind in SPANS if kind in found]
-    above.legend(handles=patches, frameon=False, ncols=6, loc="lower right", bbox_to_anchor=(1, 1))
+    above.legend(handles=patches, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _goodput(below, plans, [plan.nodes for plan in plans], "nodes")
     figure.savefig(path)
 
