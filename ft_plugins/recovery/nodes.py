@@ -10,6 +10,7 @@ In: nodes, sharding groups and segments' shapes of all ranks. Out: `recovery.run
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, dataclass, replace
@@ -43,6 +44,19 @@ class NodeTierConfig:
     towards: str  # a host of the job: the interface is the one that leads there, unless named
     run_dir: Path
     token: int
+
+
+Endpoint = tuple[str, int]
+_BUSY_SECONDS = 0.2  # between two questions to a node whose trainers have not ended yet
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A node without a part in the job, whose SMP is at `where` and has `told` what it holds of other sizes."""
+
+    name: str
+    where: Endpoint
+    told: Mapping[str, Any]
 
 
 class SeenNodes:
@@ -82,6 +96,7 @@ class SeenNodes:
                 dict(found["completed"]),
                 found["lineage"],
                 Version(*found["counted"]) if found["counted"] else None,
+                found["released"],
             )
             for found in self.ask(lambda client: client.inventory())
         ]
@@ -90,9 +105,14 @@ class SeenNodes:
         """Nothing can be rebuilt. Raises ProtocolError."""
         raise ProtocolError(f"rank {self._collective.rank}: nodes do not protect each other, yet '{plan.table()}'")
 
+    def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
+        """Nobody can be asked."""
+        return []
+
     def rebuild_former(
-        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any]
-    ) -> None:
+        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any],
+        spare: Endpoint | None, spares: Sequence[Endpoint],
+    ) -> None:  # fmt: skip
         """Likewise."""
         self.rebuild(plan)
 
@@ -140,17 +160,56 @@ class JobNodes(SeenNodes):
                 self._holders(plan), plan.gone,
             )  # fmt: skip
 
+    def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
+        """What the SMPs of the `former` job say that have no part in this one: those of spares, and of nodes that come
+        too late. One that does not answer is lost. Every rank of the job calls."""
+        names = former.plan().nodes
+        absent = [at for at, name in enumerate(names) if name not in self._names]
+        mine = absent[self._position :: len(self._names)]
+
+        def ask(client: Client) -> list[Any]:
+            answers = [[at, self._ask_spare(client, names[at], former.endpoints[at], report)] for at in mine]
+            return [answer for answer in answers if answer[1] is not None]
+
+        found = {at: told for answers in self.ask(ask) for at, told in answers}
+        return [Spare(names[at], former.endpoints[at], told) for at, told in sorted(found.items())]
+
+    def _ask_spare(
+        self, client: Client, name: str, where: Endpoint, report: Callable[[FtError], None]
+    ) -> dict[str, Any] | None:
+        """The answer of one; its trainers, if it has not noticed yet that it has no part, end soon."""
+        config, deadline = self._config, time.monotonic() + 2 * self._config.detect_seconds
+        rank, size = self._collective.rank, self._collective.world_size
+        while True:
+            try:
+                told = client.spare(rank, config.token, size, name, where, config.detect_seconds)
+            except ProtocolError as error:
+                report(error)
+                return None
+            if "busy" not in told:
+                return told
+            if time.monotonic() > deadline:
+                report(ProtocolError(f"node {name} is no spare: trainers of ranks {told['busy']} live there"))
+                return None
+            time.sleep(_BUSY_SECONDS)
+
     def rebuild_former(
-        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any]
-    ) -> None:
-        """Have the slot of a rank of the former job, which `protection` tells of, put together on this node."""
+        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any],
+        spare: Endpoint | None, spares: Sequence[Endpoint],
+    ) -> None:  # fmt: skip
+        """Have the slot of a rank of the former job, which `protection` tells of, put together on this node.
+
+        It is fetched from `spare`, or decoded from parity. Nodes of `plan` beyond those of this job are `spares`.
+        """
         assert plan.version is not None
+        everyone = (*self._protection.endpoints, *spares)
+        holders = {position: everyone[node] for position, node in plan.holders.items()}
         with Client(self._config.run_dir) as client:
             client.rebuild(
-                rank, self._config.token, plan.version, protection, None, self._holders(plan), plan.gone, fingerprint
+                rank, self._config.token, plan.version, protection, spare, holders, plan.gone, fingerprint
             )
 
-    def _holders(self, plan: RecoveryPlan) -> dict[int, tuple[str, int]]:
+    def _holders(self, plan: RecoveryPlan) -> dict[int, Endpoint]:
         return {position: self._protection.endpoints[node] for position, node in plan.holders.items()}
 
     def protect(self, lineage: int, base: Version | None) -> list[tuple[str, int]]:

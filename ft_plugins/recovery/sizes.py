@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..model.topology import Topology
@@ -58,17 +58,25 @@ def words(sizes: Sequence[int], now: int) -> str:
     return f"with {now} nodes now; it could go on with {shown} nodes (--nnodes MIN:MAX says which are wanted)"
 
 
-def read(run_dir: Path) -> tuple[int, ...]:
-    """What the ranks of this node have told; () while they have not."""
+@dataclass(frozen=True)
+class Told:
+    """What ranks tell the rendezvous: numbers of nodes, () for any, and whether the job can have what a spare holds."""
+
+    sizes: tuple[int, ...] = ()
+    spares_asked: bool = False
+
+
+def read(run_dir: Path) -> Told:
+    """What the ranks of this node have told; nothing while they have not."""
     try:
-        found = json.loads((run_dir / FILE).read_text())["sizes"]
-        return tuple(size for size in found if type(size) is int)
-    except (OSError, ValueError, TypeError, KeyError):
-        return ()
+        found = json.loads((run_dir / FILE).read_text())
+        return Told(tuple(size for size in found["sizes"] if type(size) is int), found.get("spares_asked") is True)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return Told()
 
 
-def write(run_dir: Path, sizes: Sequence[int]) -> None:
+def write(run_dir: Path, told: Told) -> None:
     """Tell the rendezvous of this node."""
     building = run_dir / f"{FILE}.new"
-    building.write_text(json.dumps({"sizes": list(sizes)}))
+    building.write_text(json.dumps({"sizes": list(told.sizes), "spares_asked": told.spares_asked}))
     building.replace(run_dir / FILE)

@@ -31,9 +31,11 @@ from .peers import read_version
 from .persister import Persister
 from .protection import Protection
 from .signals import Signal, signal
+from .spare import Asked, Spare
 
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
+_RELEASE_SECONDS = 10.0  # for a spare to answer that it has dropped what it held
 _RANKS = 1 << 32  # a number beyond is no rank
 _SHAPE_FIELDS = {field.name for field in fields(Shape)}
 
@@ -73,6 +75,9 @@ class SnapshotProcess:
         self._aside = Former(job, node)
         self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events)
         self.persister = Persister(run_dir, job, node, events)
+        self._asked = Asked(run_dir, self._tier, events)
+        spare = Spare(node, self._segments, self._aside, self._tier, self._lock, events, self.persister.let_go)
+        self._tier.serve_outside(spare.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self._segments:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
@@ -305,9 +310,17 @@ class SnapshotProcess:
             fingerprint = found[0].fingerprint if found else None
             return {"sizes": self._aside.facts(), "fingerprint": fingerprint, **self._tier.parity()}
 
+    def _spare(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What another node has of other sizes, which has no part in the job."""
+        self._check_token(request)
+        seconds = float(protocol.field(request, "seconds", (int, float)))
+        world_size, node = protocol.number(request, "world_size", _RANKS), protocol.field(request, "node", str)
+        return {"told": self._asked.ask(node, _where(protocol.field(request, "where", list)), world_size, seconds)}
+
     def _settle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Of what is set aside keep that version of that size alone; nothing, if none is named."""
         self._check_token(request)
+        self._asked.keep([_where(one) for one in protocol.field(request, "spares", list)])
         with self._lock:
             if request.get("version") is None:
                 self._aside.drop()
@@ -318,19 +331,26 @@ class SnapshotProcess:
     def _drop_former(self) -> None:
         """Remove what was set aside once the state is safe without it: on several nodes when a version counts, on one
         when every rank holds two versions of its own, the first of which all ranks must have."""
+        if not (self._aside or self._asked):
+            return
         told = self._tier.token == self.token and self._tier.ranks == self._world_size  # of this very incarnation
-        if not self._aside or not (self._tier.counted is not None if told else self._went_on()):
+        counted = self._tier.counted if told else self._went_on()
+        if counted is None:
             return
         with self._lock:
             self._events.emit("smp.settled", segments=self._aside.drop())
+        self._asked.release(counted.lineage, _RELEASE_SECONDS)
 
-    def _went_on(self) -> bool:
+    def _went_on(self) -> Version | None:
+        """The oldest version of this incarnation, where every rank has a newer one as well."""
         held = [
-            sum(slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == found.lineage
-                for slot in found.slots() if found.lineage_token == self.token)
-            for found in list(self._segments.values())
+            [slot.version for slot in found.slots()
+             if slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == found.lineage]
+            for found in list(self._segments.values()) if found.lineage_token == self.token
         ]  # fmt: skip
-        return bool(held) and min(held) > 1
+        if len(held) < max(1, len(self._segments)) or min(map(len, held)) < 2:
+            return None
+        return min(version for versions in held for version in versions)
 
     def _protect(self, request: dict[str, Any]) -> dict[str, Any]:
         self._check_token(request)
@@ -383,6 +403,7 @@ class SnapshotProcess:
     def finish(self, reason: str) -> None:
         """Remove the segments; the daemon ends."""
         self._tier.close()
+        self._asked.forget()
         self.persister.stop()
         for segment in self._segments.values():
             segment.close()
@@ -390,6 +411,13 @@ class SnapshotProcess:
         removed = segments.remove(self._job, self._node)
         self._events.emit("smp.end", reason=reason, segments=removed)
         self.ended.set()
+
+
+def _where(value: Any) -> tuple[str, int]:
+    """An endpoint from plain values. Raises ProtocolError."""
+    if not (isinstance(value, list) and len(value) == 2 and type(value[0]) is str and type(value[1]) is int):
+        raise ProtocolError(f"{value!r} is no endpoint; expected a host and a port")
+    return value[0], value[1]
 
 
 def _in_words(name: str, request: dict[str, Any], error: OSError) -> FtError:

@@ -137,13 +137,14 @@ class ReftNodes:
             raise error
         self._takeover = former.find(self._host.fingerprint())
         if self._takeover is not None:
+            self.lineage = max(self.lineage, self._takeover.now.lineage - 1)
             former.settle(self._takeover)
 
     def tell_sizes(self) -> str:
         """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node."""
         found = sizes.admissible(self._host.topology(), self._nodes, self._host.admits, self.losses)
         if self.leads:
-            sizes.write(self._run_dir, found)
+            sizes.write(self._run_dir, sizes.Told(found, spares_asked=self.losses > 0))
         count = len(set(self._nodes))
         return sizes.words(found, count) if count > 1 and found else ""
 

@@ -11,7 +11,7 @@ from ft_plugins.launcher.memory import Memory
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.model.topology import Topology
 from ft_plugins.recovery import sizes
-from ft_plugins.recovery.sizes import admissible
+from ft_plugins.recovery.sizes import Told, admissible
 
 
 def nodes(count: int, each: int) -> list[str]:
@@ -50,19 +50,22 @@ def test_unequal_nodes_and_parallel_experts_are_not_resized() -> None:
 
 def test_the_rendezvous_reads_what_ranks_have_told(tmp_path: Path) -> None:
     memory = Memory("job", tmp_path)
-    assert memory.sizes() == ()
-    sizes.write(tmp_path, (2, 3, 4))
-    assert memory.sizes() == (2, 3, 4)
-    (tmp_path / sizes.FILE).write_text(json.dumps({"sizes": [2, "3", None]}))
-    assert memory.sizes() == (2,)
-    (tmp_path / sizes.FILE).write_text("{")
-    assert memory.sizes() == () and Memory("job", None).sizes() == ()
+    assert memory.sizes() == Told()
+    for told in (Told((2, 3, 4)), Told((2, 4), spares_asked=True)):
+        sizes.write(tmp_path, told)
+        assert memory.sizes() == told
+    (tmp_path / sizes.FILE).write_text(json.dumps({"sizes": [2, "3", None], "spares_asked": "yes"}))
+    assert memory.sizes() == Told((2,))
+    for broken in ("{", "[]", "3"):
+        (tmp_path / sizes.FILE).write_text(broken)
+        assert memory.sizes() == Told() == Memory("job", None).sizes()
 
 
 def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:
     rules = Rules(2, 6)
     assert rules.among((1, 3, 4, 8)).sizes == (3, 4)
     assert rules.among((3, 4)).stateful and not rules.stateful
+    assert not rules.among((3, 4), spares_asked=True).stateful
     assert rules.among((8, 9)) is rules and rules.among(()) is rules
     assert Rules(2, 6, (4, 6)).among((3, 4, 5)).sizes == (4,)
 
