@@ -59,7 +59,6 @@ class SnapshotProcess:
         self._declared = -1  # the token under which trainers were declared lost
         self._touched = time.monotonic()
         self._segments: dict[int, Segment] = {}
-        self._world_size = 0  # of the job, as its trainers said last
         self._refused: list[str] = []  # files that are in the place of segments, and are not touched
         self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
         for path in segments.segments_of(job, node):
@@ -72,6 +71,7 @@ class SnapshotProcess:
             self._segments[adopted.rank] = adopted
             self.token = max(self.token, adopted.token)
         self.adopted = len(self._segments)
+        self._world_size = max((s.world_size for s in self._segments.values()), default=0)  # as trainers said last
         self._aside = Former(job, node)
         self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events)
         self.persister = Persister(run_dir, job, node, events)

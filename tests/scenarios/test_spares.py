@@ -34,7 +34,8 @@ def places() -> Iterator[list[Place]]:
 def event(job: RunningJob, name: str, seconds: float = BOUND) -> dict[str, object]:
     """The first event of that name on a node, waited for."""
     journal = job.spec.run_dir / "events.jsonl"
-    return wait_for(journal, lambda lines: [found for found in lines if found["name"] == name], seconds)[0]
+    found = wait_for(journal, lambda lines: any(entry["name"] == name for entry in lines), seconds)
+    return next(entry for entry in found if entry["name"] == name)
 
 
 @pytest.mark.all_configurations
