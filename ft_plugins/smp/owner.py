@@ -26,12 +26,14 @@ from ..snapshot.segment import Segment, Shape, path_of
 from ..snapshot.slots import SlotState, Version, void
 from . import liveness, protocol
 from .former import Former
+from .former_storage import FormerStorage
 from .node import NodeTier
 from .peers import read_version
 from .persister import Persister
 from .protection import Protection
 from .signals import Signal, signal
 from .spare import Asked, Spare
+from .turns import REQUEST
 
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
@@ -75,6 +77,7 @@ class SnapshotProcess:
         self._aside = Former(job, node)
         self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events)
         self.persister = Persister(run_dir, job, node, events)
+        self._aside_storage = FormerStorage(run_dir, job, node, self._aside, lambda: self.persister.storage, events)
         self._asked = Asked(run_dir, self._tier, events)
         spare = Spare(node, self._segments, self._aside, self._tier, self._lock, events, self.persister.let_go)
         self._tier.serve_outside(spare.answer)
@@ -295,6 +298,7 @@ class SnapshotProcess:
         """The job has so many ranks now: what is of another size is set aside."""
         self._check_token(request)
         world_size = protocol.number(request, "world_size", _RANKS)
+        self._aside_storage.stop()
         with self._lock:
             self._world_size = world_size
             left = self._aside.exchange(self._segments, world_size)
@@ -321,6 +325,7 @@ class SnapshotProcess:
         """Of what is set aside keep that version of that size alone; nothing, if none is named."""
         self._check_token(request)
         self._asked.keep([_where(one) for one in protocol.field(request, "spares", list)])
+        self._aside_storage.stop()
         with self._lock:
             if request.get("version") is None:
                 self._aside.drop()
@@ -337,6 +342,7 @@ class SnapshotProcess:
         counted = self._tier.counted if told else self._went_on()
         if counted is None:
             return
+        self._aside_storage.stop()
         with self._lock:
             self._events.emit("smp.settled", segments=self._aside.drop())
         self._asked.release(counted.lineage, _RELEASE_SECONDS)
@@ -365,7 +371,23 @@ class SnapshotProcess:
 
     def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:
         reason, seconds = protocol.field(request, "reason", str), protocol.field(request, "seconds", float)
-        return self.persister.request(reason, max(0.0, seconds), protocol.field(request, "only_due", bool))
+        return self.to_storage(reason, max(0.0, seconds), protocol.field(request, "only_due", bool))
+
+    def to_storage(self, reason: str, seconds: float = 0.0, only_due: bool = False) -> dict[str, Any]:
+        """`Persister.request`; at the end of protection also for what is set aside, and not taken over yet."""
+        if only_due or reason == REQUEST:
+            return self.persister.request(reason, seconds, only_due)
+        deadline = time.monotonic() + seconds
+        self._aside_storage.request(reason, 0.0)
+        found = self.persister.request(reason, seconds)
+        if found["state"] == "nothing":  # of this size: what is aside is the newest
+            found = self._aside_storage.request(reason, max(0.0, deadline - time.monotonic()))
+        return found
+
+    @property
+    def storing(self) -> bool:
+        """Whether something is on its way to storage."""
+        return self.persister.busy or self._aside_storage.busy
 
     def _end(self, request: dict[str, Any]) -> dict[str, Any]:
         self.finish("in order")
@@ -404,6 +426,7 @@ class SnapshotProcess:
         """Remove the segments; the daemon ends."""
         self._tier.close()
         self._asked.forget()
+        self._aside_storage.stop()
         self.persister.stop()
         for segment in self._segments.values():
             segment.close()
