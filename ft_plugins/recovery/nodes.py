@@ -35,7 +35,7 @@ from .plan import NodeFacts, RecoveryPlan, Way, counted
 class NodeTierConfig:
     """What the user decided about the node tier, and where this rank's SMP is."""
 
-    losses: int
+    losses: int  # 0 where nodes only reach each other
     interval: int  # iterations
     exchange_mbps: float
     detect_seconds: float
@@ -117,48 +117,15 @@ class SeenNodes:
         self.rebuild(plan)
 
 
-class JobNodes(SeenNodes):
-    """The nodes of a job that protect each other, for one incarnation."""
+class LinkedNodes(SeenNodes):
+    """The nodes of a job whose SMPs reach each other, and those of nodes that have no part in it."""
 
-    def __init__(
-        self,
-        collective: Collective,
-        nodes: Sequence[str],
-        groups: Sequence[Sequence[int]],
-        shape: Shape,
-        replicated: Sequence[Told],
-        config: NodeTierConfig,
-    ) -> None:
-        """`replicated` is what `double.told` says of this rank's layout. Every rank of the job calls.
-
-        Raises ConfigError (secret, interface), ProtocolError, on all ranks.
-        """
+    def __init__(self, collective: Collective, nodes: Sequence[str], config: NodeTierConfig) -> None:
+        """Every rank of the job calls. Raises ConfigError (secret, interface), ProtocolError, on all ranks."""
         super().__init__(collective, nodes, config.run_dir)
         self._config = config
-        facts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([astuple(shape), replicated]))]
-        shapes = tuple(Shape(*values) for values, _ in facts)
         told = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
-        self._protection = Protection(
-            lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
-            losses=config.losses, position=self._position,
-            endpoints=tuple((str(host), int(port)) for host, port in told), interval=config.interval,
-            exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
-            replicated=gathered([told for _, told in facts]),
-        )  # fmt: skip
-        self.exchange = self._protection.plan()
-        self.digest = self._protection.digest
-
-    def rebuild(self, plan: RecoveryPlan) -> None:
-        """Have this rank's slot put back together. Raises what the SMP refused with; called by this rank alone."""
-        source = plan.sources[self._collective.rank]
-        if plan.version is None or source.way is Way.OWN:
-            raise ProtocolError(f"rank {self._collective.rank}: there is nothing to rebuild in '{plan.table()}'")
-        where = self._protection.endpoints[source.node] if source.node is not None else None
-        with Client(self._config.run_dir) as client:
-            client.rebuild(
-                self._collective.rank, self._config.token, plan.version, self._protection, where,
-                self._holders(plan), plan.gone,
-            )  # fmt: skip
+        self._endpoints = tuple((str(host), int(port)) for host, port in told)
 
     def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
         """What the SMPs of the `former` job say that have no part in this one: those of spares, and of nodes that come
@@ -202,15 +169,53 @@ class JobNodes(SeenNodes):
         It is fetched from `spare`, or decoded from parity. Nodes of `plan` beyond those of this job are `spares`.
         """
         assert plan.version is not None
-        everyone = (*self._protection.endpoints, *spares)
+        everyone = (*self._endpoints, *spares)
         holders = {position: everyone[node] for position, node in plan.holders.items()}
         with Client(self._config.run_dir) as client:
             client.rebuild(
                 rank, self._config.token, plan.version, protection, spare, holders, plan.gone, fingerprint
             )
 
-    def _holders(self, plan: RecoveryPlan) -> dict[int, Endpoint]:
-        return {position: self._protection.endpoints[node] for position, node in plan.holders.items()}
+
+class JobNodes(LinkedNodes):
+    """The nodes of a job that protect each other, for one incarnation."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        nodes: Sequence[str],
+        groups: Sequence[Sequence[int]],
+        shape: Shape,
+        replicated: Sequence[Told],
+        config: NodeTierConfig,
+    ) -> None:
+        """`replicated` is what `double.told` says of this rank's layout. Every rank of the job calls.
+
+        Raises ConfigError (secret, interface), ProtocolError, on all ranks.
+        """
+        super().__init__(collective, nodes, config)
+        facts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([astuple(shape), replicated]))]
+        shapes = tuple(Shape(*values) for values, _ in facts)
+        self._protection = Protection(
+            lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
+            losses=config.losses, position=self._position, endpoints=self._endpoints, interval=config.interval,
+            exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
+            replicated=gathered([told for _, told in facts]),
+        )  # fmt: skip
+        self.exchange = self._protection.plan()
+        self.digest = self._protection.digest
+
+    def rebuild(self, plan: RecoveryPlan) -> None:
+        """Have this rank's slot put back together. Raises what the SMP refused with; called by this rank alone."""
+        source = plan.sources[self._collective.rank]
+        if plan.version is None or source.way is Way.OWN:
+            raise ProtocolError(f"rank {self._collective.rank}: there is nothing to rebuild in '{plan.table()}'")
+        where = self._endpoints[source.node] if source.node is not None else None
+        holders = {position: self._endpoints[node] for position, node in plan.holders.items()}
+        with Client(self._config.run_dir) as client:
+            client.rebuild(
+                self._collective.rank, self._config.token, plan.version, self._protection, where, holders, plan.gone
+            )
 
     def protect(self, lineage: int, base: Version | None) -> list[tuple[str, int]]:
         """Have the SMPs guard each other's slots from now on; what each has claimed for that, in bytes, by node.

@@ -1,7 +1,7 @@
 """With how many nodes the job could go on: the sizes at which its state can be taken over and the batch divided. Pure.
 
-Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks of a node stay as they are. A
-lost node can be survived at every size that is admitted if it can be now: else its state could not be taken over.
+Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks of a node stay as they are. Where
+a lost node has to be survivable it is at every size that is admitted; else the sizes at which it is not are named.
 
 In: the topology as it is, the host's word on the number of replicas. Out: numbers of nodes, ascending.
 """
@@ -9,7 +9,7 @@ In: the topology as it is, the host's word on the number of replicas. Out: numbe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,9 +50,10 @@ def _cannot(topology: Topology, ranks: int, per_node: int, losses: int) -> bool:
     return bool(unprotected([f"node{rank // per_node}" for rank in range(ranks)], groups, losses))
 
 
-def words(sizes: Sequence[int], now: int) -> str:
-    """For people: the sizes around the present one."""
-    fewer = [str(size) for size in sizes if size < now][-4:]
+def words(sizes: Sequence[int], now: int, protected: Collection[int]) -> str:
+    """For people: the sizes around the present one. At those that are not `protected` a lost node is not survived."""
+    bare = now in protected  # where it is not now either, that was said
+    fewer = [f"{size}{'' if size in protected or not bare else ' (unprotected)'}" for size in sizes if size < now][-4:]
     more = [str(size) for size in sizes if size > now][:4]
     shown = ", ".join([*fewer, str(now), *more])
     return f"with {now} nodes now; it could go on with {shown} nodes (--nnodes MIN:MAX says which are wanted)"

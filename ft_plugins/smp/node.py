@@ -233,6 +233,13 @@ class NodeTier:
 
     def release(self, lineage: int) -> None:
         """The job goes on in `lineage` without this node: what protected it here is given back."""
+        self.unprotect()
+        with self._lock:
+            self._released = max(self._released, lineage)
+            written(self._run_dir / _RELEASED, self._released)
+
+    def unprotect(self) -> None:
+        """What protected the job here is of no use to it any more: its memory is given back."""
         self.suspend()
         with self._lock:
             if self._vault is not None:
@@ -241,8 +248,6 @@ class NodeTier:
             self._vault = self._told = self._plan = None
             self._kept.forget()
             (self._run_dir / _TOLD).unlink(missing_ok=True)
-            self._released = max(self._released, lineage)
-            written(self._run_dir / _RELEASED, self._released)
 
     # ---- the agreement ----
 

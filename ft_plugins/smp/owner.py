@@ -345,6 +345,8 @@ class SnapshotProcess:
         self._aside_storage.stop()
         with self._lock:
             self._events.emit("smp.settled", segments=self._aside.drop())
+            if not told:  # at this size nodes do not protect each other: parity of the other one is left
+                self._tier.unprotect()
         self._asked.release(counted.lineage, _RELEASE_SECONDS)
 
     def _went_on(self) -> Version | None:

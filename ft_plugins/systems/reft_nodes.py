@@ -19,7 +19,7 @@ from ..events import Events
 from ..model.host import Host
 from ..recovery import sizes
 from ..recovery.collective import Collective
-from ..recovery.nodes import JobNodes, NodeTierConfig, SeenNodes
+from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
 from ..recovery.refill import refill
 from ..recovery.takeover import FormerJob, Takeover
 from ..redundancy.plan import unprotected
@@ -100,12 +100,23 @@ class ReftNodes:
             )
             error.echo = self._host.rank != 0
             raise error
-        config = NodeTierConfig(
-            self.losses, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
-            self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
-            self._token,
-        )  # fmt: skip
+        config = self._tier_config(self._job.secret_file)
         return JobNodes(self._collective, self._nodes, self._groups, shape, told(layout), config)
+
+    def _tier_config(self, secret_file: str) -> NodeTierConfig:
+        return NodeTierConfig(
+            self.losses, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
+            self._job.detect_seconds, secret_file, self._job.interface, self._towards, self._run_dir, self._token,
+        )  # fmt: skip
+
+    def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:
+        """The nodes as a takeover needs them: with each other within reach, also where they do not protect each other
+        at this size but did at another one."""
+        if self.losses:
+            return self.of_job(shape, layout) or seen
+        if self._job.secret_file is None:
+            return seen
+        return LinkedNodes(self._collective, self._nodes, self._tier_config(self._job.secret_file))
 
     def look_back(
         self, mode: str, shape: Shape, layout: Layout, report: Callable[[FtError], None]
@@ -123,7 +134,7 @@ class ReftNodes:
         self.lineage = max(node.lineage for node in seen.facts())
         if mode == "storage":
             return
-        nodes = seen if mode == "fresh" else self.of_job(shape, layout) or seen
+        nodes = seen if mode == "fresh" else self._reachable(seen, shape, layout)
         former = FormerJob(self._collective, nodes, token, self._run_dir, report)
         if mode == "fresh":
             former.drop()
@@ -141,12 +152,18 @@ class ReftNodes:
             former.settle(self._takeover)
 
     def tell_sizes(self) -> str:
-        """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node."""
-        found = sizes.admissible(self._host.topology(), self._nodes, self._host.admits, self.losses)
+        """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node.
+
+        Where redundancy was asked for by name, each of them has it.
+        """
+        topology, admits = self._host.topology(), self._host.admits
+        found = protected = sizes.admissible(topology, self._nodes, admits, self.losses)
+        if "redundancy" not in self._config.model_fields_set:
+            found = sizes.admissible(topology, self._nodes, admits, 0)
         if self.leads:
             sizes.write(self._run_dir, sizes.Told(found, spares_asked=self.losses > 0))
         count = len(set(self._nodes))
-        return sizes.words(found, count) if count > 1 and found else ""
+        return sizes.words(found, count, protected) if count > 1 and found else ""
 
     def take_over(self, segment: Segment, manifest: Manifest) -> None:
         """Fill a slot with the state of another size, if `look_back` has found such. Every rank of the job calls.

@@ -71,4 +71,6 @@ def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:
 
 
 def test_people_are_told_the_sizes_around_the_present_one() -> None:
-    assert "1, 2, 3, 4, 6, 12 nodes" in sizes.words((1, 2, 3, 4, 6, 12), 4)
+    assert "1 (unprotected), 2, 4, 6 nodes" in sizes.words((1, 2, 4, 6), 4, (2, 4, 6))
+    assert "1, 2 nodes" in sizes.words((1, 2), 2, ()), "nothing is protected now: that was said"
+    assert "1, 2, 3, 4, 6, 12 nodes" in sizes.words((1, 2, 3, 4, 6, 12), 4, (1, 2, 3, 4, 6, 12))
