@@ -3,7 +3,7 @@
 Real megatron-core at TP2 x PP2 with a distributed optimizer on emulated nodes of two ranks each, so that a replica is
 two nodes. One node is lost: of the six of DP3 four go on as DP2, the fifth waits; of the four of DP2 two go on as DP1,
 at which no further loss could be survived. The lost node and the one that waits were of the same sharding groups: what
-they held cannot be decoded without it.
+they held cannot be decoded without it. When a fresh node comes, both are taken in: nothing that the spare had counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ft_plugins.snapshot.segment import former_segments_of, segments_of
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp", "--global-batch", "24")
-ITERATIONS = 40
+ITERATIONS = 60
 PER_NODE = 2
 
 
@@ -41,9 +41,9 @@ def event(job: RunningJob, name: str, seconds: float = BOUND) -> dict[str, objec
 
 
 @pytest.mark.all_configurations
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (6, 4)])
+@pytest.mark.parametrize(("before", "after", "again"), [(4, 2, True), (6, 4, False)])
 def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place], before: int, after: int
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place], before: int, after: int, again: bool
 ) -> None:
     configuration = Configuration(bf16=True, distributed_optimizer=True, interleaved=False)
     run = GptRun("spares", tmp_path, configuration, protected=True, argv=ARGV, iterations=ITERATIONS)
@@ -60,10 +60,14 @@ def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
     assert event(spare, "spare.released")["segments"] == PER_NODE
     name = (spare.spec.run_dir.parent.name, spare.spec.run_dir.name)
     assert not segments_of(*name) and not former_segments_of(*name), "its memory is given back while the job trains"
+    assert int(str(event(spare, "spare.released")["lineage"])) > 1
+    if again:
+        fresh = job.start("s", places[before])
+        second = int(str(event(fresh, "restore.resized")["iteration"]))
+        assert first < second < ITERATIONS
     job.wait()
     assert spare.wait(BOUND)["status"] == "succeeded", spare.tail()
     assert 4 <= first < ITERATIONS
-    assert int(str(event(spare, "spare.released")["lineage"])) > 1
     for each in job.nodes.values():
         assert not [found for found in each.events("restore.scratch") if found.fields["completed"]]
 
@@ -78,5 +82,12 @@ def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
 
     handed = tmp_path / "handed"
     reference("r1", before * PER_NODE, "--stop-at", str(first), "--to-checkpoint", str(handed))
-    last = reference("r2", after * PER_NODE, "--from-checkpoint", str(handed))
-    assert_identical(run, last, after * PER_NODE)
+    if not again:
+        last = reference("r2", after * PER_NODE, "--from-checkpoint", str(handed))
+        assert_identical(run, last, after * PER_NODE)
+        return
+    back = tmp_path / "back"
+    to = ("--stop-at", str(second), "--to-checkpoint", str(back))
+    reference("r2", after * PER_NODE, "--from-checkpoint", str(handed), *to)
+    last = reference("r3", before * PER_NODE, "--from-checkpoint", str(back))
+    assert_identical(run, last, before * PER_NODE)
