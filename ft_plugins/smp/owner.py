@@ -79,7 +79,10 @@ class SnapshotProcess:
         self.persister = Persister(run_dir, job, node, events)
         self._aside_storage = FormerStorage(run_dir, job, node, self._aside, lambda: self.persister.storage, events)
         self._asked = Asked(run_dir, self._tier, events)
-        spare = Spare(node, self._segments, self._aside, self._tier, self._lock, events, self.persister.let_go)
+        spare = Spare(
+            run_dir, node, lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
+            self.persister.let_go,
+        )  # fmt: skip
         self._tier.serve_outside(spare.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self._segments:

@@ -3,7 +3,8 @@
 Invariant: what such a node holds is a source like any other as long as the job may need it, and is dropped only when
 the job has said that a newer lineage counts without it. Once it was asked, nothing of an incarnation here is exchanged
 or counts any more. A node whose trainers live is no spare, whatever others think: it hands out nothing and drops
-nothing. What was dropped stays known by its lineage, so that none is opened twice.
+nothing; nor does it drop anything once it has begun an incarnation since it was asked. What was dropped stays known by
+its lineage, so that none is opened twice and nothing begins from nothing unasked.
 
     spare    what do you hold of other sizes than this one?
     release  the job goes on in that lineage: drop what is older
@@ -31,7 +32,8 @@ from .peers import written
 from .wire import Peer
 
 REQUESTS = frozenset({"spare", "release"})
-_ASKED = "spares.json"  # in the run directory
+_ASKED = "spares.json"  # in the run directory: whom this node has asked
+_BY = "asked.json"  # likewise: the token under which this one was asked
 _TRIES, _PAUSE_SECONDS = 10, 3.0  # of a spare that is told that it may drop what it holds
 
 Endpoint = tuple[str, int]
@@ -42,7 +44,9 @@ class Spare:
 
     def __init__(
         self,
+        run_dir: Path,
         node: str,
+        token: Callable[[], int],
         segments: MutableMapping[int, Segment],
         former: Former,
         tier: NodeTier,
@@ -50,8 +54,10 @@ class Spare:
         events: Events,
         let_go: Callable[[Sequence[int]], None],
     ) -> None:
-        """`let_go` is told of the ranks whose segments leave."""
+        """`token` is the SMP's; `let_go` is told of the ranks whose segments leave."""
+        self._by = run_dir / _BY
         self._node = node
+        self._token = token
         self._segments = segments
         self._former = former
         self._tier = tier
@@ -73,6 +79,7 @@ class Spare:
 
     def _hand_out(self, world_size: int) -> dict[str, Any]:
         self._tier.suspend()
+        written(self._by, self._token())
         own = {rank: found for rank, found in self._segments.items() if found.world_size not in (0, world_size)}
         held = [*own.values(), *(one for held in self._former.sizes().values() for one in held.values())]
         self._events.emit("spare.asked", ranks=world_size, segments=len(held))
@@ -85,8 +92,8 @@ class Spare:
 
     def _release(self, lineage: int) -> dict[str, Any]:
         newest = max([self._former.lineage, *(found.lineage for found in self._segments.values())])
-        if newest >= lineage:
-            return {"dropped": 0}  # it has taken part since
+        if newest >= lineage or self._asked_under() != self._token():
+            return {"dropped": 0}  # it takes part again
         left = sorted(self._segments)
         self._let_go(left)
         for rank in left:
@@ -95,9 +102,16 @@ class Spare:
             found.close()
         dropped = len(left) + self._former.drop()
         self._tier.release(lineage)
+        self._by.unlink(missing_ok=True)
         if dropped:
             self._events.emit("spare.released", segments=dropped, lineage=lineage)
         return {"dropped": dropped}
+
+    def _asked_under(self) -> int | None:
+        try:
+            return int(json.loads(self._by.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
 
 
 def _has_trainer(found: Segment) -> bool:

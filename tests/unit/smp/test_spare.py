@@ -209,6 +209,14 @@ def test_it_is_released_when_a_version_of_the_new_job_counts_and_not_before(pair
     assert pair.outside.ask("inventory")["released"] == 3, "its successor knows as well"
 
 
+def test_a_spare_whose_smp_was_replaced_is_released_all_the_same(pair: Job) -> None:
+    pair.spare()
+    pair.outside.stop()
+    pair.outside = Smp(pair.folder, pair.job, "n2")
+    pair.member.process._asked._tell([pair.where], 2, 5.0)
+    assert "spare.released" in pair.outside.names() and not segments_of(pair.job, "n2")
+
+
 def test_the_successor_of_an_smp_releases_the_spares_that_were_asked(pair: Job) -> None:
     pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
@@ -219,9 +227,14 @@ def test_the_successor_of_an_smp_releases_the_spares_that_were_asked(pair: Job) 
     assert not segments_of(pair.job, "n2") and not (pair.member.run_dir / "spares.json").exists()
 
 
-def test_a_release_that_comes_late_touches_nothing_of_a_node_that_has_taken_part_since(pair: Job) -> None:
-    for found in pair.outside.process._segments.values():
-        found.open_lineage(3, V5, ())
+@pytest.mark.parametrize("since", ["begun", "restored"])
+def test_a_release_that_comes_late_touches_nothing_of_a_node_that_takes_part_again(pair: Job, since: str) -> None:
+    pair.spare()
+    if since == "begun":
+        pair.outside.ask("fence")
+    elif since == "restored":
+        for found in pair.outside.process._segments.values():
+            found.open_lineage(3, V5, ())
     pair.member.process._asked._tell([pair.where], 3, 5.0)
     assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
 
