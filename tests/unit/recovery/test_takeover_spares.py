@@ -21,18 +21,18 @@ WHERE = ("10.0.0.2", 700)
 FINGERPRINT = {"seed": 1}
 
 
-def protection(position: int) -> Protection:
-    """Four nodes of one rank, one sharding group, RAIM5."""
+def protection(position: int, losses: int = 1) -> Protection:
+    """Four nodes of one rank, one sharding group, RAIM5 or RAIM6."""
     return Protection(
         lineage=1, base=None, nodes=("n0", "n1", "n2", "n3"), groups=((0, 1, 2, 3),),
-        shapes=(Shape(640, 64, 1, 9),) * 4, losses=1,
+        shapes=(Shape(640, 64, 1, 9),) * 4, losses=losses,
         position=position, endpoints=(("h", 1),) * 4, interval=1, exchange_mbps=0.0, detect_seconds=5.0,
     )  # fmt: skip
 
 
-def answer(rank: int, lineage: int = 1) -> dict[str, Any]:
+def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
     """What the SMP says of the node that had this rank of four."""
-    told = protection(rank)
+    told = protection(rank, losses)
     return {
         "sizes": [[4, [[rank, [0, 0], lineage, 5, False, [[1, 4]]]]]],
         "fingerprint": FINGERPRINT,
@@ -52,9 +52,13 @@ class Nodes:
     exchange = None
     digest = 0
 
-    def __init__(self, members: Sequence[int], refuses: Callable[[int, bool], bool], lives_on: bool) -> None:
-        """`refuses` says whether putting a rank together fails, by rank and whether it is fetched from the spare."""
-        self.members = {at: answer(rank) for at, rank in enumerate(members)}
+    def __init__(
+        self, members: Sequence[int], refuses: Callable[[int, bool], bool], lives_on: bool, losses: int = 1
+    ) -> None:
+        """`refuses` says whether putting a rank together fails while the spare lives, by rank and whether it is fetched
+        from it."""
+        self.losses = losses
+        self.members = {at: answer(rank, losses=losses) for at, rank in enumerate(members)}
         self.ranks = [[0]] * len(members)
         self.lives, self.lives_on, self.refuses = True, lives_on, refuses
         self.asked: list[tuple[int, bool]] = []
@@ -68,7 +72,7 @@ class Nodes:
 
     def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
         assert former.nodes == ("n0", "n1", "n2", "n3")
-        return [Spare("n2", WHERE, answer(2, lineage=7))] if self.lives else []
+        return [Spare("n2", WHERE, answer(2, 7, self.losses))] if self.lives else []
 
     def rebuild_former(
         self, rank: int, plan: RecoveryPlan, told: Protection, fingerprint: Mapping[str, Any],
@@ -77,7 +81,7 @@ class Nodes:
         assert spare in (None, WHERE) and list(spares) in ([WHERE], [])
         assert max(plan.holders.values(), default=0) < len(self.members) + len(spares), "nobody else can be read"
         self.asked.append((rank, spare is not None))
-        if self.refuses(rank, spare is not None):
+        if self.lives and self.refuses(rank, spare is not None):
             self.lives = self.lives_on
             raise ProtocolError("it hung up")
 
@@ -141,6 +145,15 @@ def test_one_lost_over_the_decoding_that_needs_it_is_more_than_parity_makes_up_f
         with pytest.raises(ResumeError, match="4 ranks is damaged .*RAIM5 makes up for 1.*former number"):
             job(nodes).find(FINGERPRINT)
         assert not nodes.lives
+
+
+def test_one_lost_over_the_decoding_is_done_without_where_parity_makes_up_for_both(
+    job: Callable[[Nodes], FormerJob],
+) -> None:
+    nodes = Nodes((0, 1), lambda rank, fetched: rank == 3, lives_on=False, losses=2)
+    found = job(nodes).find(FINGERPRINT)
+    assert found is not None and found.version == V4
+    assert nodes.asked == [(2, True), (3, False), (3, False)], "what was fetched in time stays"
 
 
 def test_what_a_living_spare_cannot_hand_out_whole_is_decoded(job: Callable[[Nodes], FormerJob]) -> None:
