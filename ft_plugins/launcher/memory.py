@@ -43,9 +43,9 @@ class Memory:
                 json.dump({"run": self._run, "roster": asdict(roster)}, file)
             building.replace(self._path)
 
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers of nodes with which the job can be trained, as its ranks have told; () while they have not."""
-        return sizes.read(self._path.parent) if self._path else ()
+    def sizes(self) -> sizes.Told:
+        """With how many nodes the job can be trained, as its ranks have told; nothing while they have not."""
+        return sizes.read(self._path.parent) if self._path else sizes.Told()
 
     def _found(self) -> Roster:
         try:

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ..errors import ConfigError, ProtocolError
+from ..recovery.sizes import Told
 from . import post
 from .gathering import Application, Phase, Roster
 from .memory import Memory
@@ -72,7 +73,7 @@ class Rendezvous(RendezvousHandler):
         initial = [str(found) for found in settings.endpoints if found.port] or [endpoint]  # it is alone
         self._search = Search(self._station, self._memory, initial, self._reach)
         self._post = Post(listener, self._station.answer, self._station.gone, self._station.tick)
-        self._sizes: tuple[int, ...] = ()  # as the job's ranks have told
+        self._sizes = Told()  # as the job's ranks have told
         self._line: Line | None = None
         self._lead: Lead | None = None
         self._round, self._size = 0, 0  # in which this node takes part
@@ -130,10 +131,10 @@ class Rendezvous(RendezvousHandler):
 
     def _learn_sizes(self) -> None:
         """Take over what ranks of this node have told of the job: with how many nodes it can be trained."""
-        sizes = self._memory.sizes()
-        if sizes != self._sizes:
-            self._sizes = sizes
-            self._station.allow(sizes)
+        told = self._memory.sizes()
+        if told != self._sizes:
+            self._sizes = told
+            self._station.allow(told)
 
     def _find(self) -> Lead:
         """The node that leads; in the end this one, if it may."""

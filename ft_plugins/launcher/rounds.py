@@ -54,7 +54,7 @@ class Rules:
     sizes: tuple[int, ...] = ()  # those allowed; empty: all from min_nodes to max_nodes
     last_call: float = 30.0
     wait: float = 30.0
-    stateful: bool = False  # nodes of the last round hold state that the next one needs
+    stateful: bool = False  # nodes of the last round hold state that the next one needs and a spare cannot hand out
 
     def __post_init__(self) -> None:
         wrong = [size for size in self.sizes if not self.min_nodes <= size <= self.max_nodes]
@@ -64,12 +64,15 @@ class Rules:
                 f"{', '.join(map(str, wrong))}; change one of the two"
             )
 
-    def among(self, sizes: Sequence[int]) -> Rules:
-        """These rules with `sizes` alone, as far as they allow them; the same ones where that leaves nothing."""
+    def among(self, sizes: Sequence[int], spares_asked: bool = False) -> Rules:
+        """These rules with `sizes` alone, as far as they allow them; the same ones where that leaves nothing.
+
+        `spares_asked`: state on nodes that become spares is within reach of the job.
+        """
         fitting = [size for size in sizes if self.min_nodes <= size <= self.max_nodes]
         if self.sizes:
             fitting = [size for size in fitting if size in self.sizes]
-        return replace(self, sizes=tuple(fitting), stateful=True) if fitting else self
+        return replace(self, sizes=tuple(fitting), stateful=not spares_asked) if fitting else self
 
     @property
     def largest(self) -> int:
@@ -99,7 +102,8 @@ def size_now(rules: Rules, candidates: Sequence[Candidate], waited: float) -> in
     """The size of the round that can begin now, `waited` seconds after there were enough nodes; 0: it cannot yet.
 
     It begins at once when it can get no larger, or when all nodes of the last round are back: then nobody is missing.
-    Where nodes hold state (`Rules.stateful`) it never begins without one of the last round that is back.
+    Where state on a spare is out of reach (`Rules.stateful`) it never begins without one of the last round that is
+    back; where spares are asked, the surplus ones wait beside the largest round that can be had.
     """
     size = rules.fit(len(candidates))
     last, last_size = last_seats(candidates)

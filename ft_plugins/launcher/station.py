@@ -20,13 +20,13 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ProtocolError
+from ..recovery.sizes import Told
 from .gathering import Application, Gathering, Phase, Place, Roster
 from .post import Message
 from .rounds import LIMIT, Rules
@@ -92,10 +92,10 @@ class Station:
 
     # ---- this node's own part ----
 
-    def allow(self, sizes: Sequence[int]) -> None:
+    def allow(self, told: Told) -> None:
         """The job can be trained with these numbers of nodes, as its ranks say."""
         with self._lock:
-            self._rules = self._given.among(sizes)
+            self._rules = self._given.among(told.sizes, told.spares_asked)
             if self._rounds:
                 self._rounds.allow(self._rules)
 

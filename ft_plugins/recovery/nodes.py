@@ -10,6 +10,7 @@ In: nodes, sharding groups and segments' shapes of all ranks. Out: `recovery.run
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, dataclass, replace
@@ -34,7 +35,7 @@ from .plan import NodeFacts, RecoveryPlan, Way, counted
 class NodeTierConfig:
     """What the user decided about the node tier, and where this rank's SMP is."""
 
-    losses: int
+    losses: int  # 0 where nodes only reach each other
     stages: tuple[tuple[int, ...], ...]  # pipelines, where copies go to the stage before; else ()
     interval: int  # iterations
     exchange_mbps: float
@@ -44,6 +45,19 @@ class NodeTierConfig:
     towards: str  # a host of the job: the interface is the one that leads there, unless named
     run_dir: Path
     token: int
+
+
+Endpoint = tuple[str, int]
+_BUSY_SECONDS = 0.2  # between two questions to a node whose trainers have not ended yet
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A node without a part in the job, whose SMP is at `where` and has `told` what it holds of other sizes."""
+
+    name: str
+    where: Endpoint
+    told: Mapping[str, Any]
 
 
 class SeenNodes:
@@ -83,6 +97,7 @@ class SeenNodes:
                 dict(found["completed"]),
                 found["lineage"],
                 Version(*found["counted"]) if found["counted"] else None,
+                found["released"],
             )
             for found in self.ask(lambda client: client.inventory())
         ]
@@ -91,14 +106,79 @@ class SeenNodes:
         """Nothing can be rebuilt. Raises ProtocolError."""
         raise ProtocolError(f"rank {self._collective.rank}: nodes do not protect each other, yet '{plan.table()}'")
 
+    def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
+        """Nobody can be asked."""
+        return []
+
     def rebuild_former(
-        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any]
-    ) -> None:
+        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any],
+        spare: Endpoint | None, spares: Sequence[Endpoint],
+    ) -> None:  # fmt: skip
         """Likewise."""
         self.rebuild(plan)
 
 
-class JobNodes(SeenNodes):
+class LinkedNodes(SeenNodes):
+    """The nodes of a job whose SMPs reach each other, and those of nodes that have no part in it."""
+
+    def __init__(self, collective: Collective, nodes: Sequence[str], config: NodeTierConfig) -> None:
+        """Every rank of the job calls. Raises ConfigError (secret, interface), ProtocolError, on all ranks."""
+        super().__init__(collective, nodes, config.run_dir)
+        self._config = config
+        told = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
+        self._endpoints = tuple((str(host), int(port)) for host, port in told)
+
+    def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
+        """What the SMPs of the `former` job say that have no part in this one: those of spares, and of nodes that come
+        too late. One that does not answer is lost. Every rank of the job calls."""
+        names = former.plan().nodes
+        absent = [at for at, name in enumerate(names) if name not in self._names]
+        mine = absent[self._position :: len(self._names)]
+
+        def ask(client: Client) -> list[Any]:
+            answers = [[at, self._ask_spare(client, names[at], former.endpoints[at], report)] for at in mine]
+            return [answer for answer in answers if answer[1] is not None]
+
+        found = {at: told for answers in self.ask(ask) for at, told in answers}
+        return [Spare(names[at], former.endpoints[at], told) for at, told in sorted(found.items())]
+
+    def _ask_spare(
+        self, client: Client, name: str, where: Endpoint, report: Callable[[FtError], None]
+    ) -> dict[str, Any] | None:
+        """The answer of one; its trainers, if it has not noticed yet that it has no part, end soon."""
+        config, deadline = self._config, time.monotonic() + 2 * self._config.detect_seconds
+        rank, size = self._collective.rank, self._collective.world_size
+        while True:
+            try:
+                told = client.spare(rank, config.token, size, name, where, config.detect_seconds)
+            except ProtocolError as error:
+                report(error)
+                return None
+            if "busy" not in told:
+                return told
+            if time.monotonic() > deadline:
+                report(ProtocolError(f"node {name} is no spare: trainers of ranks {told['busy']} live there"))
+                return None
+            time.sleep(_BUSY_SECONDS)
+
+    def rebuild_former(
+        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any],
+        spare: Endpoint | None, spares: Sequence[Endpoint],
+    ) -> None:  # fmt: skip
+        """Have the slot of a rank of the former job, which `protection` tells of, put together on this node.
+
+        It is fetched from `spare`, or decoded from parity. Nodes of `plan` beyond those of this job are `spares`.
+        """
+        assert plan.version is not None
+        everyone = (*self._endpoints, *spares)
+        holders = {position: everyone[node] for position, node in plan.holders.items()}
+        with Client(self._config.run_dir) as client:
+            client.rebuild(
+                rank, self._config.token, plan.version, protection, spare, holders, plan.gone, fingerprint
+            )
+
+
+class JobNodes(LinkedNodes):
     """The nodes of a job that protect each other, for one incarnation."""
 
     def __init__(
@@ -114,15 +194,12 @@ class JobNodes(SeenNodes):
 
         Raises ConfigError (secret, interface), ProtocolError, on all ranks.
         """
-        super().__init__(collective, nodes, config.run_dir)
-        self._config = config
+        super().__init__(collective, nodes, config)
         facts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([astuple(shape), replicated]))]
         shapes = tuple(Shape(*values) for values, _ in facts)
-        told = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
         self._protection = Protection(
             lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
-            losses=config.losses, position=self._position,
-            endpoints=tuple((str(host), int(port)) for host, port in told), interval=config.interval,
+            losses=config.losses, position=self._position, endpoints=self._endpoints, interval=config.interval,
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
             replicated=() if config.stages else gathered([told for _, told in facts]), stages=config.stages,
         )  # fmt: skip
@@ -134,25 +211,12 @@ class JobNodes(SeenNodes):
         source = plan.sources[self._collective.rank]
         if plan.version is None or source.way is Way.OWN:
             raise ProtocolError(f"rank {self._collective.rank}: there is nothing to rebuild in '{plan.table()}'")
-        where = self._protection.endpoints[source.node] if source.node is not None else None
+        where = self._endpoints[source.node] if source.node is not None else None
+        holders = {position: self._endpoints[node] for position, node in plan.holders.items()}
         with Client(self._config.run_dir) as client:
             client.rebuild(
-                self._collective.rank, self._config.token, plan.version, self._protection, where,
-                self._holders(plan), plan.gone,
-            )  # fmt: skip
-
-    def rebuild_former(
-        self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any]
-    ) -> None:
-        """Have the slot of a rank of the former job, which `protection` tells of, put together on this node."""
-        assert plan.version is not None
-        with Client(self._config.run_dir) as client:
-            client.rebuild(
-                rank, self._config.token, plan.version, protection, None, self._holders(plan), plan.gone, fingerprint
+                self._collective.rank, self._config.token, plan.version, self._protection, where, holders, plan.gone
             )
-
-    def _holders(self, plan: RecoveryPlan) -> dict[int, tuple[str, int]]:
-        return {position: self._protection.endpoints[node] for position, node in plan.holders.items()}
 
     def protect(self, lineage: int, base: Version | None) -> list[tuple[str, int]]:
         """Have the SMPs guard each other's slots from now on; what each has claimed for that, in bytes, by node.

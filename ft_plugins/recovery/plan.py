@@ -43,7 +43,8 @@ class NodeFacts:
 
     `parity` are the versions that are complete in what it keeps for the `position` at which it stood then, by the plan
     with digest `plan`; `counted` is the one that counts, as far as it has heard. `completed` is what the ranks whose
-    segments are there had reached, as in `RankFacts`; `lineage` the newest that was opened there.
+    segments are there had reached, as in `RankFacts`; `lineage` the newest that was opened there. In `released` the job
+    has gone on while this node was a spare: what is older is of no use.
     """
 
     slots: Mapping[int, frozenset[Version]]  # by rank
@@ -53,6 +54,7 @@ class NodeFacts:
     completed: Mapping[int, int] = field(default_factory=dict)
     lineage: int = 0
     counted: Version | None = None
+    released: int = 0
 
 
 class Way(str, Enum):
@@ -136,7 +138,9 @@ def plan_recovery(
     lineage = 1 + max([rank.lineage for rank in facts] + [node.lineage for node in nodes])
     completed = min(reached.values(), default=0)
     candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
-    for version in sorted(candidates, reverse=True):
+    lineage = max([lineage, *(version.lineage for version in candidates)])  # what comes now is newer than all of them
+    released = max((node.released for node in nodes), default=0)
+    for version in sorted((each for each in candidates if each.lineage >= released), reverse=True):
         found = _sources(version, own, corrupt, nodes, exchange, plan_digest)
         if found is None:
             continue
@@ -163,6 +167,9 @@ def plan_recovery(
     # a rank that holds two versions began the second when all ranks had the first (the fence): that one is gone
     state_lost = bool(held_by_all) or any(len(versions) > 1 for versions in held.values())
     state_lost = state_lost or any(node.parity for node in nodes)  # what has counted once was held by all
+    if released and not any(rank.from_nothing and rank.lineage > released for rank in facts):
+        why = f"while a node that is here was a spare, the job went on in lineage {released} with others"
+        reason, state_lost = f"{reason}; {why}", True
     if exchange is None and (why := _elsewhere(own, nodes)):
         reason, state_lost = f"{reason}; {why}", True
     return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone)

@@ -1,7 +1,7 @@
 """With how many nodes the job could go on: the sizes at which its state can be taken over and the batch divided. Pure.
 
-Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks of a node stay as they are. A
-lost node can be survived at every size that is admitted if it can be now: else its state could not be taken over.
+Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks of a node stay as they are. Where
+a lost node has to be survivable it is at every size that is admitted; else the sizes at which it is not are named.
 
 In: the topology as it is, the host's word on the number of replicas. Out: numbers of nodes, ascending.
 """
@@ -9,8 +9,8 @@ In: the topology as it is, the host's word on the number of replicas. Out: numbe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..model.topology import Topology
@@ -54,25 +54,34 @@ def _cannot(
     return bool(impossible(resized, [f"node{rank // per_node}" for rank in range(ranks)]))
 
 
-def words(sizes: Sequence[int], now: int) -> str:
-    """For people: the sizes around the present one."""
-    fewer = [str(size) for size in sizes if size < now][-4:]
+def words(sizes: Sequence[int], now: int, protected: Collection[int]) -> str:
+    """For people: the sizes around the present one. At those that are not `protected` a lost node is not survived."""
+    bare = now in protected  # where it is not now either, that was said
+    fewer = [f"{size}{'' if size in protected or not bare else ' (unprotected)'}" for size in sizes if size < now][-4:]
     more = [str(size) for size in sizes if size > now][:4]
     shown = ", ".join([*fewer, str(now), *more])
     return f"with {now} nodes now; it could go on with {shown} nodes (--nnodes MIN:MAX says which are wanted)"
 
 
-def read(run_dir: Path) -> tuple[int, ...]:
-    """What the ranks of this node have told; () while they have not."""
+@dataclass(frozen=True)
+class Told:
+    """What ranks tell the rendezvous: numbers of nodes, () for any, and whether the job can have what a spare holds."""
+
+    sizes: tuple[int, ...] = ()
+    spares_asked: bool = False
+
+
+def read(run_dir: Path) -> Told:
+    """What the ranks of this node have told; nothing while they have not."""
     try:
-        found = json.loads((run_dir / FILE).read_text())["sizes"]
-        return tuple(size for size in found if type(size) is int)
-    except (OSError, ValueError, TypeError, KeyError):
-        return ()
+        found = json.loads((run_dir / FILE).read_text())
+        return Told(tuple(size for size in found["sizes"] if type(size) is int), found.get("spares_asked") is True)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return Told()
 
 
-def write(run_dir: Path, sizes: Sequence[int]) -> None:
+def write(run_dir: Path, told: Told) -> None:
     """Tell the rendezvous of this node."""
     building = run_dir / f"{FILE}.new"
-    building.write_text(json.dumps({"sizes": list(sizes)}))
+    building.write_text(json.dumps({"sizes": list(told.sizes), "spares_asked": told.spares_asked}))
     building.replace(run_dir / FILE)

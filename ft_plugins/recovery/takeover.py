@@ -4,7 +4,12 @@ Invariant: all ranks find the same one, verified or put together anew, and older
 former rank has. State of this size that is as new goes first. What is there but cannot be taken over is refused by
 name, never taken for nothing. Every call is made by every rank of the job.
 
-In: what the SMPs have set aside (`smp.former`). Out: `Takeover`; the segments that hold it, on the nodes it names.
+Nodes of the former job that have no part in this one (spares, and those that come too late) are sources like any other:
+their SMPs are asked at the endpoints that the others remember. What only they have is fetched, verified, before any is
+taken over; from then on the job needs none of them. One that is lost meanwhile is a lost node: it is planned anew.
+
+In: what the SMPs have set aside (`smp.former`), or hold as spares. Out: `Takeover`; the segments that hold it, on the
+nodes it names.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from ..smp.protection import Protection
 from ..snapshot.segment import Segment, set_aside
 from ..snapshot.slots import Slot, SlotState, Version
 from .collective import Collective
-from .nodes import SeenNodes
+from .nodes import Endpoint, SeenNodes, Spare
 from .plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
 
 Place = tuple[int, int]
@@ -31,9 +36,13 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Size:
-    """The job as it was with `world_size` ranks: what its ranks have, by node as it stands now."""
+    """The job as it was with `world_size` ranks: what its ranks have, by node as it stands now, then by spare.
+
+    `members` of the nodes take part in the job as it is now.
+    """
 
     world_size: int
+    members: int
     ranks: Mapping[int, RankFacts]
     nodes: tuple[NodeFacts, ...]
     places: Mapping[int, Place]
@@ -44,7 +53,7 @@ class Size:
         return self.protection.plan() if self.protection else None
 
     def holder(self, rank: int, version: Version) -> int | None:
-        """The node that holds a rank's version."""
+        """The node that holds a rank's version; a spare where no other does."""
         return next((i for i, node in enumerate(self.nodes) if version in node.slots.get(rank, ())), None)
 
 
@@ -68,13 +77,14 @@ class Takeover:
         return tuple(sorted(rank for rank, found in self.places.items() if found == place))
 
 
-def read_sizes(told: Sequence[Mapping[str, Any]]) -> tuple[Size, ...]:
-    """What every node's SMP says of other sizes, by size. Raises ProtocolError."""
-    worlds = sorted({int(size) for answer in told for size, _ in answer["sizes"]})
-    return tuple(_read_size(world_size, told) for world_size in worlds)
+def read_sizes(told: Sequence[Mapping[str, Any]], spares: Sequence[Mapping[str, Any]] = ()) -> tuple[Size, ...]:
+    """What every node's SMP says of other sizes, and those of spares, by size. Raises ProtocolError."""
+    everyone = (*told, *spares)
+    worlds = sorted({int(size) for answer in everyone for size, _ in answer["sizes"]})
+    return tuple(_read_size(world_size, everyone, len(told)) for world_size in worlds)
 
 
-def _read_size(world_size: int, told: Sequence[Mapping[str, Any]]) -> Size:
+def _read_size(world_size: int, told: Sequence[Mapping[str, Any]], members: int) -> Size:
     ranks: dict[int, RankFacts] = {}
     places: dict[int, Place] = {}
     nodes: list[NodeFacts] = []
@@ -100,9 +110,10 @@ def _read_size(world_size: int, told: Sequence[Mapping[str, Any]]) -> Size:
             NodeFacts(
                 held, frozenset(Version(*version) for version in answer["parity"]) if own else frozenset(),
                 answer["position"] if own else None, answer["plan"] if own else 0, counted=counted,
+                released=answer["released"],
             )
         )  # fmt: skip
-    return Size(world_size, ranks, tuple(nodes), places, protection)
+    return Size(world_size, members, ranks, tuple(nodes), places, protection)
 
 
 def plan_size(
@@ -146,12 +157,14 @@ class FormerJob:
         self._token = token
         self._run_dir = run_dir
         self._report = report
+        self._spares: list[Spare] = []
 
     def find(self, fingerprint: Mapping[str, Any]) -> Takeover | None:
         """The state to be taken over, on the nodes that the result names; None where there is none, or this size has
         as new a version of its own. Raises ResumeError, on all ranks alike."""
         told = self._nodes.ask(lambda client: client.former())
-        for answer in told:
+        self._spares = self._ask_spares(told)
+        for answer in (*told, *(spare.told for spare in self._spares)):
             if answer["fingerprint"] is not None and resizable(answer["fingerprint"]) != resizable(fingerprint):
                 raise self._refusal(
                     "the state in memory belongs to another job, and not only at another data-parallel size; start as "
@@ -160,7 +173,7 @@ class FormerJob:
         world_size = self._collective.world_size
         facts = self._nodes.facts()
         own = own_version(facts, world_size, self._nodes.exchange, self._nodes.digest)
-        plans = [(plan_size(size), size) for size in read_sizes(told)]
+        plans = [(plan_size(size), size) for size in read_sizes(told, [spare.told for spare in self._spares])]
         plan, size = max(plans, key=lambda found: found[0].version or Version(0, 0))
         if own.version is not None and (plan.version is None or own.version >= plan.version):
             return None
@@ -173,19 +186,35 @@ class FormerJob:
                 )
             return None
         newest = max([0, *(v.lineage for node in facts for held in node.slots.values() for v in held)])
+        newest = max([newest, *(int(spare.told["lineage"]) for spare in self._spares)])
         found = self._whole(size, fingerprint)
         lineage = 1 + max(newest, found.version.lineage, *(node.lineage for node in facts))
         return replace(found, now=Version(lineage, found.version.iteration))
 
     def settle(self, found: Takeover) -> None:
-        """Give back the memory of all that is not taken over."""
-        rank = self._collective.rank
-        self._nodes.ask(lambda client: client.settle(rank, self._token, found.world_size, found.version))
+        """Give back the memory of all that is not taken over; spares keep theirs until the job can do without."""
+        rank, where = self._collective.rank, [spare.where for spare in self._spares]
+        self._nodes.ask(lambda client: client.settle(rank, self._token, found.world_size, found.version, where))
 
     def drop(self) -> None:
         """Forget all state of other sizes, as the user has said."""
         rank = self._collective.rank
         self._nodes.ask(lambda client: client.settle(rank, self._token, 0, None))
+
+    def _ask_spares(self, told: Sequence[Mapping[str, Any]]) -> list[Spare]:
+        """Those that answer now, of the job that was protected last at another size; each of them once."""
+        found: dict[Endpoint, Spare] = {}
+        for size in read_sizes(told):
+            if size.protection is not None:
+                found |= {spare.where: spare for spare in self._nodes.spares(size.protection, self._report)}
+        return list(found.values())
+
+    def _look_again(self, size: Size) -> Size:
+        """A spare did not hand out what it has: the size as it is with those that still answer."""
+        told = self._nodes.ask(lambda client: client.former())
+        self._spares = self._ask_spares(told)
+        again = read_sizes(told, [spare.told for spare in self._spares])
+        return next((found for found in again if found.world_size == size.world_size), size)
 
     def _refusal(self, words: str) -> ResumeError:
         error = ResumeError(words)
@@ -205,17 +234,18 @@ class FormerJob:
                     f"the state of the job of {size.world_size} ranks is damaged ({plan.reason}); start with the "
                     "former number of nodes to try once more, --ftp-resume fresh starts from the beginning"
                 )
-            where: dict[int, int] = {}
-            for rank, source in enumerate(plan.sources):
-                holder = size.holder(rank, version)
-                if source.way is Way.DECODE:  # elsewhere than where a corrupt one lies, of which older versions stay
-                    holder = made.get((rank, version), _beside(holder, rank, len(size.nodes)))
-                assert holder is not None
-                where[rank] = holder
+            where = place(size, plan, made)
             verdicts = self._look_at(size, plan, where, made, fingerprint)
             bad = {rank for rank, verdict in verdicts.items() if verdict == "corrupt"}
             failed = {rank for rank, verdict in verdicts.items() if verdict == "failed"}
             made |= {(rank, version): where[rank] for rank, verdict in verdicts.items() if verdict == "rebuilt"}
+            unread = {rank for rank, verdict in verdicts.items() if verdict == "unread"}
+            if (failed or unread) and self._spares:
+                before = len(self._spares)
+                size = self._look_again(size)
+                if len(self._spares) < before:
+                    continue  # it is planned anew without them
+            bad |= unread
             corrupt |= {(rank, version) for rank in bad}
             if failed or any((rank, version) in made for rank in bad):
                 banned.add(version)
@@ -233,18 +263,24 @@ class FormerJob:
         for rank in sorted(where):
             if not self._is_mine(rank, where[rank]):
                 continue
-            rebuild = plan.sources[rank].way is Way.DECODE and (rank, plan.version) not in made
+            made_already = (rank, plan.version) in made
+            decode = plan.sources[rank].way is Way.DECODE and not made_already
+            holder = size.holder(rank, plan.version)
+            spare = None
+            if not decode and not made_already and holder is not None and holder >= size.members:
+                spare = self._spares[holder - size.members].where
             try:
-                if rebuild:
-                    assert size.protection is not None  # else nothing is decoded
-                    self._nodes.rebuild_former(rank, plan, size.protection, fingerprint)
+                if decode or spare is not None:
+                    assert size.protection is not None  # else nothing is decoded, and nobody knows of spares
+                    others = [one.where for one in self._spares]
+                    self._nodes.rebuild_former(rank, plan, size.protection, fingerprint, spare, others)
                     own.append([rank, "rebuilt"])
                 else:
                     self._verify(size.world_size, rank, plan.version)
                     own.append([rank, "whole"])
             except FtError as error:
                 self._report(error)
-                own.append([rank, "failed" if rebuild else "corrupt"])
+                own.append([rank, "failed" if decode else "unread" if spare else "corrupt"])
         gathered = self._collective.gather(msgpack.packb(own))
         return {rank: verdict for part in gathered for rank, verdict in msgpack.unpackb(part)}
 
@@ -267,7 +303,7 @@ class FormerJob:
         """Where in the model each former rank stood. What was rebuilt says so now."""
         known = dict(size.places)
         if any(rank not in known for rank in where):
-            for again in read_sizes(self._nodes.ask(lambda client: client.former())):
+            for again in read_sizes(self._nodes.ask(lambda client: client.former())):  # members alone: all is there
                 if again.world_size == size.world_size:
                     known |= again.places
         missing = [rank for rank in where if rank not in known]
@@ -277,6 +313,24 @@ class FormerJob:
                 "hold; start with the former number of nodes"
             )
         return {rank: known[rank] for rank in where}
+
+
+def place(size: Size, plan: RecoveryPlan, made: Mapping[tuple[int, Version], int]) -> dict[int, int]:
+    """On which node of this job each former rank's version is, or is to be put together. Pure.
+
+    `made` are those that were put together already.
+    """
+    assert plan.version is not None
+    where: dict[int, int] = {}
+    for rank, source in enumerate(plan.sources):
+        holder = size.holder(rank, plan.version)
+        if source.way is Way.DECODE:  # elsewhere than where a corrupt one lies, of which older versions stay
+            holder = made.get((rank, plan.version), _beside(holder, rank, size.members))
+        elif holder is not None and holder >= size.members:
+            holder = made.get((rank, plan.version), rank % size.members)
+        assert holder is not None
+        where[rank] = holder
+    return where
 
 
 def _beside(node: int | None, rank: int, nodes: int) -> int:

@@ -32,19 +32,24 @@ class Answers:
         segments: Mapping[int, Segment],
         gathering: Callable[[Any], Vault],
         beat: Callable[[int, Report], tuple[Directive, list[int]]],
+        outside: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
         """`gathering(epoch)` is the vault that gathers in that epoch, `beat` takes a report of a position and returns
-        the directive and the positions that are lost; both raise ProtocolError where there is no such thing here."""
+        the directive and the positions that are lost; both raise ProtocolError where there is no such thing here.
+        `outside` answers for a job in which this node has no part."""
         self._memory = memory
         self._segments = segments
         self._gathering = gathering
         self._take_beat = beat
+        self._outside = outside
 
     def handle(self, message: dict[str, Any], payload: Bytes) -> tuple[dict[str, Any], Bytes | None]:
         """The reply to a request. Raises ProtocolError, SegmentError, and KeyError for a field that is missing."""
         match message.get("do"):
             case "read":
                 return self.read(message)
+            case "spare" | "release":
+                return self._outside(message), None
             case "beat":
                 self._gathering(message.get("epoch"))
                 return self.beat(message), None

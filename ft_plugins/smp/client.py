@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -196,10 +196,29 @@ class Client:
         `protection`."""
         return self._ask("former")
 
-    def settle(self, rank: int, token: int, world_size: int, version: Version | None) -> None:
-        """Of the state at other sizes keep `version` of the job of `world_size` ranks alone; nothing, if it is None."""
+    def spare(
+        self, rank: int, token: int, world_size: int, node: str, where: tuple[str, int], timeout: float
+    ) -> dict[str, Any]:
+        """As `former`, of the SMP of `node` at `where`, which has no part in the job of `world_size` ranks.
+
+        `busy` where it has trainers. Raises ProtocolError where that one does not answer in `timeout` seconds.
+        """
+        reply = self._ask(
+            "spare", extra_seconds=3 * timeout, rank=rank, token=token, world_size=world_size, node=node,
+            where=list(where), seconds=timeout,
+        )  # fmt: skip
+        return dict(reply["told"])
+
+    def settle(
+        self, rank: int, token: int, world_size: int, version: Version | None,
+        spares: Sequence[tuple[str, int]] = (),
+    ) -> None:  # fmt: skip
+        """Of the state at other sizes keep `version` of the job of `world_size` ranks alone; nothing, if it is None.
+
+        `spares` are to be released when the job can do without what they hold."""
         kept = [version.lineage, version.iteration] if version else None
-        self._ask("settle", rank=rank, token=token, world_size=world_size, version=kept)
+        told = [list(where) for where in spares]
+        self._ask("settle", rank=rank, token=token, world_size=world_size, version=kept, spares=told)
 
     def protect(self, rank: int, token: int, protection: Protection) -> dict[str, Any]:
         """Protect this node's slots on other nodes from now on; returns `bytes` claimed and `resident_bytes`."""

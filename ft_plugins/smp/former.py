@@ -11,7 +11,7 @@ In: the SMP's own segments, the size of the job. Out: facts for a recovery, segm
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -100,15 +100,17 @@ class Former:
             found.path.unlink(missing_ok=True)
         return len(held)
 
-    def facts(self) -> list[list[Any]]:
+    def facts(self, beside: Iterable[Segment] = ()) -> list[list[Any]]:
         """For a recovery: [size, [[rank, place, lineage, completed, from nothing, versions], ...]] of each size.
 
-        `place` is that of the manifest, None where there is none.
+        `place` is that of the manifest, None where there is none; `beside` are segments that are not set aside.
         """
+        sizes = {size: dict(held) for size, held in self._held.items() if held}
+        for found in beside:
+            sizes.setdefault(found.world_size, {})[found.rank] = found
         return [
             [size, [self._fact(rank, found) for rank, found in sorted(held.items())]]
-            for size, held in sorted(self._held.items())
-            if held
+            for size, held in sorted(sizes.items())
         ]
 
     @staticmethod

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
@@ -39,6 +39,7 @@ from .vault import Vault, shape_of
 from .wire import Peer, Server
 
 _TOLD = "protection.json"  # in the run directory
+_RELEASED = "released.json"  # likewise: the lineage in which the job has gone on without this node
 _POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
 
 
@@ -61,7 +62,9 @@ class NodeTier:
         self._vault: Vault | None = None
         self._former = former
         self._memory = Local(segments, former, lambda: self._vault)
-        self._answers = Answers(self._memory, segments, self._gathering, self._take_beat)
+        self._answers = Answers(self._memory, segments, self._gathering, self._take_beat, self._ask_outside)
+        self._outside: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self._released = _number(run_dir / _RELEASED)
         self._kept = Kept(run_dir, segments)
         self._told: Protection | None = None
         self._plan: ExchangePlan | None = None
@@ -134,7 +137,8 @@ class NodeTier:
             return {
                 "slots": [[rank, _clean(segment)] for rank, segment in sorted(self._segments.items())],
                 "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
-                "lineage": max([self._former.lineage, *(segment.lineage for segment in self._segments.values())]),
+                "lineage": max([self._released, self._former.lineage, *(s.lineage for s in self._segments.values())]),
+                "released": self._released,
                 "parity": sorted(map(astuple, self._vault.versions() if self._vault else ())),
                 "counted": told(self._kept.counted),
                 "position": self._told.position if self._told else None,
@@ -161,6 +165,7 @@ class NodeTier:
                 "position": self._told.position if self._told else None,
                 "plan": self._told.digest if self._told else 0,
                 "protection": self._told.block() if self._told else None,
+                "released": self._released,
             }
 
     def rebuild(
@@ -220,7 +225,40 @@ class NodeTier:
 
     def _connect(self, position: int) -> Peer:
         assert self._told is not None
-        return Peer(self._told.endpoints[position], self._job, self._secret, self._told.detect_seconds)
+        return self.peer(self._told.endpoints[position], self._told.detect_seconds)
+
+    def peer(self, where: tuple[str, int], timeout: float) -> Peer:
+        """A way to another node's SMP."""
+        return Peer(where, self._job, self._secret, timeout)
+
+    # ---- a node without a part in the job ----
+
+    def serve_outside(self, outside: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Who answers what is asked of this node when it has no part in the job."""
+        self._outside = outside
+
+    def _ask_outside(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self._outside is None:
+            raise ProtocolError(f"node {self._node} is just starting")
+        return self._outside(message)
+
+    def release(self, lineage: int) -> None:
+        """The job goes on in `lineage` without this node: what protected it here is given back."""
+        self.unprotect()
+        with self._lock:
+            self._released = max(self._released, lineage)
+            written(self._run_dir / _RELEASED, self._released)
+
+    def unprotect(self) -> None:
+        """What protected the job here is of no use to it any more: its memory is given back."""
+        self.suspend()
+        with self._lock:
+            if self._vault is not None:
+                self._vault.close()
+            vault_of(self._job, self._node).unlink(missing_ok=True)
+            self._vault = self._told = self._plan = None
+            self._kept.forget()
+            (self._run_dir / _TOLD).unlink(missing_ok=True)
 
     # ---- the agreement ----
 
@@ -399,8 +437,16 @@ class NodeTier:
             self._vault.close()
             self._vault = None
         self._kept.forget()
-        for name in ("endpoint.json", _TOLD):
+        for name in ("endpoint.json", _TOLD, _RELEASED):
             (self._run_dir / name).unlink(missing_ok=True)
+
+
+def _number(path: Path) -> int:
+    """What stands in a small file; 0 where there is none."""
+    try:
+        return int(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return 0
 
 
 def _clean(segment: Segment) -> list[tuple[int, ...]]:

@@ -3,7 +3,7 @@
 Invariant: a notice is written whole or not at all, replaced by its author's next one and removed when it is over; one
 that cannot be read, or is much older than our own, says nothing. No clock but that of the storage is trusted.
 
-    offer-<node>.json   nothing moves any more: the versions that all ranks of that node hold
+    offer-<node>.json   nothing moves any more: the versions that all ranks of that node hold, of a job of so many ranks
     wanted.json         the job trains on: a checkpoint of this version is wanted, which nobody has begun to capture
 
 In: a job's folder in storage. Out: `Offer`s, a version.
@@ -32,20 +32,20 @@ class Notices:
         self._own = folder / f"offer-{node}.json"
         self._wanted = folder / "wanted.json"
 
-    def offer(self, ranks: Collection[int], versions: Collection[Version]) -> None:
-        """Say what the ranks of this node hold. Raises OSError."""
+    def offer(self, ranks: Collection[int], versions: Collection[Version], world_size: int) -> None:
+        """Say what the ranks of this node hold, of a job of `world_size`. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         held = [[version.lineage, version.iteration] for version in sorted(versions)]
-        write_json(self._own, {"ranks": sorted(ranks), "versions": held})
+        write_json(self._own, {"ranks": sorted(ranks), "versions": held, "world_size": world_size})
 
-    def offers(self) -> list[Offer]:
-        """The offers of all nodes, of about the time of our own."""
+    def offers(self, world_size: int) -> list[Offer]:
+        """The offers of all nodes for a job of `world_size` ranks, of about the time of our own."""
         found: list[Offer] = []
         with suppress(OSError):
             now = self._own.stat().st_mtime
             for path in self._folder.glob("offer-*.json"):
                 if abs(path.stat().st_mtime - now) <= FRESH_SECONDS:
-                    found += self._read(path)
+                    found += self._read(path, world_size)
         return found
 
     def withdraw(self) -> None:
@@ -69,9 +69,9 @@ class Notices:
             if self.wanted() == version:
                 self._wanted.unlink(missing_ok=True)
 
-    def _read(self, path: Path) -> Iterator[Offer]:
+    def _read(self, path: Path, world_size: int) -> Iterator[Offer]:
         content = _content(path)
-        if content:
+        if content and content["world_size"] == world_size:
             yield Offer(tuple(content["ranks"]), tuple(Version(*pair) for pair in content["versions"]))
 
 

@@ -26,14 +26,18 @@ from ..snapshot.segment import Segment, Shape, path_of
 from ..snapshot.slots import SlotState, Version, void
 from . import liveness, protocol
 from .former import Former
+from .former_storage import FormerStorage
 from .node import NodeTier
 from .peers import read_version
 from .persister import Persister
 from .protection import Protection
 from .signals import Signal, signal
+from .spare import Asked, Spare
+from .turns import REQUEST
 
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
+_RELEASE_SECONDS = 10.0  # for a spare to answer that it has dropped what it held
 _RANKS = 1 << 32  # a number beyond is no rank
 _SHAPE_FIELDS = {field.name for field in fields(Shape)}
 
@@ -57,7 +61,6 @@ class SnapshotProcess:
         self._declared = -1  # the token under which trainers were declared lost
         self._touched = time.monotonic()
         self._segments: dict[int, Segment] = {}
-        self._world_size = 0  # of the job, as its trainers said last
         self._refused: list[str] = []  # files that are in the place of segments, and are not touched
         self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
         for path in segments.segments_of(job, node):
@@ -70,9 +73,17 @@ class SnapshotProcess:
             self._segments[adopted.rank] = adopted
             self.token = max(self.token, adopted.token)
         self.adopted = len(self._segments)
+        self._world_size = max((s.world_size for s in self._segments.values()), default=0)  # as trainers said last
         self._aside = Former(job, node)
         self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events)
         self.persister = Persister(run_dir, job, node, events)
+        self._aside_storage = FormerStorage(run_dir, job, node, self._aside, lambda: self.persister.storage, events)
+        self._asked = Asked(run_dir, self._tier, events)
+        spare = Spare(
+            run_dir, node, lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
+            self.persister.let_go,
+        )  # fmt: skip
+        self._tier.serve_outside(spare.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self._segments:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
@@ -290,6 +301,7 @@ class SnapshotProcess:
         """The job has so many ranks now: what is of another size is set aside."""
         self._check_token(request)
         world_size = protocol.number(request, "world_size", _RANKS)
+        self._aside_storage.stop()
         with self._lock:
             self._world_size = world_size
             left = self._aside.exchange(self._segments, world_size)
@@ -305,9 +317,18 @@ class SnapshotProcess:
             fingerprint = found[0].fingerprint if found else None
             return {"sizes": self._aside.facts(), "fingerprint": fingerprint, **self._tier.parity()}
 
+    def _spare(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What another node has of other sizes, which has no part in the job."""
+        self._check_token(request)
+        seconds = float(protocol.field(request, "seconds", (int, float)))
+        world_size, node = protocol.number(request, "world_size", _RANKS), protocol.field(request, "node", str)
+        return {"told": self._asked.ask(node, _where(protocol.field(request, "where", list)), world_size, seconds)}
+
     def _settle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Of what is set aside keep that version of that size alone; nothing, if none is named."""
         self._check_token(request)
+        self._asked.keep([_where(one) for one in protocol.field(request, "spares", list)])
+        self._aside_storage.stop()
         with self._lock:
             if request.get("version") is None:
                 self._aside.drop()
@@ -318,19 +339,29 @@ class SnapshotProcess:
     def _drop_former(self) -> None:
         """Remove what was set aside once the state is safe without it: on several nodes when a version counts, on one
         when every rank holds two versions of its own, the first of which all ranks must have."""
-        told = self._tier.token == self.token and self._tier.ranks == self._world_size  # of this very incarnation
-        if not self._aside or not (self._tier.counted is not None if told else self._went_on()):
+        if not (self._aside or self._asked):
             return
+        told = self._tier.token == self.token and self._tier.ranks == self._world_size  # of this very incarnation
+        counted = self._tier.counted if told else self._went_on()
+        if counted is None:
+            return
+        self._aside_storage.stop()
         with self._lock:
             self._events.emit("smp.settled", segments=self._aside.drop())
+            if not told:  # at this size nodes do not protect each other: parity of the other one is left
+                self._tier.unprotect()
+        self._asked.release(counted.lineage, _RELEASE_SECONDS)
 
-    def _went_on(self) -> bool:
+    def _went_on(self) -> Version | None:
+        """The oldest version of this incarnation, where every rank has a newer one as well."""
         held = [
-            sum(slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == found.lineage
-                for slot in found.slots() if found.lineage_token == self.token)
-            for found in list(self._segments.values())
+            [slot.version for slot in found.slots()
+             if slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == found.lineage]
+            for found in list(self._segments.values()) if found.lineage_token == self.token
         ]  # fmt: skip
-        return bool(held) and min(held) > 1
+        if len(held) < max(1, len(self._segments)) or min(map(len, held)) < 2:
+            return None
+        return min(version for versions in held for version in versions)
 
     def _protect(self, request: dict[str, Any]) -> dict[str, Any]:
         self._check_token(request)
@@ -345,7 +376,23 @@ class SnapshotProcess:
 
     def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:
         reason, seconds = protocol.field(request, "reason", str), protocol.field(request, "seconds", float)
-        return self.persister.request(reason, max(0.0, seconds), protocol.field(request, "only_due", bool))
+        return self.to_storage(reason, max(0.0, seconds), protocol.field(request, "only_due", bool))
+
+    def to_storage(self, reason: str, seconds: float = 0.0, only_due: bool = False) -> dict[str, Any]:
+        """`Persister.request`; at the end of protection also for what is set aside, and not taken over yet."""
+        if only_due or reason == REQUEST:
+            return self.persister.request(reason, seconds, only_due)
+        deadline = time.monotonic() + seconds
+        self._aside_storage.request(reason, 0.0)
+        found = self.persister.request(reason, seconds)
+        if found["state"] == "nothing":  # of this size: what is aside is the newest
+            found = self._aside_storage.request(reason, max(0.0, deadline - time.monotonic()))
+        return found
+
+    @property
+    def storing(self) -> bool:
+        """Whether something is on its way to storage."""
+        return self.persister.busy or self._aside_storage.busy
 
     def _end(self, request: dict[str, Any]) -> dict[str, Any]:
         self.finish("in order")
@@ -383,6 +430,8 @@ class SnapshotProcess:
     def finish(self, reason: str) -> None:
         """Remove the segments; the daemon ends."""
         self._tier.close()
+        self._asked.forget()
+        self._aside_storage.stop()
         self.persister.stop()
         for segment in self._segments.values():
             segment.close()
@@ -390,6 +439,13 @@ class SnapshotProcess:
         removed = segments.remove(self._job, self._node)
         self._events.emit("smp.end", reason=reason, segments=removed)
         self.ended.set()
+
+
+def _where(value: Any) -> tuple[str, int]:
+    """An endpoint from plain values. Raises ProtocolError."""
+    if not (isinstance(value, list) and len(value) == 2 and type(value[0]) is str and type(value[1]) is int):
+        raise ProtocolError(f"{value!r} is no endpoint; expected a host and a port")
+    return value[0], value[1]
 
 
 def _in_words(name: str, request: dict[str, Any], error: OSError) -> FtError:

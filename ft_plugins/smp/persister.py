@@ -60,8 +60,17 @@ class _Unfinished:
 class Persister:
     """The storage tier of one node. Guards a thread, which runs once a job has a folder for checkpoints."""
 
-    def __init__(self, run_dir: Path, job: str, node: str, events: Events, patience: float = PATIENCE_SECONDS) -> None:
-        self._memory = run_dir / "storage.json"
+    def __init__(
+        self,
+        run_dir: Path,
+        job: str,
+        node: str,
+        events: Events,
+        patience: float = PATIENCE_SECONDS,
+        memory: str = "storage.json",
+    ) -> None:
+        """`memory` is the file of the run directory in which a successor finds what this one was told."""
+        self._memory = run_dir / memory
         self._job = job
         self._node = node
         self._events = events
@@ -106,6 +115,21 @@ class Persister:
                 self._storage, self._looked, self._last = storage, None, None
             if storage is not None:
                 self._start()
+
+    def write_for(self, storage: Storage, paths: Mapping[int, Path]) -> None:
+        """Segments of which nobody attaches, and where their checkpoints go."""
+        with self._lock:
+            for rank, path in paths.items():
+                segment = self._map(rank, path)
+                for slot in segment.slots():
+                    segment.unpin(slot.index, Pin.STORAGE)  # of one that was left off
+            self._storage = storage
+            self._start()
+
+    @property
+    def storage(self) -> Storage | None:
+        """Where checkpoints go; None for nowhere."""
+        return self._storage
 
     def let_go(self, ranks: Sequence[int]) -> None:
         """These ranks' segments are of another size of the job now."""

@@ -112,12 +112,12 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
             was_alive = False
             orphaned_at = time.monotonic()
             events.emit("smp.orphaned", seconds=patience)
-            process.persister.request("orphaned", 0)
+            process.to_storage("orphaned")
         left = orphaned_at + patience - time.monotonic()
         if left <= 0 and not last_called:
             last_called = True
-            process.persister.request("before removal", 0)
-        if left <= 0 and not process.persister.busy or left < -_LAST_WRITE_SECONDS:
+            process.to_storage("before removal")
+        if left <= 0 and not process.storing or left < -_LAST_WRITE_SECONDS:
             process.finish_alone(f"orphaned for {patience:.0f} s")
             return
         process.ended.wait(min(left, WATCH_SECONDS) if left > 0 else WATCH_SECONDS)  # a new ft-run may come meanwhile

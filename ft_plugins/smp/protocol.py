@@ -23,7 +23,7 @@ from ..errors import FtError, ProtocolError
 FRAME_LIMIT = 1 << 20  # bytes; a status of thousands of slots fits, nothing else comes near
 REQUESTS = frozenset({"status", "watch", "fence", "attach", "restore", "shutdown", "end"})
 NODE_REQUESTS = frozenset({"endpoint", "protect", "inventory", "rebuild"})  # about the other nodes
-SIZE_REQUESTS = frozenset({"resize", "former", "settle"})  # about the job at another size
+SIZE_REQUESTS = frozenset({"resize", "former", "spare", "settle"})  # about the job at another size
 STORAGE_REQUESTS = frozenset({"checkpoint"})
 ALARM = "alarm.json"  # in the run directory: what the SMP wants a person to see, printed by the lowest rank of the node
 

@@ -185,9 +185,9 @@ class Turns:
             return self._settled[1]
         notices = Notices(folder, self._node)
         if not call.offered:
-            notices.offer(seen.segments, seen.held)
+            notices.offer(seen.segments, seen.held, storage.world_size)
             call.offered = True
-        agreed = retention.held_by_job(notices.offers(), storage.world_size)
+        agreed = retention.held_by_job(notices.offers(storage.world_size), storage.world_size)
         if agreed is not None and agreed in seen.held:
             self._settled = (seen.held, agreed)
             return agreed

@@ -20,7 +20,7 @@ from ..model.host import Host
 from ..model.topology import Topology
 from ..recovery import sizes
 from ..recovery.collective import Collective
-from ..recovery.nodes import JobNodes, NodeTierConfig, SeenNodes
+from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
 from ..recovery.refill import refill
 from ..recovery.takeover import FormerJob, Takeover
 from ..redundancy import neighbour
@@ -74,6 +74,11 @@ class ReftNodes:
             return layout
         return with_parity(layout, self._nodes, self._groups, self.losses, self._config.bucket_mib << 20)
 
+    @property
+    def _named(self) -> bool:
+        """Whether the user has asked for this redundancy by name."""
+        return self._job.baft is not None or (self._job.reft is not None and self._job.reft.redundancy is not None)
+
     def _survivable(self, nodes: tuple[str, ...]) -> int:
         """How many nodes of a sharding group may be lost; 0 for none. Raises ConfigError where that was asked for."""
         wanted = self._config.redundancy or "none"
@@ -81,7 +86,7 @@ class ReftNodes:
         reason = self._impossible(self._host.topology(), nodes, losses) if losses else ""
         if not reason:
             return losses
-        if self._job.baft or self._job.reft and self._job.reft.redundancy:
+        if self._named:
             asked = "--baft" if self._job.baft else f"--reft-redundancy {wanted}"
             raise ConfigError(f"{asked}: {reason}")
         if self._host.rank == 0 and len(set(nodes)) > 1:
@@ -111,13 +116,24 @@ class ReftNodes:
             )
             error.echo = self._host.rank != 0
             raise error
-        stages = neighbour.pipelines(self._host.topology()) if self._copied else ()
-        config = NodeTierConfig(
-            self.losses, stages, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
-            self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
-            self._token,
-        )  # fmt: skip
+        config = self._tier_config(self._job.secret_file)
         return JobNodes(self._collective, self._nodes, self._groups, shape, told(layout), config)
+
+    def _tier_config(self, secret_file: str) -> NodeTierConfig:
+        stages = neighbour.pipelines(self._host.topology()) if self._copied else ()
+        return NodeTierConfig(
+            self.losses, stages, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
+            self._job.detect_seconds, secret_file, self._job.interface, self._towards, self._run_dir, self._token,
+        )  # fmt: skip
+
+    def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:
+        """The nodes as a takeover needs them: with each other within reach, also where they do not protect each other
+        at this size but did at another one."""
+        if self.losses:
+            return self.of_job(shape, layout) or seen
+        if self._job.secret_file is None:
+            return seen
+        return LinkedNodes(self._collective, self._nodes, self._tier_config(self._job.secret_file))
 
     def look_back(
         self, mode: str, shape: Shape, layout: Layout, report: Callable[[FtError], None]
@@ -135,7 +151,7 @@ class ReftNodes:
         self.lineage = max(node.lineage for node in seen.facts())
         if mode == "storage":
             return
-        nodes = seen if mode == "fresh" else self.of_job(shape, layout) or seen
+        nodes = seen if mode == "fresh" else self._reachable(seen, shape, layout)
         former = FormerJob(self._collective, nodes, token, self._run_dir, report)
         if mode == "fresh":
             former.drop()
@@ -149,19 +165,25 @@ class ReftNodes:
             raise error
         self._takeover = former.find(self._host.fingerprint())
         if self._takeover is not None:
+            self.lineage = max(self.lineage, self._takeover.now.lineage - 1)
             former.settle(self._takeover)
 
     def tell_sizes(self) -> str:
-        """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node."""
-        protects = self.losses > 0
-        found = sizes.admissible(
-            self._host.topology(), self._nodes, self._host.admits,
-            lambda topology, nodes: self._impossible(topology, nodes, self.losses) if protects else "",
+        """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node.
+
+        Where redundancy was asked for by name, each of them has it.
+        """
+        topology, admits = self._host.topology(), self._host.admits
+        found = protected = sizes.admissible(
+            topology, self._nodes, admits,
+            lambda resized, nodes: self._impossible(resized, nodes, self.losses) if self.losses else "",
         )  # fmt: skip
+        if not self._named:
+            found = sizes.admissible(topology, self._nodes, admits, lambda resized, nodes: "")
         if self.leads:
-            sizes.write(self._run_dir, found)
+            sizes.write(self._run_dir, sizes.Told(found, spares_asked=self.losses > 0))
         count = len(set(self._nodes))
-        return sizes.words(found, count) if count > 1 and found else ""
+        return sizes.words(found, count, protected) if count > 1 and found else ""
 
     def take_over(self, segment: Segment, manifest: Manifest) -> None:
         """Fill a slot with the state of another size, if `look_back` has found such. Every rank of the job calls.

@@ -149,6 +149,9 @@ def test_only_allowed_sizes_are_taken() -> None:
     told = rules.among((4, 6, 8))  # by ranks, whose state is on these nodes
     assert size_now(told, last[:7], 1e9) == 0, "none of those that are back becomes a spare"
     assert size_now(told, last[:6], 60) == 6 and size_now(told, [*last[:7], Candidate("new")], 0) == 8
+    asked = rules.among((4, 6, 8), spares_asked=True)
+    assert size_now(asked, last[:7], 59) == 0, "a substitute is waited for first"
+    assert size_now(asked, last[:7], 60) == 6 and size_now(asked, last[:3], 1e9) == 0
     with pytest.raises(ConfigError, match="sizes: expected .* 4 to 8.*found 2, 9"):
         Rules(4, 8, (2, 4, 9))
 
@@ -292,6 +295,26 @@ def test_a_node_with_which_the_round_can_be_larger_opens_it_and_one_with_which_i
     rounds.come("a", "b")
     rounds.pass_by(1)
     assert (rounds.gathering.round, rounds.members) == (2, ["a", "b", "c", "d"])
+
+
+def test_survivors_that_an_admissible_size_leaves_over_are_spares_until_it_can_be_larger() -> None:
+    rounds = Rounds(Rules(2, 4, wait=20).among((2, 4), spares_asked=True))
+    rounds.come(*"abcd")
+    rounds.pass_by(1)
+    assert rounds.members == [*"abcd"]
+    rounds.silent = {"d/1"}
+    rounds.come("a", "b", "c")
+    rounds.pass_by(19)
+    assert rounds.gathering.phase is Phase.OPEN, "d, or one in its place, may come"
+    rounds.pass_by(3)
+    assert (rounds.gathering.phase, rounds.members) == (Phase.COMPLETE, ["a", "b"])
+    assert [place.node for place in rounds.gathering.roster.spares] == ["c"] == rounds.gathering.waiting
+    rounds.come("d", life=2)
+    rounds.pass_by(1)
+    assert rounds.gathering.phase is Phase.OPEN and rounds.gathering.waiting == ["c", "d"]
+    rounds.come("a", "b")
+    rounds.pass_by(1)
+    assert (rounds.gathering.round, rounds.members) == (3, [*"abcd"]), "c and d have the ranks that they had"
 
 
 def test_rounds_go_on_counting_from_the_newest_that_anybody_remembers() -> None:

@@ -51,7 +51,11 @@ def test_the_newest_version_that_every_rank_holds_whole_is_taken(
     plan = plan_recovery(facts, corrupt, banned=banned)
 
     assert plan.version == (common[-1] if common else None)
-    assert plan.lineage == max(rank.lineage for rank in facts) + 1
+    opened = max(rank.lineage for rank in facts)
+    held = [version.lineage for version in every for rank in facts if has(rank, version)]
+    # not below any version: one that was taken over from another size bears the lineage that is opened now
+    assert opened + 1 <= plan.lineage <= max([opened + 1, *held])
+    assert plan.version is None or plan.version.lineage <= plan.lineage
     # a rank whose segment was made just now has completed nothing, and says nothing about the others
     assert plan.completed == min((rank.completed for rank in facts if rank.lineage or rank.completed), default=0)
     assert plan.lost == max(0, plan.completed - (plan.version.iteration if plan.version else 0))
@@ -461,3 +465,34 @@ def test_512_nodes_of_which_one_is_lost_are_planned_for() -> None:
     plan = plan_recovery(facts_of(exchange, nodes), (), nodes, exchange, DIGEST)
     assert plan.version == Version(1, 4) and plan.gone == (300,)
     assert [rank for rank, source in enumerate(plan.sources) if source.way is Way.DECODE] == list(range(2400, 2408))
+
+
+def test_a_node_that_was_a_spare_knows_that_the_job_has_gone_on() -> None:
+    """It has dropped what it held: a job of fresh nodes and it alone does not begin from nothing unasked."""
+    fresh = [RankFacts(rank, (), 0, 0) for rank in range(2)]
+    nodes = [NodeFacts({0: frozenset()}, lineage=3, released=3), NodeFacts({1: frozenset()})]
+    plan = plan_recovery(fresh, (), nodes)
+    assert plan.version is None and plan.state_lost and plan.lineage == 4
+    with pytest.raises(ResumeError, match="went on in lineage 3 with others.*--ftp-resume fresh"):
+        choose_source(plan, "auto", 0)
+    assert choose_source(plan, "fresh", 0).tier == "none" and choose_source(plan, "auto", 9).loaded == 9
+    begun = [RankFacts(rank, (), 4, 0, from_nothing=True) for rank in range(2)]
+    assert not plan_recovery(begun, (), nodes).state_lost, "as the user had said"
+
+
+def test_what_is_older_than_what_a_job_went_on_with_is_never_restored() -> None:
+    old, new = Version(2, 9), Version(3, 9)
+    nodes = [NodeFacts({0: frozenset([old])}, released=3), NodeFacts({1: frozenset([old])})]
+
+    def facts(version: Version) -> list[RankFacts]:
+        return [RankFacts(rank, (Slot(0, SlotState.CLEAN, version),), version.lineage, 9) for rank in range(2)]
+
+    assert plan_recovery(facts(old), (), nodes).version is None
+    assert plan_recovery(facts(new), (), nodes).version == new
+    assert plan_recovery(facts(old), (), [replace(node, released=0) for node in nodes]).version == old
+
+
+def test_the_lineage_that_is_opened_is_no_older_than_the_version_restored() -> None:
+    """What was taken over has a lineage of its own before any rank has opened it."""
+    facts = [RankFacts(rank, (Slot(0, SlotState.CLEAN, Version(6, 9)),), 0, 9) for rank in range(2)]
+    assert plan_recovery(facts).lineage == 6

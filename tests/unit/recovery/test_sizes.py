@@ -12,7 +12,7 @@ from ft_plugins.launcher.memory import Memory
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.model.topology import Topology
 from ft_plugins.recovery import sizes
-from ft_plugins.recovery.sizes import admissible
+from ft_plugins.recovery.sizes import Told, admissible
 from ft_plugins.redundancy.neighbour import pipelines, unplaced
 from ft_plugins.redundancy.plan import unprotected
 
@@ -72,22 +72,27 @@ def test_unequal_nodes_and_parallel_experts_are_not_resized() -> None:
 
 def test_the_rendezvous_reads_what_ranks_have_told(tmp_path: Path) -> None:
     memory = Memory("job", tmp_path)
-    assert memory.sizes() == ()
-    sizes.write(tmp_path, (2, 3, 4))
-    assert memory.sizes() == (2, 3, 4)
-    (tmp_path / sizes.FILE).write_text(json.dumps({"sizes": [2, "3", None]}))
-    assert memory.sizes() == (2,)
-    (tmp_path / sizes.FILE).write_text("{")
-    assert memory.sizes() == () and Memory("job", None).sizes() == ()
+    assert memory.sizes() == Told()
+    for told in (Told((2, 3, 4)), Told((2, 4), spares_asked=True)):
+        sizes.write(tmp_path, told)
+        assert memory.sizes() == told
+    (tmp_path / sizes.FILE).write_text(json.dumps({"sizes": [2, "3", None], "spares_asked": "yes"}))
+    assert memory.sizes() == Told((2,))
+    for broken in ("{", "[]", "3"):
+        (tmp_path / sizes.FILE).write_text(broken)
+        assert memory.sizes() == Told() == Memory("job", None).sizes()
 
 
 def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:
     rules = Rules(2, 6)
     assert rules.among((1, 3, 4, 8)).sizes == (3, 4)
     assert rules.among((3, 4)).stateful and not rules.stateful
+    assert not rules.among((3, 4), spares_asked=True).stateful
     assert rules.among((8, 9)) is rules and rules.among(()) is rules
     assert Rules(2, 6, (4, 6)).among((3, 4, 5)).sizes == (4,)
 
 
 def test_people_are_told_the_sizes_around_the_present_one() -> None:
-    assert "1, 2, 3, 4, 6, 12 nodes" in sizes.words((1, 2, 3, 4, 6, 12), 4)
+    assert "1 (unprotected), 2, 4, 6 nodes" in sizes.words((1, 2, 4, 6), 4, (2, 4, 6))
+    assert "1, 2 nodes" in sizes.words((1, 2), 2, ()), "nothing is protected now: that was said"
+    assert "1, 2, 3, 4, 6, 12 nodes" in sizes.words((1, 2, 3, 4, 6, 12), 4, (1, 2, 3, 4, 6, 12))

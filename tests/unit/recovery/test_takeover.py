@@ -16,7 +16,7 @@ from ft_plugins.model.host import resizable
 from ft_plugins.recovery import pull as pulling
 from ft_plugins.recovery.plan import NodeFacts, Way
 from ft_plugins.recovery.pull import Wanted, pull
-from ft_plugins.recovery.takeover import Takeover, own_version, plan_size, read_sizes
+from ft_plugins.recovery.takeover import Takeover, own_version, place, plan_size, read_sizes
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.segment import Shape
 from ft_plugins.snapshot.slots import Version
@@ -47,6 +47,7 @@ def answer(
         "position": position,
         "plan": told.digest if told else 0,
         "protection": told.block() if told else None,
+        "released": 0,
     }
 
 
@@ -91,6 +92,38 @@ def test_sizes_are_told_apart() -> None:
     one, two = read_sizes(told)
     assert (one.world_size, plan_size(one).version) == (1, V5)
     assert (two.world_size, plan_size(two).version) == (2, V4)
+
+
+def test_what_a_spare_holds_is_fetched_to_a_node_of_the_job_and_its_parity_counts() -> None:
+    """Four nodes of one rank were, two are: one is lost, one has no part."""
+    members = [answer({rank: [V4]}, parity=[V4], position=rank) for rank in (0, 1)]
+    spare = answer({2: [V4]}, parity=[V4], position=2)
+    (without,) = read_sizes(members)
+    assert plan_size(without).version is None and plan_size(without).state_lost
+    (size,) = read_sizes(members, [spare])
+    plan = plan_size(size)
+    assert (size.members, plan.version, size.holder(2, V4)) == (2, V4, 2)
+    assert [source.way for source in plan.sources] == [Way.OWN, Way.OWN, Way.OWN, Way.DECODE]
+    assert plan.holders == {0: 0, 1: 1, 2: 2} and plan.gone == (3,), "decoded with the spare's help"
+    where = place(size, plan, {})
+    assert where == {0: 0, 1: 1, 2: 0, 3: 1} and max(where.values()) < size.members
+    assert place(size, plan, {(2, V4): 1})[2] == 1, "it was put together there"
+    assert plan_size(size, corrupt=[(2, V4)]).version is None, "what cannot be read of it is lost"
+
+
+def test_a_member_goes_before_a_spare_and_what_the_spare_alone_has_newer_is_of_no_use() -> None:
+    members = [answer({0: [V4], 1: [V4], 2: [V4]}), answer({3: [V4]})]
+    (size,) = read_sizes(members, [answer({2: [V4, V5]})])
+    plan = plan_size(size)
+    assert plan.version == V4 and place(size, plan, {}) == {0: 0, 1: 0, 2: 0, 3: 1}
+
+
+def test_what_a_job_has_gone_on_without_is_never_taken_for_its_state() -> None:
+    told = [answer({rank: [V4]}) for rank in range(4)]
+    told[2] |= {"released": 2}  # it was a spare while lineage 2 counted
+    (size,) = read_sizes(told)
+    plan = plan_size(size)
+    assert plan.version is None and plan.state_lost and "went on in lineage 2" in plan.reason
 
 
 def test_what_this_size_has_of_its_own_needs_no_attached_rank() -> None:

@@ -478,12 +478,14 @@ def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_bot
 
 def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path) -> None:
     ours, theirs = Notices(tmp_path, "a"), Notices(tmp_path, "b")
-    ours.offer([0], {Version(1, 7)})
-    theirs.offer([1], {Version(1, 8), Version(1, 7)})
-    assert sorted(offer.ranks for offer in ours.offers()) == [(0,), (1,)]
-    assert Offer((1,), (Version(1, 7), Version(1, 8))) in ours.offers()
+    ours.offer([0], {Version(1, 7)}, 2)
+    theirs.offer([1], {Version(1, 8), Version(1, 7)}, 2)
+    Notices(tmp_path, "a.of4").offer([0], {Version(2, 9)}, 4)
+    assert sorted(offer.ranks for offer in ours.offers(2)) == [(0,), (1,)]
+    assert Offer((1,), (Version(1, 7), Version(1, 8))) in ours.offers(2)
+    assert ours.offers(4) == [Offer((0,), (Version(2, 9),))], "of another size of the job"
     os.utime(tmp_path / "offer-b.json", (1, 1))
-    assert ours.offers() == [Offer((0,), (Version(1, 7),))]
+    assert ours.offers(2) == [Offer((0,), (Version(1, 7),))]
     theirs.want(Version(1, 9))
     assert ours.wanted() == Version(1, 9)
     ours.have(Version(1, 8))

@@ -1,0 +1,188 @@
+"""A node that has no part in the job as it is now, but state of it at another size: asked by SMPs of nodes that have.
+
+Invariant: what such a node holds is a source like any other as long as the job may need it, and is dropped only when
+the job has said that a newer lineage counts without it. Once it was asked, nothing of an incarnation here is exchanged
+or counts any more. A node whose trainers live is no spare, whatever others think: it hands out nothing and drops
+nothing; nor does it drop anything once it has begun an incarnation since it was asked. What was dropped stays known by
+its lineage, so that none is opened twice and nothing begins from nothing unasked.
+
+    spare    what do you hold of other sizes than this one?
+    release  the job goes on in that lineage: drop what is older
+
+In: requests of other nodes' SMPs; on their side, where the spares are (`spares.json` in the run directory, for an SMP
+that takes over). Out: facts as of `former`; memory given back; `spare.asked`, `spare.released` events.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import Any
+
+from ..errors import FtError, ProtocolError
+from ..events import Events
+from ..snapshot.segment import Segment
+from . import liveness, protocol
+from .former import Former
+from .node import NodeTier
+from .peers import written
+from .wire import Peer
+
+REQUESTS = frozenset({"spare", "release"})
+_ASKED = "spares.json"  # in the run directory: whom this node has asked
+_BY = "asked.json"  # likewise: the token under which this one was asked
+_TRIES, _PAUSE_SECONDS = 10, 3.0  # of a spare that is told that it may drop what it holds
+
+Endpoint = tuple[str, int]
+
+
+class Spare:
+    """This node, as far as it is one. `lock` is the SMP's, under which `segments` and `former` change."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        node: str,
+        token: Callable[[], int],
+        segments: MutableMapping[int, Segment],
+        former: Former,
+        tier: NodeTier,
+        lock: AbstractContextManager[Any],
+        events: Events,
+        let_go: Callable[[Sequence[int]], None],
+    ) -> None:
+        """`token` is the SMP's; `let_go` is told of the ranks whose segments leave."""
+        self._by = run_dir / _BY
+        self._node = node
+        self._token = token
+        self._segments = segments
+        self._former = former
+        self._tier = tier
+        self._lock = lock
+        self._events = events
+        self._let_go = let_go
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a request of `REQUESTS`. Raises ProtocolError."""
+        with self._lock:
+            alive = [rank for rank, found in self._segments.items() if _has_trainer(found)]
+            if alive:
+                return {"busy": sorted(alive)}
+            if message["do"] == "spare":
+                if (wanted := protocol.field(message, "node", str)) != self._node:
+                    raise ProtocolError(f"node {wanted} was asked; this is {self._node}")
+                return self._hand_out(protocol.number(message, "world_size"))
+            return self._release(protocol.number(message, "lineage"))
+
+    def _hand_out(self, world_size: int) -> dict[str, Any]:
+        self._tier.suspend()
+        written(self._by, self._token())
+        own = {rank: found for rank, found in self._segments.items() if found.world_size not in (0, world_size)}
+        held = [*own.values(), *(one for held in self._former.sizes().values() for one in held.values())]
+        self._events.emit("spare.asked", ranks=world_size, segments=len(held))
+        return {
+            "sizes": self._former.facts(own.values()),
+            "fingerprint": held[0].fingerprint if held else None,
+            "lineage": max((found.lineage for found in held), default=0),
+            **self._tier.parity(),
+        }
+
+    def _release(self, lineage: int) -> dict[str, Any]:
+        newest = max([self._former.lineage, *(found.lineage for found in self._segments.values())])
+        if newest >= lineage or self._asked_under() != self._token():
+            return {"dropped": 0}  # it takes part again
+        left = sorted(self._segments)
+        self._let_go(left)
+        for rank in left:
+            found = self._segments.pop(rank)
+            found.path.unlink(missing_ok=True)
+            found.close()
+        dropped = len(left) + self._former.drop()
+        self._tier.release(lineage)
+        self._by.unlink(missing_ok=True)
+        if dropped:
+            self._events.emit("spare.released", segments=dropped, lineage=lineage)
+        return {"dropped": dropped}
+
+    def _asked_under(self) -> int | None:
+        try:
+            return int(json.loads(self._by.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def _has_trainer(found: Segment) -> bool:
+    pid, began = found.owner
+    return bool(began) and liveness.started(pid) == began
+
+
+class Asked:
+    """The spares of which this job has taken state over, as one node that takes part knows them."""
+
+    def __init__(self, run_dir: Path, tier: NodeTier, events: Events) -> None:
+        """Go on with what an SMP before this one was told."""
+        self._path = run_dir / _ASKED
+        self._tier = tier
+        self._events = events
+        self._lock = threading.Lock()
+        try:
+            self._where = {_endpoint(one) for one in json.loads(self._path.read_text())}
+        except (OSError, ValueError, TypeError):
+            self._where = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._where)
+
+    def ask(self, node: str, where: Endpoint, world_size: int, timeout: float) -> dict[str, Any]:
+        """What the SMP of `node` at `where` has of other sizes than this one, or `busy`. Raises ProtocolError."""
+        with closing(self._tier.peer(where, timeout)) as peer:
+            reply, _ = peer.ask("spare", node=node, world_size=world_size)
+            return {name: value for name, value in reply.items() if name != "ok"}
+
+    def keep(self, where: Sequence[Endpoint]) -> None:
+        """These are to be released when the job can do without them."""
+        with self._lock:
+            self._where |= set(where)
+            if self._where:
+                written(self._path, sorted(self._where))
+
+    def release(self, lineage: int, timeout: float) -> None:
+        """The job goes on in `lineage`: tell them, in the background."""
+        with self._lock:
+            where, self._where = sorted(self._where), set()
+            self._path.unlink(missing_ok=True)
+        if where:
+            threading.Thread(
+                target=self._tell, args=(where, lineage, timeout), name="smp-release", daemon=True
+            ).start()
+
+    def _tell(self, where: Sequence[Endpoint], lineage: int, timeout: float) -> None:
+        """The thread. A spare that cannot be told keeps what it has until it takes part again, or ends."""
+        reason = ""
+        for _ in range(_TRIES):
+            left = []
+            for one in where:
+                peer: Peer = self._tier.peer(one, timeout)
+                try:
+                    with closing(peer):
+                        peer.ask("release", lineage=lineage)
+                except FtError as error:
+                    reason = str(error)
+                    left.append(one)
+            where = left
+            if not where:
+                return
+            threading.Event().wait(_PAUSE_SECONDS)
+        self._events.emit("spare.unreached", spares=[list(one) for one in where], reason=reason)
+
+    def forget(self) -> None:
+        """The end of the SMP."""
+        self._path.unlink(missing_ok=True)
+
+
+def _endpoint(value: Any) -> Endpoint:
+    host, port = value
+    return str(host), int(port)

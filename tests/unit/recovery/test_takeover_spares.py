@@ -1,0 +1,171 @@
+"""A takeover with a spare that does not keep what it said: planned anew as with a lost node, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.errors import FtError, ProtocolError, ResumeError
+from ft_plugins.recovery.nodes import Spare
+from ft_plugins.recovery.plan import RecoveryPlan
+from ft_plugins.recovery.takeover import FormerJob
+from ft_plugins.smp.protection import Protection
+from ft_plugins.snapshot.segment import Shape
+from ft_plugins.snapshot.slots import Version
+
+V4 = Version(1, 4)
+WHERE = ("10.0.0.2", 700)
+FINGERPRINT = {"seed": 1}
+
+
+def protection(position: int, losses: int = 1) -> Protection:
+    """Four nodes of one rank, one sharding group, RAIM5 or RAIM6."""
+    return Protection(
+        lineage=1, base=None, nodes=("n0", "n1", "n2", "n3"), groups=((0, 1, 2, 3),),
+        shapes=(Shape(640, 64, 1, 9),) * 4, losses=losses,
+        position=position, endpoints=(("h", 1),) * 4, interval=1, exchange_mbps=0.0, detect_seconds=5.0,
+    )  # fmt: skip
+
+
+def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
+    """What the SMP says of the node that had this rank of four."""
+    told = protection(rank, losses)
+    return {
+        "sizes": [[4, [[rank, [0, 0], lineage, 5, False, [[1, 4]]]]]],
+        "fingerprint": FINGERPRINT,
+        "parity": [[1, 4]],
+        "counted": [1, 4],
+        "position": rank,
+        "plan": told.digest,
+        "protection": told.block(),
+        "released": 0,
+        "lineage": lineage,
+    }
+
+
+class Nodes:
+    """Members `ranks` of the former job, all asked through this one rank; node 2 is a spare as long as it `lives`."""
+
+    exchange = None
+    digest = 0
+
+    def __init__(
+        self, members: Sequence[int], refuses: Callable[[int, bool], bool], lives_on: bool, losses: int = 1
+    ) -> None:
+        """`refuses` says whether putting a rank together fails while the spare lives, by rank and whether it is fetched
+        from it."""
+        self.losses = losses
+        self.members = {at: answer(rank, losses=losses) for at, rank in enumerate(members)}
+        self.ranks = [[0]] * len(members)
+        self.lives, self.lives_on, self.refuses = True, lives_on, refuses
+        self.asked: list[tuple[int, bool]] = []
+        self.settled: list[tuple[Any, ...]] = []
+
+    def ask(self, question: Callable[[Any], Any]) -> list[Any]:
+        return [question(Client(self, at)) for at in self.members]
+
+    def facts(self) -> list[Any]:
+        return []
+
+    def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
+        assert former.nodes == ("n0", "n1", "n2", "n3")
+        return [Spare("n2", WHERE, answer(2, 7, self.losses))] if self.lives else []
+
+    def rebuild_former(
+        self, rank: int, plan: RecoveryPlan, told: Protection, fingerprint: Mapping[str, Any],
+        spare: tuple[str, int] | None, spares: Sequence[tuple[str, int]],
+    ) -> None:  # fmt: skip
+        assert spare in (None, WHERE) and list(spares) in ([WHERE], [])
+        assert max(plan.holders.values(), default=0) < len(self.members) + len(spares), "nobody else can be read"
+        self.asked.append((rank, spare is not None))
+        if self.lives and self.refuses(rank, spare is not None):
+            self.lives = self.lives_on
+            raise ProtocolError("it hung up")
+
+
+class Client:
+    def __init__(self, nodes: Nodes, at: int) -> None:
+        self.nodes, self.at = nodes, at
+
+    def former(self) -> dict[str, Any]:
+        return self.nodes.members[self.at]
+
+    def settle(self, *told: Any) -> None:
+        self.nodes.settled.append(told)
+
+
+class OneRank:
+    """It speaks for every member."""
+
+    rank, world_size = 0, 2
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nodes], FormerJob]:
+    monkeypatch.setattr(FormerJob, "_verify", lambda *_: None)
+    monkeypatch.setattr(FormerJob, "_places", lambda self, where, *_: dict.fromkeys(where, (0, 0)))
+    return lambda nodes: FormerJob(OneRank(), nodes, 1, Path("/nowhere/job/n"), lambda error: None)  # type: ignore[arg-type]
+
+
+def never(rank: int, fetched: bool) -> bool:
+    return False
+
+
+def test_what_the_spare_holds_is_fetched_and_what_is_lost_is_decoded_with_its_help(
+    job: Callable[[Nodes], FormerJob],
+) -> None:
+    nodes = Nodes((0, 1), never, lives_on=True)
+    former = job(nodes)
+    found = former.find(FINGERPRINT)
+    assert found is not None and found.version == V4 and nodes.asked == [(2, True), (3, False)]
+    assert set(found.holders.values()) == {0, 1}, "all of it is on nodes of the job now"
+    assert found.now == Version(8, 4), "newer than any lineage that the spare knows"
+    former.settle(found)
+    assert [told[-1] for told in nodes.settled] == [[WHERE], [WHERE]], "each member knows whom to release"
+
+
+def test_a_spare_lost_before_its_part_was_fetched_is_a_lost_node(job: Callable[[Nodes], FormerJob]) -> None:
+    nodes = Nodes((0, 1, 3), lambda rank, fetched: fetched, lives_on=False)
+    found = job(nodes).find(FINGERPRINT)
+    assert found is not None and found.version == V4
+    assert nodes.asked == [(2, True), (2, False)], "decoded from the parity of the others"
+
+
+def test_one_lost_over_the_decoding_that_needs_it_is_more_than_parity_makes_up_for(
+    job: Callable[[Nodes], FormerJob],
+) -> None:
+    for refuses in (lambda rank, fetched: rank == 3, lambda rank, fetched: fetched):
+        nodes = Nodes((0, 1), refuses, lives_on=False)
+        with pytest.raises(ResumeError, match="4 ranks is damaged .*RAIM5 makes up for 1.*former number"):
+            job(nodes).find(FINGERPRINT)
+        assert not nodes.lives
+
+
+def test_one_lost_over_the_decoding_is_done_without_where_parity_makes_up_for_both(
+    job: Callable[[Nodes], FormerJob],
+) -> None:
+    nodes = Nodes((0, 1), lambda rank, fetched: rank == 3, lives_on=False, losses=2)
+    found = job(nodes).find(FINGERPRINT)
+    assert found is not None and found.version == V4
+    assert nodes.asked == [(2, True), (3, False), (3, False)], "what was fetched in time stays"
+
+
+def test_what_a_living_spare_cannot_hand_out_whole_is_decoded(job: Callable[[Nodes], FormerJob]) -> None:
+    nodes = Nodes((0, 1, 3), lambda rank, fetched: fetched, lives_on=True)
+    found = job(nodes).find(FINGERPRINT)
+    assert found is not None and nodes.asked == [(2, True), (2, False)] and nodes.lives
+
+
+def test_state_of_another_job_on_the_spare_is_refused(
+    job: Callable[[Nodes], FormerJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes((0, 1), never, lives_on=True)
+    monkeypatch.setattr(nodes, "spares", lambda *_: [Spare("n2", WHERE, {**answer(2), "fingerprint": {"seed": 2}})])
+    with pytest.raises(ResumeError, match="belongs to another job"):
+        job(nodes).find(FINGERPRINT)

@@ -1,0 +1,184 @@
+"""What is set aside for another size of the job goes to storage when the SMP is orphaned before it was taken over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from ft_plugins.events import Event, Events
+from ft_plugins.smp import liveness
+from ft_plugins.smp.client import ensure
+from ft_plugins.smp.former import Former
+from ft_plugins.smp.former_storage import FormerStorage
+from ft_plugins.snapshot import checkpoint, persist
+from ft_plugins.snapshot.retention import Storage
+from ft_plugins.snapshot.segment import Segment, Shape, create, former_segments_of, path_of, remove, set_aside
+from ft_plugins.snapshot.slots import Pin, Version, slots_for
+
+SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
+RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
+FINGERPRINT = {"layers": 4, "parallel": {"dp": 2}}
+SECONDS = 20.0
+V4, V5 = Version(1, 4), Version(1, 5)
+
+SmpNode = Any  # the fixture's class lives in conftest
+
+
+def capture(segment: Segment, *versions: Version) -> None:
+    segment.ranges = RANGES
+    for index, version in enumerate(versions):
+        segment.dirty(index, version, 1)
+        segment.write_small(index, f"small {segment.rank}".encode())
+        segment.data(index)[:] = 10 * segment.rank + version.iteration
+        table = [xxhash.xxh3_64_intdigest(segment.data(index)[at : at + n].data) for at, n in RANGES]
+        segment.digests(index)[:] = np.array(table, dtype=np.uint64)
+        segment.seal(index, version, 1, segment.small(index), segment.digests(index).copy())
+        segment.completed = version.iteration
+
+
+def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, found()
+        time.sleep(0.01)
+
+
+def assert_loads(folder: Path, path: Path, rank: int, version: Version) -> None:
+    """A rank of the job at its former size reads its share of the checkpoint, verified."""
+    create(path, SHAPE, rank, FINGERPRINT, 2)
+    with closing(Segment(path)) as fresh:
+        fresh.ranges = RANGES
+        index = persist.read_rank(folder, fresh, version, 0)
+        assert (fresh.data(index) == 10 * rank + version.iteration).all()
+        assert fresh.small(index) == f"small {rank}".encode()
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "ck"), interval=0, every=1, keep=2, world_size=2)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("patience", [600, 0])
+def test_an_orphaned_smp_writes_what_was_not_taken_over(
+    node: SmpNode, storage: Storage, tmp_path: Path, replaced: bool, patience: int
+) -> None:
+    watched = os.fork()
+    if watched == 0:
+        threading.Event().wait(60)
+        os._exit(0)
+    node.pids.append(ensure(node.run_dir, node.job, node.name, patience, watch=watched))
+    with node.client() as client:
+        for rank in range(2):
+            path = client.attach(
+                rank, client.status()["token"], SHAPE, FINGERPRINT, fresh=False, world_size=2, storage=storage
+            )
+            with closing(Segment(path)) as segment:
+                capture(segment, V4, V5)
+                segment.owner = (0, 0)
+        token = client.fence()
+        assert client.resize(0, token, 4), "the job begins anew with four ranks, of which none gets as far as to attach"
+    assert [path.name for path in former_segments_of(node.job, node.name)]
+    if replaced:
+        node.kill()
+        node.pids.append(ensure(node.run_dir, node.job, node.name, patience, watch=watched))
+    os.kill(watched, signal.SIGKILL)
+    os.waitpid(watched, 0)
+    base = tmp_path / "ck" / node.job
+    until(lambda: (base / "v1-5").exists(), lambda: str(node.events()))
+    stored = [found for found in checkpoint.listing(base) if found.complete and not found.problem]
+    assert [found.version for found in stored] == [V5]
+    assert checkpoint.read_manifest(base / "v1-5").world_size == 2
+    for rank in range(2):
+        assert_loads(base / "v1-5", tmp_path / f"r{rank}", rank, V5)
+    if not patience:  # its memory goes when it is in storage
+        until(lambda: not liveness.held(node.run_dir / "smp.lock"), lambda: str(node.events()))
+        assert not former_segments_of(node.job, node.name)
+
+
+def test_without_storage_or_at_the_orderly_end_nothing_is_written(node: SmpNode, storage: Storage) -> None:
+    node.start()
+    with node.client() as client:
+        for rank, told in ((0, None), (1, storage)):
+            path = client.attach(
+                rank, client.status()["token"], SHAPE, FINGERPRINT, fresh=False, world_size=2, storage=told
+            )
+            with closing(Segment(path)) as segment:
+                capture(segment, V4, V5)
+                segment.owner = (0, 0)
+        client.resize(0, client.fence(), 4)
+        assert client.checkpoint("the job ends", 5.0, only_due=True)["state"] == "nothing"
+        found = client.checkpoint("ft-run was told to end", SECONDS)
+        assert (found["state"], found["iteration"]) == ("done", 5)
+        client._ask(
+            "attach", rank=0, token=client.status()["token"], shape=asdict(SHAPE), fingerprint=FINGERPRINT, pid=0,
+            fresh=False, world_size=4, storage=None,
+        )  # fmt: skip
+        assert client.checkpoint("ft-run was told to end", SECONDS) == {"ok": True, "state": "off"}
+
+
+class Aside:
+    """A node on which segments of a two-rank job are set aside; the job has four ranks now."""
+
+    def __init__(self, folder: Path, job: str, name: str, rank: int, storage: Storage, *versions: Version) -> None:
+        self.run_dir = folder / name
+        self.run_dir.mkdir()
+        self.seen: list[Event] = []
+        events = Events(name)
+        events.subscribe(self.seen.append)
+        create(path_of(job, name, rank), SHAPE, rank, FINGERPRINT, 2)
+        segment = Segment(path_of(job, name, rank))
+        capture(segment, *versions)
+        self.former = Former(job, name)
+        self.former.exchange({rank: segment}, 4)
+        self.path = set_aside(job, name, rank, 2)
+        self.storage = FormerStorage(self.run_dir, job, name, self.former, lambda: storage, events)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, job: str, storage: Storage) -> Iterator[list[Aside]]:
+    told = replace(storage, world_size=4)
+    found = [
+        Aside(tmp_path, job, "a", 0, told, V4, V5), Aside(tmp_path, job, "b", 1, told, Version(1, 3), V4),
+    ]  # fmt: skip
+    yield found
+    for node in found:
+        node.storage.stop()
+    for name in "ab":
+        remove(job, name)
+
+
+def test_several_nodes_write_the_newest_version_that_all_of_them_have(
+    pair: list[Aside], tmp_path: Path, job: str
+) -> None:
+    for node in pair:
+        node.storage.request("orphaned", 0.0)
+    base = tmp_path / "ck" / job
+    until(lambda: (base / "v1-4").exists(), lambda: str([node.seen for node in pair]))
+    for rank in range(2):
+        assert_loads(base / "v1-4", tmp_path / f"r{rank}", rank, V4)
+    until(lambda: not any(node.storage.busy for node in pair))
+    assert sorted(os.listdir(base)) == ["v1-4"], "neither a notice nor a part of another version"
+    pins = [slot.pins for node in pair for slot in Segment(node.path).slots()]
+    assert not any(pins)
+
+
+def test_it_is_left_off_when_what_is_set_aside_is_about_to_change(pair: list[Aside], tmp_path: Path, job: str) -> None:
+    pair[0].storage.request("orphaned", 0.0)  # the other node is silent: it is waited for
+    assert pair[0].storage.busy
+    pair[0].storage.stop()
+    assert not pair[0].storage.busy
+    pair[0].former.drop()
+    assert pair[0].storage.request("orphaned", 0.0) == {"state": "nothing"}
+    assert not (tmp_path / "ck" / job / "v1-5").exists()

@@ -1,0 +1,250 @@
+"""A node without a part in the job: it hands out what it holds, and drops it when the job can do without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from ft_plugins.errors import FtError, ProtocolError
+from ft_plugins.events import Event, Events
+from ft_plugins.smp import liveness, spare
+from ft_plugins.smp.owner import SnapshotProcess
+from ft_plugins.smp.protection import Protection
+from ft_plugins.snapshot import manifest
+from ft_plugins.snapshot.manifest import Manifest
+from ft_plugins.snapshot.segment import (
+    Segment,
+    Shape,
+    create,
+    former_segments_of,
+    path_of,
+    remove,
+    segments_of,
+    set_aside,
+    vault_of,
+)
+from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
+
+RANGES = ((0, 50_000), (50_000, 40_000))
+SHAPE = Shape(90_000, 2000, len(RANGES), 3, slots_for(Pin.NODE, Pin.SOURCE))
+NAMES = ("n0", "n0", "n1", "n1", "n2", "n2")  # of the former job's ranks; n0 and n1 go on, n2 is the spare
+V4, V5 = Version(1, 4), Version(1, 5)
+SECONDS = 20
+
+
+def data(rank: int, version: Version) -> np.ndarray:
+    return np.random.default_rng(100 * rank + version.iteration).integers(0, 256, SHAPE.nbytes, dtype=np.uint8)
+
+
+def put(path: Path, *versions: Version) -> None:
+    """What captures of a rank leave."""
+    found = Segment(path)
+    found.ranges = list(RANGES)
+    found.open_lineage(versions[0].lineage, Version(0, 0), ())
+    for index, version in enumerate(versions):
+        small = manifest.join(manifest.write(Manifest(found.rank, 6, (0, 0), RANGES, ())), b"state")
+        found.dirty(index, version, 1)
+        found.write_small(index, small)
+        found.data(index)[:] = data(found.rank, version)
+        table = [xxhash.xxh3_64_intdigest(found.data(index)[at : at + n].data) for at, n in RANGES]
+        found.digests(index)[:] = np.array(table, dtype=np.uint64)
+        found.seal(index, version, 1, small, found.digests(index).copy())
+    found.completed = versions[-1].iteration
+    found.close()
+
+
+class Smp:
+    """The SMP of one node, in this process."""
+
+    def __init__(self, folder: Path, job: str, name: str) -> None:
+        self.run_dir, self.job, self.name = folder / name, job, name
+        self.run_dir.mkdir(exist_ok=True)
+        self.seen: list[Event] = []
+        events = Events(name)
+        events.subscribe(self.seen.append)
+        self.process = SnapshotProcess(self.run_dir, job, name, events)
+
+    def ask(self, name: str, **fields: Any) -> dict[str, Any]:
+        reply = self.process.answer({"do": name, "rank": 0, "token": self.process.token, **fields})
+        if not reply["ok"]:
+            raise ProtocolError(reply["message"])
+        return reply
+
+    def listen(self, secret: Path) -> tuple[str, int]:
+        found = self.ask("endpoint", address="127.0.0.1", secret_file=str(secret))
+        return found["host"], found["port"]
+
+    def names(self) -> list[str]:
+        return [event.name for event in self.seen]
+
+    def stop(self) -> None:
+        self.process._tier.suspend()
+        if self.process._tier._server is not None:
+            self.process._tier._server.close()
+
+
+class Job:
+    """Three nodes of two ranks; `member` goes on in a job of four ranks, `outside` has no part in it."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        self.folder, self.job = folder, job
+        self.secret = folder / "secret"
+        self.secret.write_text("a secret of this job alone")
+        self.secret.chmod(0o600)
+        for rank, name in enumerate(NAMES):
+            if name != "n1":
+                create(path_of(job, name, rank), SHAPE, rank, {"job": 1}, len(NAMES))
+                put(path_of(job, name, rank), V4, V5)
+        self.member, self.outside = Smp(folder, job, "n0"), Smp(folder, job, "n2")
+        self.where = self.outside.listen(self.secret)
+        here = self.member.listen(self.secret)
+        self.protection = Protection(
+            lineage=1, base=None, nodes=NAMES, groups=((0, 2, 4), (1, 3, 5)), shapes=(SHAPE,) * 6, losses=1, position=0,
+            endpoints=(here, ("127.0.0.1", 9), self.where), interval=1, exchange_mbps=0.0, detect_seconds=30.0,
+        )  # fmt: skip
+        for smp, position in ((self.member, 0), (self.outside, 2)):
+            smp.process._tier.protect(replace(self.protection, position=position), smp.process.token)
+        self.member.ask("fence")
+        self.member.ask("resize", world_size=4)
+
+    def spare(self, node: str = "n2") -> dict[str, Any]:
+        return dict(self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=5.0)["told"])
+
+    def fetch(self, rank: int, version: Version) -> None:
+        self.member.ask(
+            "rebuild", rank=rank, version=[version.lineage, version.iteration], protection=self.protection.block(),
+            source=list(self.where), holders=[], lost=[], former=True, fingerprint={"job": 1},
+        )  # fmt: skip
+
+    def end(self) -> None:
+        for smp in (self.member, self.outside):
+            smp.stop()
+        for name in set(NAMES):
+            remove(self.job, name)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, job: str) -> Iterator[Job]:
+    found = Job(tmp_path, job)
+    yield found
+    found.end()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def counts(pair: Job, version: Version) -> None:
+    """A version of the job as it is now counts on the member."""
+    tier = pair.member.process._tier
+    tier._told, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
+    tier._kept.counted, pair.member.process._world_size = version, 4
+    pair.member.process.look_at_trainers()
+
+
+def test_it_says_what_it_holds_of_the_former_size_and_protects_nothing_any_more(pair: Job) -> None:
+    assert pair.outside.process._tier._thread is not None
+    told = pair.spare()
+    assert told["sizes"] == [[6, [[rank, [0, 0], 1, 5, False, [[1, 4], [1, 5]]] for rank in (4, 5)]]]
+    assert (told["fingerprint"], told["position"], told["lineage"]) == ({"job": 1}, 2, 1)
+    assert told["plan"] == pair.protection.digest and told["protection"]["nodes"] == list(NAMES)
+    assert pair.outside.process._tier._thread is None, "nothing of the former incarnation counts from now on"
+    assert len(segments_of(pair.job, "n2")) == 2, "and nothing is lost"
+
+
+def test_its_slot_is_fetched_as_a_former_segment_verified_bit_for_bit(pair: Job) -> None:
+    pair.spare()
+    pair.fetch(4, V5)
+    found = Segment(set_aside(pair.job, "n0", 4, 6))
+    [slot] = [slot for slot in found.slots() if slot.state is SlotState.CLEAN]
+    assert slot.version == V5 and (found.data(slot.index) == data(4, V5)).all()
+    assert [4, [0, 0], 0, 0, False, [[1, 5]]] in pair.member.ask("former")["sizes"][0][1]
+
+
+def test_what_is_damaged_there_is_refused_and_nothing_half_is_left(pair: Job) -> None:
+    pair.spare()
+    damaged = Segment(path_of(pair.job, "n2", 5))
+    damaged.data(1)[60_000] ^= 1
+    with pytest.raises(FtError, match="does not match its digest"):
+        pair.fetch(5, V5)
+    assert 5 not in [entry[0] for entry in pair.member.ask("former")["sizes"][0][1] if entry[5]]
+
+
+def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
+    busy = pair.outside.process._segments[5]
+    busy.owner = (1, liveness.started(1))
+    assert pair.spare() == {"busy": [5]} and pair.outside.process._tier._thread is not None
+    pair.member.process._asked._tell([pair.where], 2, 5.0)
+    assert len(segments_of(pair.job, "n2")) == 2
+
+
+def test_another_node_at_that_place_is_not_taken_for_it(pair: Job) -> None:
+    with pytest.raises(ProtocolError, match="node n7 was asked; this is n2"):
+        pair.spare("n7")
+
+
+def test_it_is_released_when_a_version_of_the_new_job_counts_and_not_before(pair: Job) -> None:
+    pair.spare()
+    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
+    pair.member.process.look_at_trainers()
+    assert len(segments_of(pair.job, "n2")) == 2 and vault_of(pair.job, "n2").exists()
+    counts(pair, Version(3, 6))
+    until(lambda: "spare.released" in pair.outside.names())
+    assert not segments_of(pair.job, "n2") and not vault_of(pair.job, "n2").exists()
+    assert not former_segments_of(pair.job, "n0")
+    inventory = pair.outside.ask("inventory")
+    assert (inventory["slots"], inventory["released"], inventory["lineage"]) == ([], 3, 3)
+    pair.outside.stop()
+    pair.outside = Smp(pair.folder, pair.job, "n2")
+    assert pair.outside.ask("inventory")["released"] == 3, "its successor knows as well"
+
+
+def test_a_spare_whose_smp_was_replaced_is_released_all_the_same(pair: Job) -> None:
+    pair.spare()
+    pair.outside.stop()
+    pair.outside = Smp(pair.folder, pair.job, "n2")
+    pair.member.process._asked._tell([pair.where], 2, 5.0)
+    assert "spare.released" in pair.outside.names() and not segments_of(pair.job, "n2")
+
+
+def test_the_successor_of_an_smp_releases_the_spares_that_were_asked(pair: Job) -> None:
+    pair.spare()
+    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
+    pair.member.stop()
+    pair.member = Smp(pair.folder, pair.job, "n0")
+    counts(pair, Version(2, 6))
+    until(lambda: "spare.released" in pair.outside.names())
+    assert not segments_of(pair.job, "n2") and not (pair.member.run_dir / "spares.json").exists()
+
+
+@pytest.mark.parametrize("since", ["begun", "restored"])
+def test_a_release_that_comes_late_touches_nothing_of_a_node_that_takes_part_again(pair: Job, since: str) -> None:
+    pair.spare()
+    if since == "begun":
+        pair.outside.ask("fence")
+    elif since == "restored":
+        for found in pair.outside.process._segments.values():
+            found.open_lineage(3, V5, ())
+    pair.member.process._asked._tell([pair.where], 3, 5.0)
+    assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
+
+
+def test_a_spare_that_is_gone_is_told_of_and_holds_up_nobody(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare, "_TRIES", 2)
+    monkeypatch.setattr(spare, "_PAUSE_SECONDS", 0.01)
+    pair.outside.stop()
+    with pytest.raises(ProtocolError, match="did not answer 'spare'"):
+        pair.spare()
+    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
+    counts(pair, Version(2, 6))
+    until(lambda: "spare.unreached" in pair.member.names())
