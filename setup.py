@@ -7,8 +7,8 @@ must never be listed here.
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    "megatron": ["megatron-core>=0.16.1,<0.17", "pybind11", "pyyaml", "regex", "six"],  # the rest for Megatron-LM
-    "deepspeed": ["deepspeed>=0.14.5"],
+    "megatron": ["megatron-core>=0.14,<0.17", "pybind11", "pyyaml", "regex", "six"],  # the rest for Megatron-LM
+    "deepspeed": ["deepspeed>=0.16.9"],
     "fast": ["numba"],
     "bench": ["torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # the last: of dlrover
     "metrics": ["prometheus-client", "tensorboard"],

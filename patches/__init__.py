@@ -18,6 +18,7 @@ import torch
 
 from . import (
     deepspeed_shm_comm,
+    deepspeed_zero_flat,
     megatron_datasets,
     megatron_distrib_optimizer,
     megatron_fused_kernels,
@@ -81,10 +82,13 @@ def apply_cpu(on_import: OnImport, instead_of_import: OnImport, device_count: in
 
 
 def apply_deepspeed_cpu(on_import: OnImport) -> bool:
-    """Have DeepSpeed build nothing at start. False, and nothing is changed, where there is a CUDA device."""
+    """Have DeepSpeed build nothing at start, and detach its flat buffers.
+
+    False, and nothing is changed, where there is a CUDA device.
+    """
     if torch.cuda.is_available() and not is_applied():
         return False
-    for patch in deepspeed_shm_comm.patches():
+    for patch in (*deepspeed_shm_comm.patches(), *deepspeed_zero_flat.patches()):
         on_import(patch.module, lambda module, patch=patch: patch.apply(module) and None)  # type: ignore[misc]
     return True
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .declared import Patch
 
-VERSIONS = ("0.18.9", "0.19.8")
+VERSIONS = ("0.16.9", "0.18.9", "0.19.8")
 
 
 def patches() -> tuple[Patch, ...]:

@@ -16,7 +16,7 @@ import torch
 from .declared import Patch
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
-VERSIONS = ("0.16.1",)
+VERSIONS = ("0.14.0", "0.15.3", "0.16.1")
 
 
 def is_torch_adam(optimizer: Any) -> bool:

@@ -35,5 +35,8 @@ def stubs() -> tuple[Stub, ...]:
             *("megatron-core", f"{core}.inference.contexts.attention_context.triton.tensor_ops", VERSIONS, REASON),
             needs="triton",
         ),
-        Stub("megatron-core", f"{core}.inference.contexts.fused_kv_append_kernel", VERSIONS, REASON, "triton"),
+        Stub(
+            *("megatron-core", f"{core}.inference.contexts.fused_kv_append_kernel", ("0.15.3", *VERSIONS), REASON),
+            needs="triton",
+        ),
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from .declared import Patch
 
+VERSIONS = ("0.14.0", "0.15.3", "0.16.1")
+
 
 def patches() -> tuple[Patch, ...]:
     """The patch of jit_fuser, in place before any module takes it from there."""
     return (
         Patch(
-            *("megatron-core", "megatron.core.jit", "jit_fuser", ("0.16.1",)),
+            *("megatron-core", "megatron.core.jit", "jit_fuser", VERSIONS),
             reason="torch.compile calls a C++ compiler in every rank; fusion gains nothing here",
             replace=lambda _: lambda function: function,
         ),

@@ -54,7 +54,7 @@ def _is_not_the_warning(record: logging.LogRecord) -> bool:
 def patches() -> tuple[Patch, ...]:
     """The patches of the two functions through which the tracker reaches the device's generator."""
     reason = "the tracker must fork the generator that dropout draws from: on the CPU the default one"
-    versions = ("0.16.1",)
+    versions = ("0.14.0", "0.15.3", "0.16.1")
     return (
         Patch(
             *("megatron-core", MODULE, "_get_cuda_rng_state", versions, reason, get_state),

@@ -15,6 +15,8 @@ import torch
 
 from .declared import Patch
 
+VERSIONS = ("0.14.0", "0.15.3", "0.16.1")
+
 
 def keeping_storage(original: Callable[..., None]) -> Callable[..., None]:
     """deallocate_output_tensor that hangs the old storage on the tensor.
@@ -37,7 +39,7 @@ def patches() -> tuple[Patch, ...]:
     """The patch of deallocate_output_tensor."""
     return (
         Patch(
-            *("megatron-core", "megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", ("0.16.1",)),
+            *("megatron-core", "megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", VERSIONS),
             reason="an output freed before its isend is waited for is read after it was freed, under gloo",
             replace=keeping_storage,
             parameters=("out", "deallocate_pipeline_outputs"),

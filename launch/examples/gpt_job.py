@@ -36,11 +36,7 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
     get_num_microbatches,
     init_num_microbatches_calculator,
 )
-from megatron.core.optimizer import (  # noqa: E402
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
@@ -147,8 +143,7 @@ class Job:
             use_distributed_optimizer=args.distributed_optimizer,
             overlap_param_gather=args.overlap_param_gather,
         )
-        overrides = get_standard_config_overrides(config)
-        optimizer = get_megatron_optimizer(config, self.chunks, overrides, use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
         batch = args.global_batch
         scheduler = OptimizerParamScheduler(
             optimizer,

@@ -6,4 +6,4 @@ from functools import partial
 
 from .. import wrapping
 
-replace = partial(wrapping.replace, framework="DeepSpeed", tested="0.19.8")
+replace = partial(wrapping.replace, framework="DeepSpeed", tested="0.16.9, 0.18.9 or 0.19.8")

@@ -1,0 +1,244 @@
+"""The exactness tests against other versions of the frameworks: what is installed stays as it is.
+
+Invariant: a version's tests run only once the interpreter has told that it finds this version, in its overlay. An
+overlay is a folder with one distribution, first on PYTHONPATH; another torch is an environment of its own. Both are
+made once, in the user's cache. A mode that fails although nothing protects it is no verdict on this project, and is
+told apart by what happened, not by a list.
+
+In: versions, as `deepspeed-0.18.9` or `deepspeed-0.18.9+torch-2.10.0`; without a number the installed one. Out: one
+line per version and mode, a Markdown table with one row per version, exit status 1 where a mode failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ft_plugins" / "matrix"
+DEFAULT = (
+    *("deepspeed-0.16.9", "deepspeed-0.18.9", "deepspeed"),
+    *("megatron-core-0.14.0", "megatron-core-0.15.3", "megatron-core"),
+)
+TESTS = {
+    "deepspeed": ("deepspeed", "tests/scenarios/test_deepspeed_exact.py"),  # module, file
+    "megatron-core": ("megatron.core", "tests/scenarios/test_megatron_exact.py"),
+}
+CELLS = "killed_in_forward"  # of the file: one test per mode
+UNPROTECTED = "unprotected"  # the property that a test records once the unprotected run of its mode has succeeded
+BEGIN, END = "<!-- versions: written by `tests/matrix.sh --readme` -->", "<!-- end of versions -->"
+HEAD = "| framework | torch | Python | modes that end exactly | run on |\n|---|---|---|---|---|"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A framework's version, and the torch that it runs with; '' is what is installed."""
+
+    name: str
+    number: str = ""
+    torch: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Version:
+        """From `name[-number][+torch-number]`. Raises ValueError."""
+        found = re.fullmatch(rf"({'|'.join(TESTS)})(?:-(\d[\w.]*))?(?:\+torch-(\d[\w.]*))?", text)
+        if not found:
+            raise ValueError(f"expected {' or '.join(TESTS)}, then [-NUMBER][+torch-NUMBER], found '{text}'")
+        return cls(*(part or "" for part in found.groups()))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One mode: whether it ended exactly, and if not, whether it does not end either where nothing protects it."""
+
+    mode: str
+    verdict: str
+    passed: bool = False
+    failed: bool = False  # by this project
+
+
+# what runs
+
+
+def interpreter(version: Version) -> str:
+    """The Python that has the wanted torch, and this project's other pins."""
+    if version.torch in ("", metadata.version("torch").split("+")[0]):
+        return sys.executable
+    folder = CACHE / f"torch-{version.torch}"
+    python, complete = folder / "bin" / "python", folder / "complete"
+    if not complete.exists():
+        print(f"installing torch {version.torch} and the other packages into {folder}", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        pins = (ROOT / "launch" / "constraints.txt").read_text()
+        (folder / "constraints.txt").write_text(re.sub(r"(?m)^torch==.*", f"torch=={version.torch}", pins))
+        index = os.environ.get("FTP_TORCH_INDEX_URL")
+        if index:
+            pip(python, "--no-deps", "--index-url", index, f"torch=={version.torch}")
+        wanted = f"{ROOT}[megatron,deepspeed,dev]"
+        pip(python, "--constraint", str(folder / "constraints.txt"), "--editable", wanted)
+        complete.touch()
+    return str(python)
+
+
+def overlay(version: Version) -> list[str]:
+    """The folder that holds this version, to come first on PYTHONPATH; none where it is installed."""
+    if version.number in ("", metadata.version(version.name)):
+        return []
+    folder = CACHE / f"{version.name}-{version.number}"
+    if not folder.exists():
+        building = folder.with_name(f"{folder.name}.building")
+        shutil.rmtree(building, ignore_errors=True)
+        one = f"{version.name}=={version.number}"
+        pip(sys.executable, "--no-deps", "--no-build-isolation", "--target", str(building), one)
+        building.rename(folder)
+    return [str(folder)]
+
+
+def pip(python: str | Path, *words: str) -> None:
+    quiet = ("--quiet", "--quiet", "--disable-pip-version-check", "--no-input")
+    build = {**os.environ, "DS_BUILD_OPS": "0"}
+    subprocess.run([python, "-m", "pip", "install", *quiet, *words], check=True, env=build, stdin=subprocess.DEVNULL)
+
+
+ASK = """
+import importlib.util, json, sys
+from importlib.metadata import version
+print(json.dumps([version(sys.argv[1]), version("torch"), importlib.util.find_spec(sys.argv[2]).origin]))
+"""
+
+
+def found(version: Version, python: str, first: list[str], environment: dict[str, str]) -> Version:
+    """What the tests will import, in numbers. Raises RuntimeError where that is not what was asked for."""
+    module, _ = TESTS[version.name]
+    asked = [python, "-c", ASK, version.name, module]
+    told = json.loads(subprocess.run(asked, check=True, env=environment, capture_output=True, text=True).stdout)
+    number, torch, origin = told[0], told[1].split("+")[0], Path(told[2])
+    if version.number not in ("", number) or version.torch not in ("", torch):
+        raise RuntimeError(f"{version} was asked for, but {python} finds {version.name} {number} and torch {torch}")
+    if first and not origin.is_relative_to(first[0]):
+        raise RuntimeError(f"{module} comes from {origin}, not from {first[0]}")
+    return Version(version.name, number, torch)
+
+
+def run(version: Version) -> tuple[Version, list[Cell]]:
+    """The modes of one version, each printed. The output of the tests stays in the cache."""
+    python, first = interpreter(version), overlay(version)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*first, str(ROOT)]), "PYTHONUNBUFFERED": "1"}
+    version = found(version, python, first, environment)
+    label = f"{version.name}-{version.number}+torch-{version.torch}"
+    _, file = TESTS[version.name]
+    with tempfile.TemporaryDirectory(prefix="ftm-") as scratch, open(CACHE / f"{label}.log", "w") as log:
+        report = Path(scratch) / "report.xml"
+        words = ["-k", CELLS, "--junitxml", str(report), "-o", "junit_family=xunit1"]
+        words += ["--basetemp", f"{scratch}/runs", "-p", "no:cacheprovider"]
+        command = [python, "-m", "pytest", file, *words]
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        ).returncode
+        cells = list(verdicts(report.read_text(), version.torch)) if report.exists() else []
+    if not cells:
+        cells = [Cell("-", f"FAILED: pytest ended with {code} and told of no mode", failed=True)]
+    for cell in cells:
+        print(f"{version.name} {version.number}  torch {version.torch}  {cell.mode}  {cell.verdict}", flush=True)
+    if not all(cell.passed for cell in cells):
+        print(f"the output of these tests: {log.name}", file=sys.stderr)
+    return version, cells
+
+
+# what it says
+
+
+def verdicts(report: str, torch: str) -> Iterator[Cell]:
+    """One per test of pytest's report."""
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        mode = case.get("name", "").rpartition("[")[2].rstrip("]")
+        recorded = {one.get("name") for one in case.iter("property")}
+        failure, error, skipped = (case.find(kind) for kind in ("failure", "error", "skipped"))
+        if error is not None:
+            yield Cell(mode, f"FAILED: {reason(error)}", failed=True)
+        elif failure is not None and UNPROTECTED in recorded:
+            yield Cell(mode, f"FAILED: {reason(failure)}", failed=True)
+        elif failure is not None:
+            yield Cell(mode, f"fails without protection too, with torch {torch}: {reason(failure)}")
+        elif skipped is not None:
+            yield Cell(mode, f"FAILED: not run: {skipped.get('message')}", failed=True)
+        else:
+            yield Cell(mode, "passed", passed=True)
+
+
+def reason(failure: ElementTree.Element) -> str:
+    """The first error that the job told of, else what pytest says, in one line."""
+    told = re.findall(r"\b(?!AssertionError)[\w.]*(?:Error|Exception): .*", failure.text or "")
+    return (told or (failure.get("message") or "no message").splitlines())[0].strip()[:200]
+
+
+def row(version: Version, cells: Sequence[Cell], day: str) -> str:
+    """Of the table."""
+    passed, failed = sum(cell.passed for cell in cells), sum(cell.failed for cell in cells)
+    other = len(cells) - passed - failed
+    words = [f"{passed} of {len(cells)}"]
+    words += [f"{other} fail without protection too"] if other else []
+    words += [f"{failed} FAILED"] if failed else []
+    name = f"{version.name} {version.number}"
+    return f"| {name} | {version.torch} | {platform.python_version()} | {'; '.join(words)} | {day} |"
+
+
+def merged(old: str, new: Sequence[str]) -> str:
+    """The table with the rows of `new`, and those of `old` about other versions."""
+
+    def key(line: str) -> tuple[str, list[int], list[int]]:
+        framework, torch = (cell.strip() for cell in line.split("|")[1:3])
+        name, number = framework.split()
+        return name, *([int(part) for part in re.findall(r"\d+", text)] for text in (number, torch))  # type: ignore
+
+    rows = [line for line in old.splitlines() if re.match(rf"\| ({'|'.join(TESTS)}) ", line)]
+    about = [key(line) for line in new]
+    kept = [line for line in rows if key(line) not in about]
+    return "\n".join([HEAD, *sorted([*kept, *new], key=key)])
+
+
+def write(readme: Path, rows: Sequence[str]) -> None:
+    """Put `rows` into the README's table."""
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    old, end, after = rest.partition(END)
+    if not begin or not end:
+        raise RuntimeError(f"{readme} has no lines '{BEGIN}' and '{END}'")
+    readme.write_text(f"{before}{BEGIN}\n{merged(old, rows)}\n{END}{after}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", help=f"default: {' '.join(DEFAULT)}")
+    parser.add_argument("--readme", action="store_true", help="write the rows of these versions into README.md")
+    args = parser.parse_args()
+    try:
+        versions = [Version.of(text) for text in args.versions or DEFAULT]
+    except ValueError as error:
+        parser.error(str(error))
+    CACHE.mkdir(parents=True, exist_ok=True)
+    rows, failed = [], False
+    for version in versions:
+        version, cells = run(version)
+        rows.append(row(version, cells, datetime.date.today().isoformat()))
+        failed = failed or any(cell.failed for cell in cells)
+    print("\n" + merged("", rows))
+    if args.readme:
+        write(ROOT / "README.md", rows)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What tests/matrix.py makes of pytest's report, and of the README's table."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[1] / "matrix.py"
+spec = importlib.util.spec_from_file_location("matrix", FILE)
+assert spec and spec.loader
+matrix = sys.modules["matrix"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(matrix)
+
+REPORT = """<testsuites><testsuite>
+<testcase name="test_it[exact]"><properties><property name="unprotected" value="succeeded"/></properties></testcase>
+<testcase name="test_it[differs]"><properties><property name="unprotected" value="succeeded"/></properties>
+  <failure message="AssertionError: rank 3 differs">E  AssertionError: rank 3 differs&#10;found</failure></testcase>
+<testcase name="test_it[broken]">
+  <failure message="assert 'failed' == 'succeeded'">E  RuntimeError: a view&#10;tests/x.py:1: AssertionError</failure>
+</testcase>
+<testcase name="test_it[unstarted]"><error message="failed on setup">PatchError: no longer applies</error></testcase>
+<testcase name="test_it[left-out]"><skipped message="needs the extra"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_version_is_a_name_a_number_and_a_torch() -> None:
+    assert matrix.Version.of("megatron-core-0.15.3") == matrix.Version("megatron-core", "0.15.3")
+    assert matrix.Version.of("deepspeed") == matrix.Version("deepspeed")
+    assert matrix.Version.of("deepspeed-0.18.9+torch-2.10.0") == matrix.Version("deepspeed", "0.18.9", "2.10.0")
+    for wrong in ("deepspeed-", "apex-1", "deepspeed==0.18.9", ""):
+        with pytest.raises(ValueError, match="expected deepspeed or megatron-core"):
+            matrix.Version.of(wrong)
+
+
+def test_only_what_failed_unprotected_is_not_held_against_this_project() -> None:
+    found = {cell.mode: cell for cell in matrix.verdicts(REPORT, "2.13.0")}
+    assert {mode for mode, cell in found.items() if cell.passed} == {"exact"}
+    assert {mode for mode, cell in found.items() if cell.failed} == {"differs", "unstarted", "left-out"}
+    assert found["differs"].verdict == "FAILED: AssertionError: rank 3 differs"
+    assert found["broken"].verdict == "fails without protection too, with torch 2.13.0: RuntimeError: a view"
+
+
+def test_a_row_counts_all_three_kinds() -> None:
+    cells = list(matrix.verdicts(REPORT, "2.13.0"))
+    said = matrix.row(matrix.Version("deepspeed", "0.18.9", "2.13.0"), cells, "2026-01-02")
+    assert "| deepspeed 0.18.9 | 2.13.0 |" in said and "| 1 of 5;" in said and said.endswith("| 2026-01-02 |")
+    assert "1 fail without protection too; 3 FAILED" in said
+
+
+def test_rows_of_other_versions_stay_and_those_of_the_same_are_replaced(tmp_path: Path) -> None:
+    def line(version: str, torch: str, day: str) -> str:
+        return f"| {version} | {torch} | 3.11.7 | 8 of 8 | {day} |"
+
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{matrix.BEGIN}\n{matrix.END}\nafter\n")
+    matrix.write(readme, [line("deepspeed 0.19.8", "2.13.0", "old"), line("deepspeed 0.9.1", "2.13.0", "old")])
+    new = [line("deepspeed 0.19.8", "2.13.0", "new"), line("deepspeed 0.19.8", "2.10.0", "new")]
+    matrix.write(readme, new)
+    assert readme.read_text().splitlines() == [
+        *("before", matrix.BEGIN, *matrix.HEAD.splitlines(), line("deepspeed 0.9.1", "2.13.0", "old")),
+        *(new[1], new[0], matrix.END, "after"),
+    ]
+    with pytest.raises(RuntimeError, match="has no lines"):
+        (tmp_path / "other.md").write_text("")
+        matrix.write(tmp_path / "other.md", new)
+
+
+def test_the_readme_has_a_row_for_every_version_that_runs_by_default() -> None:
+    told = (FILE.parents[1] / "README.md").read_text()
+    table = told.partition(matrix.BEGIN)[2].partition(matrix.END)[0]
+    pins = (FILE.parents[1] / "launch" / "constraints.txt").read_text()
+    for text in matrix.DEFAULT:
+        version = matrix.Version.of(text)
+        number = version.number or pins.partition(f"\n{version.name}==")[2].split()[0]
+        assert f"\n| {version.name} {number} |" in table, f"run tests/matrix.sh --readme {text}"
