@@ -31,6 +31,7 @@ from .model.timeline import Profile
 from .recovery.collective import Collective
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
+from .systems.baft import Baft
 from .systems.reft import DEGRADED, PeerDegraded, Reft, budget_table
 
 _OF_A_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
@@ -64,9 +65,12 @@ class Session:
             print(config.table(), flush=True)
         self.profiler: Profiler | None = None
         self.edges: Edges | None = None  # to be called by the host, where anything asks for spans
+        self._baft: Baft | None = None
+        if config.baft is not None and profiling is None:
+            profiling = Profiling(iterations=config.baft.profile_iterations)
         if profiling is not None:
             self._profile(profiling)
-        if config.reft is not None:
+        if config.capture is not None:
             self._claim()
 
     def _profile(self, profiling: Profiling) -> None:
@@ -74,6 +78,8 @@ class Session:
         device = next((tensor.device for tensor in self._host.tensors().values()), torch.device("cpu"))
         recorder = Recorder(self._host.rank, clock_of(device))
         self.edges = recorder
+        if self._config.baft is not None:
+            self._baft = self.edges = Baft(self._host.rank, self._config.baft, recorder, self._events)
         self.profiler = Profiler(
             self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile
         )
@@ -91,6 +97,9 @@ class Session:
             print(f"ft_plugins: where an iteration's time goes\n{profile.table()}", flush=True)
             for rank, steps in left_out.items():
                 print(f"ft_plugins: rank {rank}: iterations {steps} were unlike the others: left out", flush=True)
+        plan = self._baft.plan(profile) if self._baft else None
+        if plan is not None and self._host.rank == 0:
+            print(f"ft_plugins: {plan.table()}", flush=True)
 
     def _report_no_profile(self, reason: str) -> None:
         self._events.emit("profile.lost", reason=reason, echo=True)
@@ -205,7 +214,7 @@ class Session:
         ResumeError when what was asked for is not there.
         """
         if self._reft is None:
-            if self._config.reft is not None and self._config.resume == "memory":  # one without leaves all without
+            if self._config.capture is not None and self._config.resume == "memory":  # one without leaves all without
                 error = ResumeError("--ftp-resume memory was asked for, but protection cannot be had")
                 error.echo = self._host.rank != 0
                 raise error
@@ -213,6 +222,8 @@ class Session:
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
         if self._host.rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
+        if self._baft is not None and self._reft.copies is not None:
+            self._baft.guard(self._reft.gate, self._reft.copies)
         done = plan.version.iteration if plan.version else loaded
         if last is not None and done >= last:
             self._restore_position()
@@ -230,6 +241,8 @@ class Session:
         self._restore_position()
         if self.profiler is not None:
             self.profiler.iteration_begin(step)
+        if self._baft is not None:
+            self._baft.iteration_begin()
 
     def before_update(self, step: int) -> None:
         """The fence."""
@@ -241,6 +254,8 @@ class Session:
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
+        if self._baft is not None:
+            self._baft.iteration_end()
         self._version_point(step)
         if self.profiler is not None:  # last: what protection takes at the version point is no bubble to come
             self.profiler.iteration_end(step)

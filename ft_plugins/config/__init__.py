@@ -15,9 +15,10 @@ secret: what is secret is a file that only its owner can read.
 from . import deepspeed_json
 from .keys import Key
 from .launch import LaunchContext, launch_context, run_directory, run_root, worker_environment
-from .schema import Config, ReftConfig, SystemConfig, add_flags, keys, merge
+from .schema import BaftConfig, Config, ReftConfig, SystemConfig, add_flags, keys, merge
 
 __all__ = [
+    "BaftConfig",
     "Config",
     "Key",
     "LaunchContext",

@@ -66,10 +66,11 @@ class ReftConfig(SystemConfig):
     bucket_mib: int = Field(
         4, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
     )
-    redundancy: Literal["raim5", "raim6", "neighbour", "none"] = Field(
-        "raim5",
+    redundancy: Literal["raim5", "raim6", "neighbour", "none"] | None = Field(
+        None,
         description="with several nodes: parity over the nodes of a sharding group, against the loss of one of them "
-        "(raim5) or of any two (raim6); a copy on the node of the pipeline stage before (neighbour); or nothing",
+        "(raim5) or of any two (raim6); a copy on the node of the pipeline stage before (neighbour); or nothing; "
+        "unset: raim5, with BAFT neighbour",
     )
     exchange_interval: int = Field(
         1,
@@ -108,6 +109,26 @@ class ReftConfig(SystemConfig):
         ge=0,
         description="how long ft-run, told to end, waits for the newest snapshot to be written",
         json_schema_extra=_more("seconds", needs="checkpoint_dir"),
+    )
+
+
+class BaftConfig(SystemConfig):
+    """BAFT: snapshots are copied to the node of the pipeline stage before, while the pipeline is idle anyway."""
+
+    link_mbps: float = Field(
+        10_000.0,
+        gt=0,
+        description="what the link of a node carries, each way: by it the bytes of a bubble are planned",
+        json_schema_extra=_more("megabits per second"),
+    )
+    reserve_ms: float = Field(
+        1.0,
+        ge=0,
+        description="at both ends of a bubble nothing is sent for so long: the pipeline's own messages come first",
+        json_schema_extra=_more("milliseconds"),
+    )
+    profile_iterations: int = Field(
+        6, ge=1, description="measure so many iterations before bubbles are planned", json_schema_extra=_more()
     )
 
 
@@ -170,6 +191,11 @@ class Config(_Block):
     reft: ReftConfig | None = Field(
         None, description="switch on REFT: snapshots in host memory, which outlive the training processes"
     )
+    baft: BaftConfig | None = Field(
+        None,
+        description="switch on BAFT: snapshots copied to the node of the pipeline stage before, sent in the bubbles of "
+        "the pipeline; with --reft its keys hold for the snapshots",
+    )
 
     @classmethod
     def from_json(cls, block: Mapping[str, Any], whole: bool = True) -> Config:
@@ -200,6 +226,15 @@ class Config(_Block):
     def systems(self) -> tuple[str, ...]:
         """Names of the systems that are on, in the schema's order."""
         return tuple(key.path[0] for key in keys() if key.system and getattr(self, key.path[0]) is not None)
+
+    @property
+    def capture(self) -> ReftConfig | None:
+        """How snapshots are taken and kept, whichever system wants them, `redundancy` named; None where none does."""
+        if self.reft is None and self.baft is None:
+            return None
+        found = self.reft or ReftConfig()
+        usual = "raim5" if self.baft is None else "neighbour"
+        return found.model_copy(update={"redundancy": found.redundancy or usual})
 
     @property
     def protects(self) -> bool:
@@ -308,6 +343,14 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
 
 
 def _require_effect(config: Config, spell: Spelling) -> None:
+    redundancy = config.reft.redundancy if config.reft else None
+    if config.baft is not None and redundancy not in (None, "neighbour"):
+        known = {key.path: key for key in keys()}
+        first, second = known["reft", "redundancy"], known[("baft",)]
+        raise ConfigError(
+            f"{spell(first)}: {redundancy} contradicts {spell(second)}, which keeps a copy on the stage before "
+            "(neighbour); drop one of the two"
+        )
     for key in keys():
         if key.needs_system and not config.protects and config.given().get(key.path, key.default) != key.default:
             switches = " or ".join(key.flag for key in keys() if key.system)

@@ -237,7 +237,7 @@ def _run(
 def _of_the_job(job: Job) -> dict[str, Any]:
     """What our rendezvous has to know of a protected job, where --rdzv-conf does not say otherwise."""
     told = {"node_name": job.node, "run_dir": job.run_dir, "detect_seconds": job.config.detect_seconds}
-    return told | ({"wait_seconds": job.config.reft.wait_seconds} if job.config.reft else {})
+    return told | ({"wait_seconds": job.config.capture.wait_seconds} if job.config.capture else {})
 
 
 def _specify(

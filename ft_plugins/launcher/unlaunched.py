@@ -61,7 +61,7 @@ def join(config: Config, context: LaunchContext) -> tuple[LaunchContext, Callabl
 
 def _bring_up(config: Config) -> tuple[str, int]:
     """The run directory of this job on this node, and the token of this incarnation."""
-    if config.reft is None:
+    if config.capture is None:
         raise ConfigError("no system is on")
     job = identity.job_name(config.job, "", os.getuid(), os.getcwd(), sys.argv[0], sys.argv[1:])
     node = config.node_name or identity.name_of(socket.gethostname())

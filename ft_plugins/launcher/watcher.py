@@ -112,7 +112,7 @@ class Watcher:
 
         Returns what `smp.Client.checkpoint` does. Raises ProtectionError when there is no SMP to do it.
         """
-        seconds = self._job.config.reft.checkpoint_seconds if self._job.config.reft else 0.0
+        seconds = self._job.config.capture.checkpoint_seconds if self._job.config.capture else 0.0
         try:
             with self._connect(self._job.run_dir, _CHECKPOINT_CALL_SECONDS) as client:
                 found: dict[str, Any] = client.checkpoint(reason, seconds, only_due)

@@ -26,6 +26,7 @@ The first line is the title, '#' begins a comment, every other line is a word an
     then   complete checkpoints are whole, the newest >= 9
     then   the reason is: the parts of ranks 2, 3, 6, 7 are gone    of every refusal, of every restore
     then   replicas were compared, little was sent                 parity is made where the replicas are
+    then   copies went out in bubbles                               some of them, with --baft
     then   no rank began anew                                       after something was completed
     then   the final state is golden                                that of the unfailed run, bit for bit
 
@@ -52,6 +53,7 @@ from .story import (
     Ends,
     Fate,
     Golden,
+    InBubbles,
     JobShape,
     Line,
     Lose,
@@ -72,7 +74,7 @@ class StoryError(FtError):
 
 
 _ACTS = (Counts, Stored, Stopped, Ends, Lose, Start)
-_KNOWN_AT_THE_END = (Restored, DeclaredLost, Whole, Reason, Compared, NotAnew, Golden)
+_KNOWN_AT_THE_END = (Restored, DeclaredLost, Whole, Reason, Compared, InBubbles, NotAnew, Golden)
 _NODE = r"([a-z]\w*)"
 _Build = Callable[..., Line]
 _PHRASES: dict[str, list[tuple[str, _Build]]] = {
@@ -96,6 +98,7 @@ _PHRASES: dict[str, list[tuple[str, _Build]]] = {
         (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: Whole(int(at))),
         (r"the reason is: (.+)", Reason),
         (r"replicas were compared, little was sent", Compared),
+        (r"copies went out in bubbles", InBubbles),
         (r"no rank began anew", NotAnew),
         (r"the final state is golden", Golden),
     ],

@@ -131,6 +131,11 @@ class Reason:
 
 
 @dataclass(frozen=True)
+class InBubbles:
+    """Copies went out while the gates of their ranks were open."""
+
+
+@dataclass(frozen=True)
 class NotAnew:
     """No rank has started from the beginning after something was completed."""
 
@@ -142,7 +147,7 @@ class Golden:
 
 Line = (
     Counts | Stored | Stopped | Ends | Lose | Start
-    | Restored | DeclaredLost | Compared | NotStored | Whole | Reason | NotAnew | Golden
+    | Restored | DeclaredLost | Compared | InBubbles | NotStored | Whole | Reason | NotAnew | Golden
 )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from .story import (
     Ends,
     Fate,
     Golden,
+    InBubbles,
     JobShape,
     Line,
     Lose,
@@ -171,6 +172,9 @@ class Teller:
                 slot = min(event.fields["share_bytes"] for event in self._events("rank.attach"))
                 # small state, digest tables and digests of what is compared; all else would be several slots
                 assert sent and all(fields["compared"] and fields["bytes"] < slot / 5 for fields in sent), sent
+            case InBubbles():
+                inside = [event.fields["in_bubbles"] for event in self._events("exchange.sent")]
+                assert any(inside), f"of {len(inside)} that were sent"
             case NotAnew():
                 anew = [event for event in self._events("restore.scratch") if event.fields["completed"]]
                 assert not anew, anew

@@ -68,7 +68,6 @@ class NodeTier:
         self._first: Peer | None = None  # where the agreement is reached
         self._coordinator: Coordinator | None = None
         self._exchange: Exchange | None = None
-        self._pacers: dict[int, GatePacer] = {}  # of this node's ranks, where copies go out in bubbles
         self._directive = Directive()
         self._missed: Version | None = None
         self._began = 0.0
@@ -201,8 +200,8 @@ class NodeTier:
                 "nodes": list(self._plan.nodes) if self._plan else [],
                 "counts": told(self._kept.counted),
                 "exchange": told(self._directive.exchange),
-                "in_bubbles": sum(pacer.inside_bytes for pacer in self._pacers.values()),
-                "late": sum(pacer.late_bytes for pacer in self._pacers.values()),
+                "in_bubbles": self._exchange.in_bubbles if self._exchange else 0,
+                "late": self._exchange.late if self._exchange else 0,
                 "parity_bytes": self._vault.nbytes if self._vault else 0,
             }
 
@@ -302,14 +301,13 @@ class NodeTier:
             if not pinned:
                 return pinned is False
             self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
-            rate = RatePacer(self._told.exchange_mbps * 1e6 / 8)
-            ranks = self._plan.ranks[self._told.position]
-            if self._told.stages and not self._pacers:
-                self._pacers = {rank: GatePacer(Gate(self._segments[rank].gate), rate) for rank in ranks}
+            segments = {rank: self._segments[rank] for rank in self._plan.ranks[self._told.position]}
+            pacer = RatePacer(self._told.exchange_mbps * 1e6 / 8)
+            gated = segments.items() if self._told.gated else ()
+            gates = {rank: GatePacer(Gate(segment.gate), pacer) for rank, segment in gated}
             self._exchange = Exchange(
-                self._plan, self._told.position, version, self._told.lineage,
-                {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events, self._vault.alike,
-                self._pacers,
+                self._plan, self._told.position, version, self._told.lineage, segments, self._connect, pacer,
+                self._events, self._vault.alike, gates,
             )  # fmt: skip
             return False
 
@@ -375,7 +373,6 @@ class NodeTier:
             self._thread = None
         with self._lock:
             self._end_exchange()
-            self._pacers = {}  # they hold the segments
             self._coordinator = None
             if self._vault is not None:
                 self._vault.pause()

@@ -22,6 +22,7 @@ import msgpack
 import xxhash
 
 from .. import faults
+from ..bubbles.gate import Gate
 from ..config import Config, ReftConfig
 from ..errors import BudgetError, ConfigError, CorruptSlotError, FtError, InventoryError, ProtectionError, ResumeError
 from ..events import Events
@@ -31,6 +32,7 @@ from ..recovery.nodes import JobNodes
 from ..recovery.plan import RecoveryPlan, choose_source
 from ..recovery.run import agree_on_version, load_tensors
 from ..recovery.storage import StorageTier
+from ..redundancy.neighbour import CopyPlan, NeighbourPlan
 from ..smp.client import Client
 from ..smp.protocol import ALARM
 from ..snapshot import codec, index, manifest
@@ -66,10 +68,10 @@ class Reft:
         towards: str = "localhost",
     ) -> None:
         """`nodes[rank]` is the node of each rank; `towards` a host of the job. Raises ConfigError, TopologyError."""
-        if config.reft is None:
+        if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host = host
-        self._config: ReftConfig = config.reft
+        self._config: ReftConfig = config.capture
         self.nodes = ReftNodes(host, config, collective, nodes, run_dir, token, events, towards)
         self._collective = collective
         self._run_dir = run_dir
@@ -77,6 +79,7 @@ class Reft:
         self._events = events
         layout = plan_layout(host.inventory(), nodes, self._config.bucket_mib << 20)
         self.layout: Layout = self.nodes.with_parity(layout)
+        self.copies: NeighbourPlan | None = None  # whose copy lives where, of this incarnation
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
@@ -105,6 +108,11 @@ class Reft:
         folder = str(Path(config.checkpoint_dir).absolute())
         world_size = self._collective.world_size
         return Storage(folder, config.checkpoint_interval, config.interval, config.checkpoint_keep, world_size)
+
+    @property
+    def gate(self) -> Gate:
+        """By which this rank's trainer says when its copy may go."""
+        return Gate(self._mapped().gate)
 
     @property
     def claimed(self) -> bool:
@@ -213,6 +221,7 @@ class Reft:
         self._collective.barrier()  # every SMP has opened the lineage before anyone captures into it
         if isinstance(nodes, JobNodes):
             self._report_protection(nodes, nodes.protect(plan.lineage, plan.version))
+            self.copies = nodes.exchange.neighbours if isinstance(nodes.exchange, CopyPlan) else None
         faults.reach("restore.end")
         self._lineage = plan.lineage
         self._capture = Capture(

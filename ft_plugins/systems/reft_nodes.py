@@ -46,11 +46,11 @@ class ReftNodes:
         towards: str,
     ) -> None:
         """`nodes[rank]` is the node of each rank; `towards` a host of the job. Raises ConfigError."""
-        if config.reft is None:
+        if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host = host
         self._job = config
-        self._config: ReftConfig = config.reft
+        self._config: ReftConfig = config.capture
         self._collective = collective
         self._nodes = nodes
         self._run_dir = run_dir
@@ -76,12 +76,14 @@ class ReftNodes:
 
     def _survivable(self, nodes: tuple[str, ...]) -> int:
         """How many nodes of a sharding group may be lost; 0 for none. Raises ConfigError where that was asked for."""
-        losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES}[self._config.redundancy]
+        wanted = self._config.redundancy or "none"
+        losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES}[wanted]
         reason = self._impossible(self._host.topology(), nodes, losses) if losses else ""
         if not reason:
             return losses
-        if "redundancy" in self._config.model_fields_set:
-            raise ConfigError(f"--reft-redundancy {self._config.redundancy}: {reason}")
+        if self._job.baft or self._job.reft and self._job.reft.redundancy:
+            asked = "--baft" if self._job.baft else f"--reft-redundancy {wanted}"
+            raise ConfigError(f"{asked}: {reason}")
         if self._host.rank == 0 and len(set(nodes)) > 1:
             print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
         return 0
@@ -113,7 +115,7 @@ class ReftNodes:
         config = NodeTierConfig(
             self.losses, stages, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
             self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
-            self._token,
+            self._token, self._job.baft is not None,
         )  # fmt: skip
         return JobNodes(self._collective, self._nodes, self._groups, shape, told(layout), config)
 

@@ -112,12 +112,27 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 def test_the_table_shows_every_effective_value_and_marks_the_defaults() -> None:
-    table = Config.from_json({"reft": {"interval": 3}}).table().splitlines()
+    table = Config.from_json({"reft": {"interval": 3}, "baft": True}).table().splitlines()
     assert len(table) == 1 + len(keys())
     rows = [line.split() for line in table]
     assert ["--reft-interval", "3", "iterations"] in rows
     assert ["--reft-bucket-mib", "4", "MiB", "default"] in rows
     assert ["--ftp-orphan-seconds", "1800", "seconds", "default"] in rows
+
+
+def test_what_is_captured_follows_from_the_systems_that_are_on() -> None:
+    def redundancy(block: dict[str, object]) -> str | None:
+        found = Config.from_json(block).capture
+        return found.redundancy if found else None
+
+    assert redundancy({}) is None
+    assert redundancy({"reft": True}) == "raim5"
+    assert redundancy({"baft": True}) == redundancy({"reft": True, "baft": True}) == "neighbour"
+    assert redundancy({"reft": {"redundancy": "raim6"}}) == "raim6"
+    interval = Config.from_json({"reft": {"interval": 3}, "baft": True}).capture
+    assert interval is not None and interval.interval == 3
+    with pytest.raises(ConfigError, match="redundancy: raim5 contradicts ft_plugins.baft"):
+        Config.from_json({"reft": {"redundancy": "raim5"}, "baft": True})
 
 
 def test_the_table_leaves_out_the_keys_of_a_system_that_is_off() -> None:
@@ -172,7 +187,7 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
         ({"reft": 3}, "ft_plugins.reft: expected an object, true or false, found 3"),
         ({"reft": {}, "resume": "disk"}, "ft_plugins.resume: expected one of auto, memory, storage, fresh, found"),
         ({"reft": {}, "orphan_seconds": 1e999}, "ft_plugins.orphan_seconds: expected a number >= 0, found inf"),
-        ({"resume": "memory"}, "ft_plugins.resume: has no effect while no system is on; add --reft or drop it"),
+        ({"resume": "memory"}, "ft_plugins.resume: has no effect while no system is on; add --reft or --baft or drop it"),
         ({"reft": False, "max_unprotected_steps": 5}, "ft_plugins.max_unprotected_steps: has no effect while no"),
         ([], "ft_plugins: expected an object, found []"),
     ],

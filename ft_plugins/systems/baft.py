@@ -1,0 +1,106 @@
+"""BAFT: copies on the node of the stage before, sent while the pipeline is idle; as one rank composes it.
+
+    profile of all ranks -> bubbles -> plan (the same on every rank) -> this rank's gate, opened and closed at edges
+
+Where what lives, how it is sent, counts and comes back is REFT's machinery with another placement
+(redundancy.neighbour); this decides only when. Until there is a plan, the gate is closed, and the SMP waits; it goes on
+by rate where no gate is opened for long (bubbles.gate).
+
+Invariant: in the step path there is no send, no lock and no process group: a count at each edge, and at the edges of
+bubbles a few stores into shared memory. A plan changes nothing but when bytes go.
+
+In: the spans of this rank as the host tells them, the job's profile, its copies. Out: openings of the gate; a
+`baft.plan` event for each plan.
+"""
+
+from __future__ import annotations
+
+from ..bubbles.filling import Grant, Transfer
+from ..bubbles.gate import Gate, Gatekeeper
+from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
+from ..bubbles.windows import Reserve
+from ..config import BaftConfig
+from ..events import Events
+from ..model.host import Edges
+from ..model.timeline import Kind, Profile
+from ..redundancy.neighbour import NeighbourPlan
+
+_ANY = 1 << 30  # an iteration beyond those that are planned one by one: which version is under way, only SMPs know
+
+
+class Baft:
+    """One rank's. `begin` and `end` are `model.host.Edges`."""
+
+    def __init__(self, rank: int, config: BaftConfig, recorder: Edges, events: Events) -> None:
+        """`recorder` is told of every span as well."""
+        self._rank = rank
+        self._config = config
+        self._recorder = recorder
+        self._events = events
+        self._gate: Gate | None = None
+        self._copies: NeighbourPlan | None = None
+        self._keeper: Gatekeeper | None = None
+        self._depth = 0
+
+    def guard(self, gate: Gate, copies: NeighbourPlan) -> None:
+        """From now on the copies of this rank go when `gate` says so."""
+        gate.close()
+        self._gate, self._copies, self._keeper = gate, copies, None
+
+    def plan(self, profile: Profile) -> BubblePlan | None:
+        """Plan anew; every rank of the job finds the same. None while nothing is guarded."""
+        if self._gate is None or self._copies is None:
+            return None
+        transfers = [
+            Transfer(copy.rank, copy.source, copy.receiver, copy.target, copy.nbytes) for copy in self._copies.copies
+        ]
+        ranks = range(len(profile.timelines))
+        found = plan_bubbles(
+            transfers,
+            dict(enumerate(profile.timelines)),
+            {rank: profile.bubbles(rank) for rank in ranks},
+            self._config.link_mbps * 1e6 / 8,
+            Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3),
+        )
+        (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
+        by_rate = bool(own.reason)
+        self._keeper = Gatekeeper(self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate)
+        self._events.emit(
+            "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
+            idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,
+            reason=own.reason,
+        )  # fmt: skip
+        return found
+
+    # ---- what the host tells ----
+
+    def iteration_begin(self) -> None:
+        """An iteration begins; what it was in the middle of before, it is no more."""
+        self._depth = 0
+        if self._keeper is not None:
+            self._keeper.iteration_begin(_ANY)
+
+    def iteration_end(self) -> None:
+        """Its last bubble is over."""
+        if self._keeper is not None:
+            self._keeper.iteration_end()
+
+    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        """A span begins; what begins inside another belongs to it."""
+        self._recorder.begin(kind, microbatch, chunk)
+        self._depth += 1
+        if self._depth == 1 and self._keeper is not None:
+            self._keeper.span_begin(kind)
+
+    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        """The span that has begun last ends."""
+        self._recorder.end(kind, microbatch, chunk)
+        self._depth -= 1
+        if self._depth == 0 and self._keeper is not None:
+            self._keeper.span_end()
+
+
+def _steady(sender: SenderPlan, seconds: float) -> SenderPlan:
+    """A plan for one that no bubble carries: its rate, over the whole of each iteration."""
+    grant = Grant(0, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
+    return SenderPlan(sender.transfer, (), (grant,), sender.idle_seconds, sender.shared_seconds, sender.snapshot)
