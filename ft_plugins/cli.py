@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,8 @@ from rich.table import Table
 from .config import Config, keys, run_root
 from .errors import ConfigError, FtError
 from .planner.intervals import Costs, plan_intervals
+from .planner.outlook import PipelineOutlook, Wanted, plan_pipeline
+from .planner.pipeline import Schedule
 from .planner.survival import Cluster, plan_survival
 from .smp import client as smp
 from .smp import liveness
@@ -193,10 +196,22 @@ def plan(
     checkpoint_seconds: Annotated[
         float | None, typer.Option(help="wait for a checkpoint without REFT; unset: until it is written")
     ] = None,
+    stages: Annotated[int | None, typer.Option(help="for bubbles: pipeline stages, each on nodes of its own")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="for bubbles: of an iteration, in one pipeline")] = None,
+    schedule: Annotated[Schedule | None, typer.Option(help="for bubbles: of the passes; unset: 1f1b")] = None,
+    chunks: Annotated[int | None, typer.Option(help="for bubbles: of a rank, if interleaved; unset: 2")] = None,
+    message_share: Annotated[
+        float | None, typer.Option(help="for bubbles: length of a message, in forward passes of a stage; unset: 0")
+    ] = None,
+    restart_seconds: Annotated[
+        float | None, typer.Option(help="for goodput: from a failure until state is loaded; unset: 600")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="draw survival over days into this file (.png, .svg, .pdf)")] = None,
+    plot_bubbles: Annotated[Path | None, typer.Option(help="draw the pipeline and goodput into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object, for programs")] = False,
 ) -> None:
-    """How long state in memory survives, and how often to save it: tables from failure rates and what saving takes."""
+    """How long state in memory survives, and how often to save it: tables from failure rates and what saving takes.
+    With a pipeline: its bubbles, how often a checkpoint fits into them, and goodput under every protection."""
     cluster = Cluster(nodes, group_nodes, hw_rate, sw_rate, shape)
     costs = Costs.given(
         {
@@ -210,14 +225,28 @@ def plan(
             "checkpoint_seconds": checkpoint_seconds,
         }
     )
+    wanted = Wanted.given(
+        {
+            "stages": stages,
+            "microbatches": microbatches,
+            "schedule": schedule and schedule.value,
+            "chunks": chunks,
+            "message_share": message_share,
+            "restart_seconds": restart_seconds,
+        }
+    )
     outlook = plan_survival(cluster, threshold)
     intervals = plan_intervals(cluster, costs) if costs is not None else None
+    pipeline = plan_pipeline(wanted, cluster, costs) if wanted is not None else None
     if plot is not None:
         _draw(cluster, threshold, plot)
+    if plot_bubbles is not None:
+        _draw_bubbles(pipeline, plot_bubbles)
     if as_json:
-        print(json.dumps({"survival": outlook.block(), "intervals": intervals and intervals.block()}))
+        parts = {"survival": outlook, "intervals": intervals, "pipeline": pipeline}
+        print(json.dumps({name: part and part.block() for name, part in parts.items()}))
     else:
-        print(outlook.table() + ("\n\n" + intervals.table() if intervals else ""))
+        print("\n\n".join(part.table() for part in (outlook, intervals, pipeline) if part))
 
 
 def main() -> None:
@@ -292,16 +321,35 @@ def _in_storage(storage: Mapping[str, Any]) -> str:
 
 
 def _draw(cluster: Cluster, threshold: float, path: Path) -> None:
-    try:
+    with _drawing("--plot", path):
         from .rig.survival_picture import draw
+
+        draw(cluster, threshold, path)
+
+
+def _draw_bubbles(outlook: PipelineOutlook | None, path: Path) -> None:
+    if outlook is None or not outlook.plans:
+        raise ConfigError(
+            "--plot-bubbles: without effect; there is a picture when stages, microbatches and what saving takes "
+            "(--state-gib and the others for intervals) are given too"
+        )
+    with _drawing("--plot-bubbles", path):
+        from .rig.bubble_pictures import draw_plan
+
+        draw_plan(outlook.timelines, outlook.plans, path)
+
+
+@contextmanager
+def _drawing(option: str, path: Path) -> Iterator[None]:
+    """What goes wrong with a picture, in one line."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("matplotlib"):
             raise
-        raise FtError("--plot needs matplotlib, which is not installed; pip install 'ft_plugins[report]'") from error
-    try:
-        draw(cluster, threshold, path)
+        raise FtError(f"{option} needs matplotlib, which is not installed; pip install 'ft_plugins[report]'") from error
     except OSError as error:
-        raise FtError(f"--plot {path}: cannot be written ({error.strerror})") from error
+        raise FtError(f"{option} {path}: cannot be written ({error.strerror})") from error
 
 
 def _checkpoint(run_dir: Path, seconds: float) -> str:

@@ -96,9 +96,10 @@ class Gate:
 
 
 class Gatekeeper:
-    """Opens and closes the gate of one trainer by its plan; the trainer tells it where each span begins and ends.
+    """Opens and closes the gate of one trainer by its plan. `begin` and `end` are `model.host.Edges`.
 
-    `steady`: what is granted at the begin of an iteration is for all of it, not for a bubble that a span would end.
+    It counts all spans, as a timeline does: what begins inside another belongs to it. A bubble is over where the next
+    compute span begins. `steady`: what is granted at the begin of an iteration is for all of it, not for a bubble.
     """
 
     def __init__(
@@ -108,34 +109,39 @@ class Gatekeeper:
         self._plan = plan
         self._clock_ns = clock_ns
         self._steady = steady
-        self._span = -1  # the one that ended last; -1 before the first
+        self._span = -1  # the span that ended last; -1 before the first
+        self._depth = 0
         self._iteration = 0
         self._is_open = False
         gate.close()
 
     def iteration_begin(self, iteration: int) -> None:
         """The iteration of a period, from 0, has begun; beyond the last one, bubbles are open for what was late."""
-        self._iteration, self._span = iteration, -1
+        self._iteration, self._span, self._depth = iteration, -1, 0
         self._open()
 
-    def span_begin(self, kind: Kind) -> None:
-        """The next span begins: if it computes, the bubble before it is over."""
-        if self._is_open and kind in COMPUTE and not self._steady:
+    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        """A span begins: if it computes, the bubble before it, if there was one, is over."""
+        self._depth += 1
+        if self._depth == 1 and kind in COMPUTE and not self._steady:
             self._close()
 
-    def span_end(self) -> None:
-        """A span has ended."""
-        self._span += 1
-        self._open()
+    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        """The span that has begun last ends: if it computes, a bubble may begin."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._span += 1
+            if kind in COMPUTE:
+                self._open()
 
     def iteration_end(self) -> None:
         """Nothing more is planned in this iteration."""
-        if self._is_open:
-            self._close()
+        self._close()
 
     def _close(self) -> None:
-        self._gate.close()
-        self._is_open = False
+        if self._is_open:
+            self._gate.close()
+            self._is_open = False
 
     def _open(self) -> None:
         grants = self._plan.after(self._iteration, self._span)
@@ -147,7 +153,8 @@ class Gatekeeper:
 class GatePacer:
     """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline.
 
-    `otherwise` paces when no gate was opened for `patience_seconds`: no plan yet, a trainer that is dead, evaluation.
+    `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was opened for
+    `patience_seconds`: a trainer that is dead, evaluation.
     `inside_bytes` went in their window, `late_bytes` were through after it.
     """
 
@@ -178,7 +185,7 @@ class GatePacer:
         while not stop.is_set():
             with self._lock:
                 allowed, wait = self._look(nbytes)
-                silent = self._clock_ns() - self._seen_ns > self._patience_ns
+                silent = self._number is None or self._clock_ns() - self._seen_ns > self._patience_ns
             if allowed is not None:
                 return allowed
             if silent and self._otherwise is not None:

@@ -78,7 +78,7 @@ class Bubble:
     index: int
     begin: float  # seconds since the iteration began
     end: float
-    after: int  # index of the span after whose end it begins: what computed or reduced last; -1 before the first
+    after: int  # index, among all spans, of the compute span after whose end it begins; -1 before the first
 
     @property
     def seconds(self) -> float:
@@ -150,7 +150,7 @@ def bubbles(timeline: Timeline, least: float = LEAST, reduce_work: Sequence[floa
             reductions += 1
             if work > 0:
                 until(span.end - work)
-                idle_since, after = max(idle_since, span.end), index
+                idle_since = max(idle_since, span.end)
     until(timeline.seconds)
     return tuple(found)
 

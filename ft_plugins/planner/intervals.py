@@ -168,7 +168,7 @@ def snapshot_interval(costs: Costs, losses: int) -> int:
     """Iterations from one snapshot to the next: the fewest that keep the wait at the fence below `max_overhead` of the
     time and give the exchange of `losses` x S the time it takes."""
     seconds = max(costs.snapshot_seconds / costs.max_overhead, exchange_seconds(costs, losses))
-    return _iterations(seconds, costs)
+    return iterations(seconds, costs)
 
 
 def exchange_seconds(costs: Costs, losses: int) -> float:
@@ -194,6 +194,12 @@ def storage_rate(cluster: Cluster, costs: Costs, scheme: Scheme) -> float:
 def young(cost: float, rate: float) -> float:
     """Seconds between saves of `cost` seconds each that cost least for `rate` failures a day: sqrt(2 cost / rate)."""
     return math.sqrt(2 * cost * DAY / rate) if rate else math.inf
+
+
+def iterations(seconds: float, costs: Costs) -> int:
+    """The fewest iterations that last at least `seconds`."""
+    # a quotient that rounding lifts above a whole number (0.07 / 0.01) must not cost an iteration
+    return max(1, math.ceil(seconds / costs.iteration_seconds * (1 - 1e-12)))
 
 
 def span(seconds: float) -> str:
@@ -243,9 +249,4 @@ def _whole(seconds: float, step: int, costs: Costs) -> int | None:
     """The fewest iterations, a multiple of `step`, that last at least `seconds`."""
     if math.isinf(seconds):
         return None
-    return -(-_iterations(seconds, costs) // step) * step
-
-
-def _iterations(seconds: float, costs: Costs) -> int:
-    # a quotient that rounding lifts above a whole number (0.07 / 0.01) must not cost an iteration
-    return max(1, math.ceil(seconds / costs.iteration_seconds * (1 - 1e-12)))
+    return -(-iterations(seconds, costs) // step) * step

@@ -44,7 +44,6 @@ class NodeTierConfig:
     towards: str  # a host of the job: the interface is the one that leads there, unless named
     run_dir: Path
     token: int
-    gated: bool = False
 
 
 class SeenNodes:
@@ -126,7 +125,6 @@ class JobNodes(SeenNodes):
             endpoints=tuple((str(host), int(port)) for host, port in told), interval=config.interval,
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
             replicated=() if config.stages else gathered([told for _, told in facts]), stages=config.stages,
-            gated=config.gated,
         )  # fmt: skip
         self.exchange = self._protection.plan()
         self.digest = self._protection.digest

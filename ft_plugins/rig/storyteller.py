@@ -173,8 +173,8 @@ class Teller:
                 # small state, digest tables and digests of what is compared; all else would be several slots
                 assert sent and all(fields["compared"] and fields["bytes"] < slot / 5 for fields in sent), sent
             case InBubbles():
-                inside = [event.fields["in_bubbles"] for event in self._events("exchange.sent")]
-                assert any(inside), f"of {len(inside)} that were sent"
+                inside = [event.fields["in_bubbles"] for event in self._events("node.counts")]
+                assert any(inside), f"in none of {len(inside)} that count"
             case NotAnew():
                 anew = [event for event in self._events("restore.scratch") if event.fields["completed"]]
                 assert not anew, anew

@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import faults
-from ..bubbles.gate import GatePacer
 from ..errors import CorruptSlotError, FtError
 from ..events import Events
 from ..model.pacer import Allowance, Pacer
@@ -47,7 +46,7 @@ NO_RANK = -1
 
 
 class RatePacer:
-    """A `model.pacer` that lets so many bytes a second pass, over all threads. 0: as many as will."""
+    """Lets so many bytes a second pass, over all threads. 0: as many as will."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
@@ -104,11 +103,11 @@ class Exchange:
         pacer: Pacer,
         events: Events,
         alike: Callable[[Version], None] = lambda version: None,
-        gates: Mapping[int, GatePacer] | None = None,
+        pacers: Mapping[int, Pacer] | None = None,
     ) -> None:
         """`segments` of this node's ranks hold `version` pinned; `connect` gives a connection to a position's SMP.
 
-        What is of a rank in `gates` alone goes when that says so, everything else when `pacer` does.
+        `pacers` are those of ranks by which goes what is theirs alone; `pacer` is for all else.
 
         `alike` is called when every replica that parity was made from here has been found equal to its other side.
         Raises ProtocolError when a slot is laid out otherwise than the plan has it.
@@ -118,8 +117,7 @@ class Exchange:
         self._version = version
         self._epoch = epoch
         self._segments = segments
-        self._gates = gates or {}
-        self._pacers: dict[int, Pacer] = {NO_RANK: pacer, **self._gates}
+        self._pacers = {NO_RANK: pacer, **(pacers or {})}
         self._events = events
         self._stop = threading.Event()
         self._started = time.monotonic()
@@ -163,16 +161,6 @@ class Exchange:
     def done(self) -> bool:
         """Whether every target has taken all that it was last asked about."""
         return all(self._done.values())
-
-    @property
-    def in_bubbles(self) -> int:
-        """Bytes that were through within their window."""
-        return sum(gate.inside_bytes for gate in self._gates.values())
-
-    @property
-    def late(self) -> int:
-        """Bytes that were through after it."""
-        return sum(gate.late_bytes for gate in self._gates.values())
 
     @property
     def corrupt(self) -> bool:
@@ -310,7 +298,6 @@ class Exchange:
         self._events.emit(
             "exchange.sent", lineage=self._version.lineage, iteration=self._version.iteration, bytes=self._sent_bytes,
             compared=sum(map(len, self._checks.values())), seconds=round(time.monotonic() - self._started, 3),
-            in_bubbles=self.in_bubbles, late=self.late,
         )  # fmt: skip
 
     def _frame(self, send: Send, at: int, nbytes: int) -> Bytes:

@@ -68,6 +68,7 @@ class NodeTier:
         self._first: Peer | None = None  # where the agreement is reached
         self._coordinator: Coordinator | None = None
         self._exchange: Exchange | None = None
+        self._pacers: dict[int, GatePacer] = {}  # of this node's ranks, where copies go out in bubbles
         self._directive = Directive()
         self._missed: Version | None = None
         self._began = 0.0
@@ -200,10 +201,17 @@ class NodeTier:
                 "nodes": list(self._plan.nodes) if self._plan else [],
                 "counts": told(self._kept.counted),
                 "exchange": told(self._directive.exchange),
-                "in_bubbles": self._exchange.in_bubbles if self._exchange else 0,
-                "late": self._exchange.late if self._exchange else 0,
+                **self._in_bubbles(),
                 "parity_bytes": self._vault.nbytes if self._vault else 0,
             }
+
+    def _in_bubbles(self) -> dict[str, int]:
+        """Bytes of copies that went in their bubble, and that were through after it, since the job was protected."""
+        pacers = self._pacers.values()
+        return {
+            "in_bubbles": sum(pacer.inside_bytes for pacer in pacers),
+            "late": sum(pacer.late_bytes for pacer in pacers),
+        }
 
     def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
         if self._server is not None and where == self._server.endpoint:
@@ -276,6 +284,7 @@ class NodeTier:
                 self._events.emit(
                     "node.counts", lineage=counts.lineage, iteration=counts.iteration,
                     seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
+                    **self._in_bubbles(),
                 )  # fmt: skip
             if directive.exchange != self._directive.exchange:
                 self._end_exchange()
@@ -301,13 +310,14 @@ class NodeTier:
             if not pinned:
                 return pinned is False
             self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
-            segments = {rank: self._segments[rank] for rank in self._plan.ranks[self._told.position]}
-            pacer = RatePacer(self._told.exchange_mbps * 1e6 / 8)
-            gated = segments.items() if self._told.gated else ()
-            gates = {rank: GatePacer(Gate(segment.gate), pacer) for rank, segment in gated}
+            rate = RatePacer(self._told.exchange_mbps * 1e6 / 8)
+            ranks = self._plan.ranks[self._told.position]
+            if self._told.stages and not self._pacers:
+                self._pacers = {rank: GatePacer(Gate(self._segments[rank].gate), rate) for rank in ranks}
             self._exchange = Exchange(
-                self._plan, self._told.position, version, self._told.lineage, segments, self._connect, pacer,
-                self._events, self._vault.alike, gates,
+                self._plan, self._told.position, version, self._told.lineage,
+                {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events, self._vault.alike,
+                self._pacers,
             )  # fmt: skip
             return False
 
@@ -373,6 +383,7 @@ class NodeTier:
             self._thread = None
         with self._lock:
             self._end_exchange()
+            self._pacers = {}  # they hold the segments
             self._coordinator = None
             if self._vault is not None:
                 self._vault.pause()

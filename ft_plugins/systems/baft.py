@@ -3,8 +3,8 @@
     profile of all ranks -> bubbles -> plan (the same on every rank) -> this rank's gate, opened and closed at edges
 
 Where what lives, how it is sent, counts and comes back is REFT's machinery with another placement
-(redundancy.neighbour); this decides only when. Until there is a plan, the gate is closed, and the SMP waits; it goes on
-by rate where no gate is opened for long (bubbles.gate).
+(redundancy.neighbour); this decides only when. Until there is a plan no gate is opened, and copies go by rate
+(bubbles.gate).
 
 Invariant: in the step path there is no send, no lock and no process group: a count at each edge, and at the edges of
 bubbles a few stores into shared memory. A plan changes nothing but when bytes go.
@@ -15,7 +15,7 @@ In: the spans of this rank as the host tells them, the job's profile, its copies
 
 from __future__ import annotations
 
-from ..bubbles.filling import Grant, Transfer
+from ..bubbles.filling import Grant, transfers_of
 from ..bubbles.gate import Gate, Gatekeeper
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
@@ -40,7 +40,6 @@ class Baft:
         self._gate: Gate | None = None
         self._copies: NeighbourPlan | None = None
         self._keeper: Gatekeeper | None = None
-        self._depth = 0
 
     def guard(self, gate: Gate, copies: NeighbourPlan) -> None:
         """From now on the copies of this rank go when `gate` says so."""
@@ -51,12 +50,9 @@ class Baft:
         """Plan anew; every rank of the job finds the same. None while nothing is guarded."""
         if self._gate is None or self._copies is None:
             return None
-        transfers = [
-            Transfer(copy.rank, copy.source, copy.receiver, copy.target, copy.nbytes) for copy in self._copies.copies
-        ]
         ranks = range(len(profile.timelines))
         found = plan_bubbles(
-            transfers,
+            transfers_of(self._copies),
             dict(enumerate(profile.timelines)),
             {rank: profile.bubbles(rank) for rank in ranks},
             self._config.link_mbps * 1e6 / 8,
@@ -75,8 +71,7 @@ class Baft:
     # ---- what the host tells ----
 
     def iteration_begin(self) -> None:
-        """An iteration begins; what it was in the middle of before, it is no more."""
-        self._depth = 0
+        """An iteration begins."""
         if self._keeper is not None:
             self._keeper.iteration_begin(_ANY)
 
@@ -86,18 +81,16 @@ class Baft:
             self._keeper.iteration_end()
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
-        """A span begins; what begins inside another belongs to it."""
+        """A span begins."""
         self._recorder.begin(kind, microbatch, chunk)
-        self._depth += 1
-        if self._depth == 1 and self._keeper is not None:
-            self._keeper.span_begin(kind)
+        if self._keeper is not None:
+            self._keeper.begin(kind, microbatch, chunk)
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """The span that has begun last ends."""
         self._recorder.end(kind, microbatch, chunk)
-        self._depth -= 1
-        if self._depth == 0 and self._keeper is not None:
-            self._keeper.span_end()
+        if self._keeper is not None:
+            self._keeper.end(kind, microbatch, chunk)
 
 
 def _steady(sender: SenderPlan, seconds: float) -> SenderPlan:

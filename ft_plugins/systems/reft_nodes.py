@@ -115,7 +115,7 @@ class ReftNodes:
         config = NodeTierConfig(
             self.losses, stages, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
             self._job.detect_seconds, self._job.secret_file, self._job.interface, self._towards, self._run_dir,
-            self._token, self._job.baft is not None,
+            self._token,
         )  # fmt: skip
         return JobNodes(self._collective, self._nodes, self._groups, shape, told(layout), config)
 

@@ -230,12 +230,40 @@ def test_plan_as_json_is_one_object(ft_plugins: Command) -> None:
     assert found["intervals"]["schemes"]["raim6"]["rebuild_seconds"] == 60 + 6 * 60 / 20
 
 
+PIPELINE = ("--stages", "8", "--microbatches", "32", "--message-share", "0.05")
+
+
+def test_plan_prints_bubbles_and_with_what_saving_takes_goodput(ft_plugins: Command) -> None:
+    bubbles = ft_plugins(*PAPER, *PIPELINE)
+    assert "1f1b *" in bubbles and "zero-bubble" in bubbles and "goodput" not in bubbles
+    whole = ft_plugins(*PAPER, *SAVING, *PIPELINE, "--schedule", "interleaved", "--chunks", "4")
+    assert "interleaved *" in whole and whole.count("\n  BAFT ") == 4
+    assert "a checkpoint fits into the bubbles" in whole
+    found = json.loads(ft_plugins(*PAPER, *SAVING, *PIPELINE, "--restart-seconds", "60", "--json"))["pipeline"]
+    assert found["pipeline"]["schedule"] == "1f1b" and len(found["by_stage"]) == 8
+    assert [plan["nodes"] for plan in found["goodput"]] == [3072, 12288, 49152, 196608]
+    assert found["goodput"][0]["upkeeps"]["baft"]["restart_seconds"] == pytest.approx(60 + 60 / 20, rel=1e-3)
+    assert json.loads(ft_plugins(*PAPER, *PIPELINE, "--json"))["pipeline"]["goodput"] == []
+
+
+def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
+    ft_plugins(*PAPER, *SAVING, *PIPELINE, "--plot-bubbles", str(tmp_path / "pipeline.svg"))
+    drawn = (tmp_path / "pipeline.svg").read_text()
+    labels = ["forward", "receive, waiting", "rank of the pipeline", "BAFT", "replication at once", "restarts alone"]
+    assert all(f"<!-- {label} -->" in drawn for label in labels)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--nodes", "3071"), "nodes: expected a multiple of group_nodes (6), found 3071"),
         (("--threshold", "1.5"), "threshold: expected a number above 0 and below 1, found 1.5"),
         (("--max-overhead", "0.02"), "max_overhead: without effect; intervals can be chosen when state_gib, "),
+        (("--chunks", "2"), "chunks: without effect; a pipeline can be simulated when stages, microbatches "),
+        ((*PIPELINE, "--schedule", "gpipe", "--chunks", "2"), "chunks, group, overlap: without effect in the schedule"),
+        ((*PIPELINE, "--message-share", "-1"), "message_share: expected a number from 0 to 100, found -1.0"),
+        ((*PIPELINE, "--plot-bubbles", "p.svg"), "--plot-bubbles: without effect; there is a picture when stages, "),
+        ((*PIPELINE, *SAVING, "--plot-bubbles", "p.gif"), "p.gif: expected a name that ends on one of .png"),
         (("--plot", "picture.gif"), "picture.gif: expected a name that ends on one of .png, .svg, .pdf"),
         (("--plot", "/proc/none/picture.png"), "--plot /proc/none/picture.png: cannot be written (No such file"),
     ],

@@ -187,7 +187,7 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
         ({"reft": 3}, "ft_plugins.reft: expected an object, true or false, found 3"),
         ({"reft": {}, "resume": "disk"}, "ft_plugins.resume: expected one of auto, memory, storage, fresh, found"),
         ({"reft": {}, "orphan_seconds": 1e999}, "ft_plugins.orphan_seconds: expected a number >= 0, found inf"),
-        ({"resume": "memory"}, "ft_plugins.resume: has no effect while no system is on; add --reft or --baft or drop it"),
+        ({"resume": "memory"}, "ft_plugins.resume: has no effect while no system is on; add --reft or --baft or"),
         ({"reft": False, "max_unprotected_steps": 5}, "ft_plugins.max_unprotected_steps: has no effect while no"),
         ([], "ft_plugins: expected an object, found []"),
     ],

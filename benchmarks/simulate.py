@@ -1,0 +1,160 @@
+"""How fast pipelines are simulated, and what the simulator says of jobs from 16 to 16,384 ranks.
+
+    python benchmarks/simulate.py [--quick] [--plot FOLDER] [--cluster FILE]
+
+    plan_seconds              one iteration of 64 stages with 512 microbatches (a model of 96 layers), 1f1b, links of
+                              1 ms: seconds of the thread on a processor, median; with what fits into the bubbles
+    plan_slowest_seconds      the slowest schedule
+    analytic_error_worst      bubble shares against closed forms, over schedules and sizes, as a share of them
+    shapes                    the paper's configurations: bubbles, iterations of a checkpoint, overhead (figures 3, 7)
+    family                    16 to 16,384 ranks: bubbles by schedule (figure 4), goodput by protection
+
+--cluster FILE: measured iterations to compare with, a JSON object for each line:
+
+    {"shape": "d2m2p4", "schedule": "1f1b", "ranks": 4, "microbatches": 8, "chunks": 1, "overlap": false,
+     "forward": [...], "backward": [...], "reduce": [...], "update": [...], "latency": s, "bandwidth": bytes/s,
+     "message_bytes": n, "joint": true, "iteration_seconds": s, "bubble_share": x}
+
+(times in seconds, by stage or by rank as in `planner.simulate.Times`); adds `iteration_error_worst` and
+`bubble_error_worst`, |simulated / measured - 1|, and both for each shape.
+
+Claims: plan_seconds < 1, analytic_error_worst < 1e-9, both errors <= 0.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ft_plugins.planner import idle
+from ft_plugins.planner.goodput import Protection, table
+from ft_plugins.planner.jobs import FAMILY, PAPER
+from ft_plugins.planner.pipeline import Pipeline, Schedule
+from ft_plugins.planner.simulate import Link, Times, simulate
+from ft_plugins.planner.study import Scale, Shape, scales_table, shapes_table, study_scale, study_shape
+from ft_plugins.rig.figures import line
+
+STAGES, MICROBATCHES, LAYERS = 64, 512, 96
+
+
+def of(schedule: Schedule, ranks: int, microbatches: int) -> Pipeline:
+    """Two chunks where a schedule has them."""
+    return Pipeline(schedule, ranks, microbatches, 2 if schedule is Schedule.INTERLEAVED else 1)
+
+
+def seconds_of(schedule: Schedule, rounds: int) -> float:
+    """Simulation, and what fits."""
+    stage = LAYERS / STAGES * 1e-2
+    times = Times((stage,), (2 * stage,), (stage,), links=(Link(1e-3),))
+    found = []
+    for _ in range(rounds):
+        started = time.thread_time()
+        timelines = simulate(of(schedule, STAGES, MICROBATCHES), times)
+        idle.fit(timelines, 1e9, 1e9)
+        found.append(time.thread_time() - started)
+    return statistics.median(found)
+
+
+def analytic_error() -> float:
+    """The worst over schedules and sizes."""
+    worst = 0.0
+    for ranks, count in ((2, 2), (4, 8), (8, 64), (16, 16), (32, 256)):
+        for schedule in Schedule:
+            pipeline = of(schedule, ranks, count)
+            forward, backward, weight = (1.0, 2.0, 1.0)
+            idles, work = (ranks - 1) * (forward + backward), pipeline.chunks * count * (forward + backward)
+            if schedule is Schedule.ZERO_BUBBLE:
+                idles = (ranks - 1) * (forward + (backward - weight) - weight)
+            share = idle.bubble_share(simulate(pipeline, Times((forward,), (backward,), (weight,))))
+            worst = max(worst, abs(share / (idles / (idles + work)) - 1))
+    return worst
+
+
+def compare(measured: dict[str, Any]) -> tuple[float, float]:
+    """Errors of iteration time and bubble share against one measured iteration."""
+    pipeline = Pipeline(
+        Schedule(measured["schedule"]),
+        measured["ranks"],
+        measured["microbatches"],
+        measured.get("chunks", 1),
+        overlap=measured.get("overlap", False),
+    )
+    names = ("forward", "backward", "weight", "reduce", "update")
+    several = {name: tuple(measured[name]) for name in names if name in measured}
+    link = Link(measured["latency"], measured["bandwidth"])
+    times = Times(
+        **several, links=(link,), message_bytes=measured["message_bytes"], joint=measured.get("joint", True)
+    )
+    timelines = simulate(pipeline, times)
+    return (
+        abs(timelines[0].seconds / measured["iteration_seconds"] - 1),
+        abs(idle.bubble_share(timelines) / measured["bubble_share"] - 1),
+    )
+
+
+def compared(path: Path) -> dict[str, float | bool]:
+    """Figures of a whole file."""
+    figures: dict[str, float | bool] = {}
+    pairs = []
+    for text in path.read_text().splitlines():
+        measured = json.loads(text)
+        pairs.append(compare(measured))
+        figures[f"iteration_error_{measured['shape']}"], figures[f"bubble_error_{measured['shape']}"] = pairs[-1]
+        print(f"{measured['shape']}   iteration {pairs[-1][0]:.2%} off   bubble share {pairs[-1][1]:.2%} off")
+    figures["iteration_error_worst"], figures["bubble_error_worst"] = (max(each) for each in zip(*pairs, strict=True))
+    return figures
+
+
+def draw(shapes: list[Shape], scales: list[Scale], folder: Path) -> None:
+    """All pictures."""
+    from ft_plugins.rig import bubble_pictures as pictures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures.draw_shapes(shapes, folder / "bubbles_by_shape.png")
+    pictures.draw_schedules(scales, folder / "bubbles_by_schedule.png")
+    pictures.draw_overheads(shapes, folder / "overhead_by_shape.png")
+    pictures.draw_goodput(scales, folder / "goodput.png")
+
+
+def measure(quick: bool, plot: Path | None, cluster: Path | None) -> dict[str, float | bool]:
+    """All figures; tables on the way."""
+    seconds = {schedule: seconds_of(schedule, 1 if quick else 5) for schedule in Schedule}
+    shown = "   ".join(f"{schedule.value} {took:.2f} s" for schedule, took in seconds.items())
+    print(f"{STAGES} stages, {MICROBATCHES} microbatches: {shown}\n", flush=True)
+    figures: dict[str, float | bool] = {
+        "plan_seconds": seconds[Schedule.ONE_F_ONE_B],
+        "plan_slowest_seconds": max(seconds.values()),
+        "analytic_error_worst": analytic_error(),
+    }
+    shapes = [study_shape(job) for batch in PAPER.values() for job in batch]
+    scales = [study_scale(job) for job in FAMILY]
+    print(shapes_table(shapes), scales_table(scales), table([one.plan for one in scales]), sep="\n\n", end="\n\n")
+    figures["bubble_share_least"] = min(min(one.bubble_shares) for one in shapes)
+    figures["iterations_per_checkpoint_worst"] = max(one.iterations for one in shapes)
+    figures["without_ring"] = sum(one.ring is None for one in [*shapes, *scales])
+    largest = scales[-1].plan
+    for protection in Protection:
+        figures[f"goodput_{largest.nodes * 8}_{protection.value}"] = largest.of(protection).goodput
+    if cluster is not None:
+        figures |= compared(cluster)
+    if plot is not None:
+        draw(shapes, scales, plot)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round each; ends within 20 s on 2 cores")
+    parser.add_argument("--plot", type=Path, help="draw all pictures into this folder")
+    parser.add_argument("--cluster", type=Path, help="measured iterations to compare with, JSON lines")
+    chosen = parser.parse_args()
+    print(line("simulate", measure(chosen.quick, chosen.plot, chosen.cluster)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""What part of the time a job makes progress, by how its state is protected, and what becomes of that as it grows.
+
+    disk         training waits until a checkpoint is in storage
+    checkfreq    it waits for a copy (`checkpoint_seconds`, else `snapshot_seconds`); that is written behind it
+                 (CheckFreq: snapshot and persist), so no sooner than the one before is written
+    replication  a node sends its state to another one at once, while training waits (as FTPipeHD and ResPipe do)
+    reft         a snapshot for each interval, exchanged behind training at the link's rate (RAIM5)
+    baft         the same snapshot, sent to the neighbour in bubbles only: one every n iterations, n by `Fit`
+
+With F failures a day, T an iteration, c the seconds that training waits for a save:
+
+    interval     sqrt(2 c / F) in whole iterations (Young 1974), not below what link, bubbles or storage can take
+    O_save       c / interval, as a share of useful time (BAFT, 'The all overhead')
+    O_lost       F (interval / 2 + lag), lag = from the snapshot until it counts, as a share of all time
+    O_restart    F (restart + load), load from where the state is: the link of a node, or storage for the whole job
+    goodput      (1 - O_lost - O_restart) / (1 + O_save), 0 if that is below 0
+
+What memory does not survive comes from storage: under REFT see `intervals.storage_rate`; a copy on a neighbour is lost
+with one of two other nodes (the one that has my copy, the one whose copy I had), until the lost node is replaced and
+has sent and received again. Storage is then written behind training, at Young's interval of that rate.
+
+Invariant: pure arithmetic, of first order: failures while one is repaired are in no term but that of storage.
+
+In: `survival.Cluster`, `intervals.Costs`, timelines of one pipeline. Out: `GoodputPlan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+from ..errors import ConfigError
+from ..model.timeline import Timeline
+from . import idle
+from .intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
+from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
+
+GIB = float(1 << 30)
+GROWTH = (1, 4, 16, 64)  # how often the pipelines are there, in a plan
+PARTNERS = 2  # of a node, any of which takes a copy on a neighbour with it
+
+
+class Protection(Enum):
+    """How state is protected; the value is its name for programs."""
+
+    DISK = "disk"
+    CHECKFREQ = "checkfreq"
+    REPLICATION = "replication"
+    REFT = "reft"
+    BAFT = "baft"
+
+    @property
+    def title(self) -> str:
+        """The name for people."""
+        return {
+            Protection.DISK: "checkpoints, training waits",
+            Protection.CHECKFREQ: "CheckFreq-like",
+            Protection.REPLICATION: "replication at once",
+            Protection.REFT: "REFT, RAIM5",
+            Protection.BAFT: "BAFT",
+        }[self]
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """What one protection costs. Shares are of time, seconds are for a failure, `every` is in iterations (None:
+    never)."""
+
+    protection: Protection
+    every: int | None
+    save_share: float
+    lost_seconds: float
+    restart_seconds: float
+    goodput: float
+
+
+@dataclass(frozen=True)
+class GoodputPlan:
+    """One size of a job. `iterations_per_checkpoint` is BAFT's n; None: some rank shares no bubble with its
+    destination, and all send at the link's rate as REFT does."""
+
+    nodes: int
+    failures: float  # a day
+    iteration_seconds: float
+    bubble_share: float
+    iterations_per_checkpoint: int | None
+    upkeeps: tuple[Upkeep, ...]
+
+    def of(self, protection: Protection) -> Upkeep:
+        """One of them."""
+        return next(one for one in self.upkeeps if one.protection is protection)
+
+    def block(self) -> dict[str, Any]:
+        """The plan as JSON."""
+        found = asdict(self)
+        found["upkeeps"] = {
+            one.protection.value: {k: v for k, v in asdict(one).items() if k != "protection"} for one in self.upkeeps
+        }
+        return found
+
+
+def plan_goodput(
+    cluster: Cluster,
+    costs: Costs,
+    timelines: Sequence[Timeline],
+    restart_seconds: float = 600.0,
+    fit: idle.Fit = idle.fit,
+) -> GoodputPlan:
+    """Every protection for a job whose nodes are each a stage (or a part of one) of a pipeline with these timelines.
+
+    Timelines count relative to their own length: `costs.iteration_seconds` is how long it really is. Raises ConfigError
+    for times below 0.
+    """
+    demand("restart_seconds", restart_seconds, "from 0 to 1e9", 0 <= restart_seconds <= 1e9)
+    if not timelines or timelines[0].seconds <= 0:
+        raise ConfigError("timelines: expected those of an iteration that takes time, found none")
+    stretched = costs.link_gib_per_second * costs.iteration_seconds / timelines[0].seconds
+    wanted = fit(timelines, costs.state_gib * GIB, stretched * GIB)
+    hardware, software = (
+        cluster.nodes * mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate)
+    )
+    job = _Job(cluster, costs, restart_seconds, hardware, software)
+    return GoodputPlan(
+        cluster.nodes,
+        hardware + software,
+        costs.iteration_seconds,
+        idle.bubble_share(timelines),
+        wanted,
+        (*job.from_storage(), *job.from_memory(wanted)),
+    )
+
+
+def plan_growth(
+    cluster: Cluster,
+    costs: Costs,
+    timelines: Sequence[Timeline],
+    restart_seconds: float = 600.0,
+    fit: idle.Fit = idle.fit,
+) -> tuple[GoodputPlan, ...]:
+    """The same pipeline in 1, 4, 16 and 64 times as many replicas, the batch growing with them: a node's part of the
+    replicated state shrinks as fast, failures grow."""
+    return tuple(
+        plan_goodput(
+            replace(cluster, nodes=cluster.nodes * times),
+            replace(costs, state_gib=max(1e-6, costs.state_gib / times)),
+            timelines,
+            restart_seconds,
+            fit,
+        )
+        for times in GROWTH
+    )
+
+
+def table(plans: Sequence[GoodputPlan]) -> str:
+    """Sizes of a job for people."""
+    head = f"bubbles and goodput; {plans[0].bubble_share:.1%} of an iteration is bubbles"
+    rows: list[tuple[str, ...]] = [
+        ("", "nodes", "failures a day", "save every", "saving", "lost a failure", "restart", "goodput")
+    ]
+    for plan in plans:
+        first = (str(plan.nodes), f"{plan.failures:.3g}")
+        for one in plan.upkeeps:
+            every = "never" if one.every is None else f"{one.every} iteration{'s' * (one.every > 1)}"
+            spent = (f"{one.save_share:.2%}", span(one.lost_seconds), span(one.restart_seconds))
+            rows.append((one.protection.title, *first, every, *spent, f"{one.goodput:.2%}"))
+            first = ("", "")
+    notes = []
+    if plans[0].iterations_per_checkpoint is None:
+        notes.append("  a rank and its destination share no bubbles: BAFT sends at the link's rate, as REFT does")
+    return "\n".join([head, *columns(rows), *notes])
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Failures are per day, of the whole job."""
+
+    cluster: Cluster
+    costs: Costs
+    restart: float
+    hardware: float
+    software: float
+
+    @property
+    def failures(self) -> float:
+        return self.hardware + self.software
+
+    @property
+    def write(self) -> float:
+        """Seconds until all is in storage, or comes from there."""
+        return self.cluster.nodes * self.costs.state_gib / self.costs.storage_gib_per_second
+
+    def from_storage(self) -> tuple[Upkeep, Upkeep]:
+        waited = self.costs.checkpoint_seconds
+        copy = min(self.costs.snapshot_seconds if waited is None else waited, self.write)
+        return (
+            self._upkeep(Protection.DISK, self.write, self.write, 0.0, self.failures),
+            self._upkeep(Protection.CHECKFREQ, copy, self.write, self.write - copy, self.failures),
+        )
+
+    def from_memory(self, wanted: int | None) -> tuple[Upkeep, Upkeep, Upkeep]:
+        snapshot, send = self.costs.snapshot_seconds, exchange_seconds(self.costs, 1)
+        bubbles = send if wanted is None else wanted * self.costs.iteration_seconds
+        hazard = mean_rate(self.cluster.hw_rate, self.cluster.shape) * (self.costs.replace_seconds + 2 * send) / DAY
+        both = self.hardware * loss(log_group_survival(PARTNERS, 0, hazard))
+        group = storage_rate(self.cluster, self.costs, Scheme.RAIM5)
+        return (
+            self._upkeep(Protection.REPLICATION, snapshot + send, 0.0, 0.0, both),
+            self._upkeep(Protection.REFT, snapshot, send, send, group),
+            self._upkeep(Protection.BAFT, snapshot, bubbles, bubbles, both),
+        )
+
+    def _upkeep(self, protection: Protection, wait: float, least: float, lag: float, beyond: float) -> Upkeep:
+        """`wait`: of training, for a save; `least`: seconds from one save to the next; `beyond`: failures a day that
+        only storage survives. Of what they come back from, each has its part."""
+        kept = self.failures - beyond
+        load = self.costs.state_gib / self.costs.link_gib_per_second
+        if kept > 0:
+            every = self._every(young(wait, self.failures), least)
+            share, lost = self._saving(every, wait, lag)
+            stored = self._every(young(self.costs.snapshot_seconds, beyond), self.write)
+            more, lost_stored = self._saving(stored, self.costs.snapshot_seconds, self.write)
+        else:
+            stored = every = self._every(young(wait, beyond), least)
+            share, lost_stored = self._saving(every, wait, lag)
+            more, lost = 0.0, 0.0
+        part = beyond / self.failures if self.failures else 0.0
+        lost_mean = (1 - part) * lost + part * lost_stored
+        restart = self.restart + (1 - part) * load + part * self.write
+        gone = self.failures / DAY * (lost_mean + restart)
+        return Upkeep(protection, every, share + more, lost_mean, restart, max(0.0, 1 - gone) / (1 + share + more))
+
+    def _every(self, best: float, least: float) -> int | None:
+        return None if math.isinf(best) else iterations(max(best, least), self.costs)
+
+    def _saving(self, every: int | None, wait: float, lag: float) -> tuple[float, float]:
+        """O_save, and the work that a failure costs; nothing where nothing fails."""
+        if every is None:
+            return 0.0, 0.0
+        seconds = every * self.costs.iteration_seconds
+        return wait / seconds, seconds / 2 + lag

@@ -1,0 +1,171 @@
+"""The interleaved schedule of megatron-core: what `forward_backward_pipelining_with_interleaving` does, in order.
+
+A rank's forward passes are numbered through all of its chunks, as the table says; so are its backward passes, with the
+chunks from the last to the first. The k-th pass needs what the rank before made in its k-th pass; the rank that leads
+(the first forwards, the last backwards) needs what the ranks' other end made p-1 passes earlier, for the next chunk.
+
+Invariant: the order of passes, of sends, of receives and of waits is that of megatron-core 0.16; what is received is
+what the other side sends.
+
+In: `Pipeline` with several chunks. Out: a rank's program.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .pipeline import Compute, Messages, Operation, Pass, Pipeline, Post, Wait, exchange
+
+
+def schedule_table(pipeline: Pipeline) -> list[tuple[int, int]]:
+    """(microbatch, chunk) of each forward pass of any rank: groups of microbatches, in each group chunk by chunk."""
+    return [
+        (microbatch, chunk)
+        for first in range(0, pipeline.microbatches, pipeline.grouped)
+        for chunk in range(pipeline.chunks)
+        for microbatch in range(first, min(first + pipeline.grouped, pipeline.microbatches))
+    ]
+
+
+class Interleaved:
+    """One rank's program while it is being written."""
+
+    def __init__(self, pipeline: Pipeline, rank: int) -> None:
+        self._pipeline, self._rank = pipeline, rank
+        self._first, self._last = rank == 0, rank == pipeline.ranks - 1
+        self._table = schedule_table(pipeline)
+        self._total = len(self._table)
+        behind = 2 * (pipeline.ranks - 1 - rank)
+        self._warm = min(behind + (pipeline.chunks - 1) * pipeline.grouped, self._total)
+        self._operations: list[Operation] = []
+        # what is on its way, oldest first: posted and not yet waited for
+        self._activations: deque[Messages] = deque()
+        self._gradients: deque[Messages] = deque()
+        self._sent_forward: Messages = ()
+        self._sent_backward: Messages = ()
+
+    def program(self) -> list[Operation]:
+        """All of it."""
+        self._warm_up()
+        for k in range(self._total - self._warm):
+            (self._overlapped if self._pipeline.overlap else self._blocking)(k)
+        self._flush()
+        return self._operations
+
+    def _warm_up(self) -> None:
+        first = () if self._first else (self._pipeline.activation(self._rank - 1, 0),)
+        self._exchange((), first)
+        for k in range(self._warm):
+            self._compute(Pass.FORWARD, k)
+            begins_steady = k == self._warm - 1 < self._total - 1
+            gradient = self._first_gradient() if begins_steady else ()
+            if self._pipeline.overlap:
+                self._exchange(self._made_forward(k), self._activation_after(k))
+                if gradient:
+                    self._operations.append(Post((), gradient, False))
+                    self._gradients.append(gradient)
+            else:
+                self._exchange(self._made_forward(k), self._activation_after(k) + gradient)
+
+    def _blocking(self, k: int) -> None:
+        forward = k + self._warm
+        self._compute(Pass.FORWARD, forward)
+        self._compute(Pass.BACKWARD, k)
+        self._exchange(
+            self._made_forward(forward) + self._made_backward(k),
+            self._activation_after(forward) + self._gradient_after(k),
+        )
+
+    def _overlapped(self, k: int) -> None:
+        """The send of a pass is waited for after the next one, a receive before the pass that follows it."""
+        forward = k + self._warm
+        if self._activations and not (self._first and self._table[forward][1] == 0):
+            self._operations.append(Wait((), self._activations.popleft()))
+        self._compute(Pass.FORWARD, forward)
+        self._sent_forward = self._begin(
+            self._made_forward(forward), self._activation_after(forward), self._activations, self._sent_forward
+        )
+        self._wait_for_gradient(k)
+        self._compute(Pass.BACKWARD, k)
+        self._sent_backward = self._begin(
+            self._made_backward(k), self._gradient_after(k), self._gradients, self._sent_backward
+        )
+
+    def _flush(self) -> None:
+        if self._warm == self._total:
+            self._exchange((), self._first_gradient())
+        for k in range(self._total - self._warm, self._total):
+            if k:
+                self._wait_for_gradient(k)
+            self._compute(Pass.BACKWARD, k)
+            self._exchange(self._made_backward(k), self._gradient_after(k))
+        if self._sent_backward:
+            self._operations.append(Wait(self._sent_backward, ()))
+
+    def _wait_for_gradient(self, k: int) -> None:
+        if self._gradients and not (self._last and self._chunk_backward(k) == self._pipeline.chunks - 1):
+            self._operations.append(Wait((), self._gradients.popleft()))
+
+    def _begin(self, sends: Messages, receives: Messages, coming: deque[Messages], before: Messages) -> Messages:
+        """Post, and wait for the send before; what is sent now."""
+        if sends or receives:
+            self._operations.append(Post(sends, receives, False))
+        if before:
+            self._operations.append(Wait(before, ()))
+        if receives:
+            coming.append(receives)
+        return sends
+
+    def _compute(self, what: Pass, k: int) -> None:
+        microbatch, chunk = self._table[k]
+        self._operations.append(Compute(what, microbatch, chunk if what is Pass.FORWARD else self._chunk_backward(k)))
+
+    def _exchange(self, sends: Messages, receives: Messages) -> None:
+        self._operations.extend(exchange(sends, receives))
+
+    def _chunk_backward(self, k: int) -> int:
+        return self._pipeline.chunks - 1 - self._table[k][1]
+
+    def _made_forward(self, k: int) -> Messages:
+        """What is sent after the k-th forward pass."""
+        microbatch, chunk = self._table[k]
+        stage = chunk * self._pipeline.ranks + self._rank
+        return (self._pipeline.activation(stage, microbatch),) if stage < self._pipeline.stages - 1 else ()
+
+    def _made_backward(self, k: int) -> Messages:
+        """What is sent after the k-th backward pass."""
+        stage = self._chunk_backward(k) * self._pipeline.ranks + self._rank
+        return (self._pipeline.gradient(stage, self._table[k][0]),) if stage else ()
+
+    def _activation_after(self, k: int) -> Messages:
+        """What is received after the k-th forward pass."""
+        ranks = self._pipeline.ranks
+        if k == self._total - 1:
+            return ()
+        if not self._first:
+            microbatch, chunk = self._table[k + 1]
+            return (self._pipeline.activation(chunk * ranks + self._rank - 1, microbatch),)
+        aligned = k - (ranks - 1)  # the pass of the last rank that lies beside this one
+        if aligned < 0 or self._table[aligned][1] == self._pipeline.chunks - 1:
+            return ()
+        microbatch, chunk = self._table[aligned]
+        return (self._pipeline.activation(chunk * ranks + ranks - 1, microbatch),)
+
+    def _gradient_after(self, k: int) -> Messages:
+        """What is received after the k-th backward pass."""
+        ranks = self._pipeline.ranks
+        if k == self._total - 1:
+            return ()
+        if not self._last:
+            stage = self._chunk_backward(k + 1) * ranks + self._rank + 1
+            return (self._pipeline.gradient(stage, self._table[k + 1][0]),)
+        aligned = k - (ranks - 1)  # the pass of the first rank that lies beside this one
+        if aligned < 0 or self._chunk_backward(aligned) == 0:
+            return ()
+        return (self._pipeline.gradient(self._chunk_backward(aligned) * ranks, self._table[aligned][0]),)
+
+    def _first_gradient(self) -> Messages:
+        if self._last:
+            return ()
+        stage = (self._pipeline.chunks - 1) * self._pipeline.ranks + self._rank + 1
+        return (self._pipeline.gradient(stage, 0),)

@@ -1,0 +1,145 @@
+"""Pipeline schedules as data: what each rank of a pipeline computes, sends and receives in one iteration, in order.
+
+    gpipe         all forwards, then all backwards, the newest microbatch first (GPipe, figure 2)
+    1f1b          megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving:
+                  p-1-rank forwards to warm up, then one forward, one backward; sends and receives in blocking pairs
+    interleaved   ..._with_interleaving: each rank has `chunks` pieces of the model, `group` microbatches of one follow
+                  each other; without `overlap` as megatron-core comes, with it as Megatron-LM starts it
+                  (--overlap-p2p-communication-warmup-flush, which also overlaps warm-up and flush, is not followed)
+    deepspeed     deepspeed.runtime.pipe.schedule.TrainSchedule: 1f1b, each send and receive by itself and blocking,
+                  results sent one step after they were made
+    zero-bubble   ZB-H1 (Qi et al., 'Zero Bubble Pipeline Parallelism'): 1f1b whose gradients of weights are put off on
+                  rank r by r microbatches, so that no rank holds more activations than rank 0 of 1f1b; receives are
+                  posted a pass ahead, sends are not waited for
+
+Invariant: a program names each pass and each end of each message once; what is waited for has been posted before.
+
+In: `Pipeline`. Out: `program`, a rank's list of `Compute`, `Post` and `Wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .interleaved import Interleaved
+from .pipeline import Compute, Messages, Operation, Pass, Pipeline, Post, Schedule, Wait, exchange
+
+
+def program(pipeline: Pipeline, rank: int) -> list[Operation]:
+    """What `rank` does in one iteration, up to its last backward pass."""
+    match pipeline.schedule:
+        case Schedule.GPIPE:
+            return list(_gpipe(_Ends(pipeline, rank)))
+        case Schedule.ONE_F_ONE_B:
+            return list(_one_f_one_b(_Ends(pipeline, rank)))
+        case Schedule.DEEPSPEED:
+            return list(_deepspeed(_Ends(pipeline, rank)))
+        case Schedule.ZERO_BUBBLE:
+            return _posted_ahead(_Ends(pipeline, rank), _zero_bubble_passes(pipeline, rank))
+        case Schedule.INTERLEAVED:
+            return Interleaved(pipeline, rank).program()
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The messages of a rank with one chunk; empty where the pipeline ends."""
+
+    pipeline: Pipeline
+    rank: int
+
+    def receive_forward(self, microbatch: int) -> Messages:
+        return (self.pipeline.activation(self.rank - 1, microbatch),) if self.rank else ()
+
+    def send_forward(self, microbatch: int) -> Messages:
+        return (self.pipeline.activation(self.rank, microbatch),) if self.rank < self.pipeline.ranks - 1 else ()
+
+    def receive_backward(self, microbatch: int) -> Messages:
+        return (self.pipeline.gradient(self.rank + 1, microbatch),) if self.rank < self.pipeline.ranks - 1 else ()
+
+    def send_backward(self, microbatch: int) -> Messages:
+        return (self.pipeline.gradient(self.rank, microbatch),) if self.rank else ()
+
+
+def _gpipe(ends: _Ends) -> Iterator[Operation]:
+    for microbatch in range(ends.pipeline.microbatches):
+        yield from exchange((), ends.receive_forward(microbatch))
+        yield Compute(Pass.FORWARD, microbatch, 0)
+        yield from exchange(ends.send_forward(microbatch), ())
+    for microbatch in reversed(range(ends.pipeline.microbatches)):
+        yield from exchange((), ends.receive_backward(microbatch))
+        yield Compute(Pass.BACKWARD, microbatch, 0)
+        yield from exchange(ends.send_backward(microbatch), ())
+
+
+def _one_f_one_b(ends: _Ends) -> Iterator[Operation]:
+    count = ends.pipeline.microbatches
+    warm = _warm_up(ends.pipeline, ends.rank)
+    for forward in range(warm):
+        yield from exchange((), ends.receive_forward(forward))
+        yield Compute(Pass.FORWARD, forward, 0)
+        yield from exchange(ends.send_forward(forward), ())
+    if warm < count:
+        yield from exchange((), ends.receive_forward(warm))
+    for backward, forward in enumerate(range(warm, count)):
+        yield Compute(Pass.FORWARD, forward, 0)
+        yield from exchange(ends.send_forward(forward), ends.receive_backward(backward))
+        yield Compute(Pass.BACKWARD, backward, 0)
+        following = ends.receive_forward(forward + 1) if forward + 1 < count else ()
+        yield from exchange(ends.send_backward(backward), following)
+    for backward in range(count - warm, count):
+        yield from exchange((), ends.receive_backward(backward))
+        yield Compute(Pass.BACKWARD, backward, 0)
+        yield from exchange(ends.send_backward(backward), ())
+
+
+def _deepspeed(ends: _Ends) -> Iterator[Operation]:
+    """In each step a rank has one forward or one backward pass, by turns; both may lie outside the iteration."""
+    count, ranks, rank = ends.pipeline.microbatches, ends.pipeline.ranks, ends.rank
+    before = -1
+    for step in range(2 * (count + ranks - 1)):
+        forward = (step + rank) % 2 == 0
+        microbatch = (step - rank) // 2 if forward else (step + rank + 1) // 2 - ranks
+        now, last = 0 <= microbatch < count, 0 <= before < count
+        if forward:
+            yield from exchange(ends.send_backward(before) if last else (), ())
+            yield from exchange((), ends.receive_forward(microbatch) if now else ())
+        else:
+            yield from exchange((), ends.receive_backward(microbatch) if now else ())
+            yield from exchange(ends.send_forward(before) if last else (), ())
+        if now:
+            yield Compute(Pass.FORWARD if forward else Pass.BACKWARD, microbatch, 0)
+        before = microbatch
+
+
+def _zero_bubble_passes(pipeline: Pipeline, rank: int) -> list[Compute]:
+    count, warm = pipeline.microbatches, _warm_up(pipeline, rank)
+    passes = [Compute(Pass.FORWARD, forward, 0) for forward in range(warm)]
+    for backward in range(count):
+        if backward + warm < count:
+            passes.append(Compute(Pass.FORWARD, backward + warm, 0))
+        passes.append(Compute(Pass.BACKWARD, backward, 0))
+        if backward >= rank:
+            passes.append(Compute(Pass.WEIGHT, backward - rank, 0))
+    return passes + [Compute(Pass.WEIGHT, weight, 0) for weight in range(max(0, count - rank), count)]
+
+
+def _posted_ahead(ends: _Ends, passes: list[Compute]) -> list[Operation]:
+    """What a pass needs is posted before the pass ahead of it."""
+    receive = {Pass.FORWARD: ends.receive_forward, Pass.BACKWARD: ends.receive_backward}
+    send = {Pass.FORWARD: ends.send_forward, Pass.BACKWARD: ends.send_backward}
+    needs = [receive[one.what](one.microbatch) if one.what in receive else () for one in passes] + [()]
+    operations: list[Operation] = [Post((), needs[0], False)] if needs[0] else []
+    for one, need, following in zip(passes, needs, needs[1:], strict=False):
+        if need:
+            operations.append(Wait((), need))
+        if following:
+            operations.append(Post((), following, False))
+        operations.append(one)
+        if one.what in send and (made := send[one.what](one.microbatch)):
+            operations.append(Post(made, (), False))
+    return operations
+
+
+def _warm_up(pipeline: Pipeline, rank: int) -> int:
+    return min(pipeline.ranks - 1 - rank, pipeline.microbatches)

@@ -1,0 +1,146 @@
+"""What simulator and goodput say of the jobs in `jobs`: the numbers behind the paper's figures 3, 4 and 7.
+
+`Shape` is one of the paper's configurations: bubbles of each stage (figure 3), and what a checkpoint costs that is sent
+in bubbles, or at once as FTPipeHD does it: training waits for all of it (figure 7). `Scale` is one of the family:
+bubbles under each schedule (figure 4), and goodput under each protection.
+
+Two figures for the iterations of a checkpoint, because of the first stage (see `idle`): as a `ring`, and in `pairs`.
+
+Invariant: pure, and the same every time. In: a `Job`. Out: `Shape` or `Scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from . import idle
+from .goodput import GoodputPlan, plan_goodput
+from .jobs import Job
+from .pipeline import Schedule
+from .simulate import Times, simulate
+from .survival import columns
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A configuration of the paper's. Seconds; None: some rank shares no bubble with its destination."""
+
+    job: Job
+    iteration_seconds: float
+    bubble_shares: tuple[float, ...]  # by stage
+    ring: int | None  # iterations of a checkpoint
+    pairs: int | None
+    send_seconds: float  # of all of a checkpoint, at once
+    snapshot_seconds: float
+
+    @property
+    def iterations(self) -> int:
+        """Of a checkpoint, by the better of both ways; as long as sending at once takes where neither goes."""
+        found = [one for one in (self.ring, self.pairs) if one is not None]
+        return min(found, default=int(self.send_seconds // self.iteration_seconds) + 1)
+
+    @property
+    def in_bubbles(self) -> float:
+        """Overhead of a checkpoint sent in bubbles: the wait for the snapshot."""
+        return self.snapshot_seconds / (self.iterations * self.iteration_seconds)
+
+    @property
+    def at_once(self) -> float:
+        """Overhead of sending it at once, as often."""
+        return (self.snapshot_seconds + self.send_seconds) / (self.iterations * self.iteration_seconds)
+
+    @property
+    def while_sending(self) -> float:
+        """Overhead of sending it at once in the iteration that does."""
+        return (self.snapshot_seconds + self.send_seconds) / self.iteration_seconds
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A job of the family. `plan` is that of its own schedule, in pairs; `ring` and `pairs` are the iterations of a
+    checkpoint."""
+
+    job: Job
+    shares: dict[Schedule, float]
+    plan: GoodputPlan
+    ring: int | None
+    pairs: int | None
+
+
+def study_shape(job: Job, snapshot_seconds: float = 0.02) -> Shape:
+    """One of the paper's configurations."""
+    pipeline = job.pipeline()
+    times = job.times(pipeline)
+    timelines = simulate(pipeline, times)
+    fit = fit_for(job, times)
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
+    return Shape(
+        job,
+        timelines[0].seconds,
+        idle.bubble_shares(timelines),
+        ring,
+        pairs,
+        job.rank_bytes / job.rank_link,
+        snapshot_seconds,
+    )
+
+
+def study_scale(job: Job, restart_seconds: float = 600.0, snapshot_seconds: float = 0.05) -> Scale:
+    """One job of the family, under every schedule."""
+    shares = {}
+    for schedule in Schedule:
+        pipeline = job.pipeline(schedule)
+        shares[schedule] = idle.bubble_share(simulate(pipeline, job.times(pipeline)))
+    pipeline = job.pipeline()
+    times = job.times(pipeline)
+    timelines = simulate(pipeline, times)
+    costs = job.costs(timelines[0].seconds, snapshot_seconds)
+    fit = fit_for(job, times)
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
+    plan = plan_goodput(job.cluster(), costs, timelines, restart_seconds, partial(fit, placement=idle.Placement.PAIRS))
+    return Scale(job, shares, plan, ring, pairs)
+
+
+def fit_for(job: Job, times: Times) -> partial[int | None]:
+    """`idle.fit` with the job's nodes, and its longest message reserved."""
+    message = max(link.seconds(times.message_bytes) for link in times.links)
+    return partial(idle.fit, per_node=job.stages_per_node, reserved=message)
+
+
+def shapes_table(shapes: Sequence[Shape]) -> str:
+    """Configurations for people."""
+    rows: list[tuple[str, ...]] = [
+        ("", "batch", "iteration", "bubbles", "ring", "pairs", "in bubbles", "at once", "while sending")
+    ]
+    for one in shapes:
+        low, high = min(one.bubble_shares), max(one.bubble_shares)
+        rows.append(
+            (
+                *(one.job.name, str(one.job.batch), f"{one.iteration_seconds:.2f} s", f"{low:.0%} to {high:.0%}"),
+                *(_count(one.ring), _count(one.pairs)),
+                *(f"{share:.1%}" for share in (one.in_bubbles, one.at_once, one.while_sending)),
+            )
+        )
+    return "\n".join(["iterations of a checkpoint, and its overhead", *columns(rows)])
+
+
+def scales_table(scales: Sequence[Scale]) -> str:
+    """The family's bubbles for people."""
+    head = ("ranks", *(schedule.value for schedule in Schedule), "its own", "ring", "pairs")
+    rows = [head] + [
+        (
+            f"{one.job.ranks} ",
+            *(f"{share:.1%}" for share in one.shares.values()),
+            f"{one.plan.bubble_share:.1%}",
+            _count(one.ring),
+            _count(one.pairs),
+        )
+        for one in scales
+    ]
+    return "\n".join(["bubbles by schedule, and iterations of a checkpoint", *columns(rows)])
+
+
+def _count(iterations: int | None) -> str:
+    return "none" if iterations is None else str(iterations)
