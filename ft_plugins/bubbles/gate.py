@@ -99,13 +99,16 @@ class Gatekeeper:
     """Opens and closes the gate of one trainer by its plan. `begin` and `end` are `model.host.Edges`.
 
     It counts all spans, as a timeline does: what begins inside another belongs to it. A bubble is over where the next
-    compute span begins.
+    compute span begins. `steady`: what is granted at the begin of an iteration is for all of it, not for a bubble.
     """
 
-    def __init__(self, gate: Gate, plan: SenderPlan, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, gate: Gate, plan: SenderPlan, clock_ns: Callable[[], int] = time.monotonic_ns, steady: bool = False
+    ) -> None:
         self._gate = gate
         self._plan = plan
         self._clock_ns = clock_ns
+        self._steady = steady
         self._span = -1  # the span that ended last; -1 before the first
         self._depth = 0
         self._iteration = 0
@@ -120,7 +123,7 @@ class Gatekeeper:
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """A span begins: if it computes, the bubble before it, if there was one, is over."""
         self._depth += 1
-        if self._depth == 1 and kind in COMPUTE:
+        if self._depth == 1 and kind in COMPUTE and not self._steady:
             self._close()
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:

@@ -59,7 +59,8 @@ class Baft:
             Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3),
         )
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
-        self._keeper = Gatekeeper(self._gate, own if not own.reason else _steady(own, found.seconds))
+        by_rate = bool(own.reason)
+        self._keeper = Gatekeeper(self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate)
         self._events.emit(
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,

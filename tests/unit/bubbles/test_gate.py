@@ -388,6 +388,18 @@ def test_a_bubble_stays_open_while_messages_are_sent_and_waited_for_in_it() -> N
     assert gate.read() is None
 
 
+def test_one_that_no_bubble_carries_is_not_stopped_by_compute() -> None:
+    plan = SenderPlan(Transfer(0, 0, 1, 1, 9), (), (grant(1, 0, 1.0, 9, after=-1),), 1.0, 1.0)
+    gate = Gate(empty())
+    keeper = Gatekeeper(gate, plan, Clock(), steady=True)
+    keeper.iteration_begin(0)
+    keeper.begin(Kind.FORWARD)
+    keeper.end(Kind.FORWARD)
+    assert gate.read() is not None
+    keeper.iteration_end()
+    assert gate.read() is None
+
+
 def test_a_new_trainer_begins_with_a_closed_gate_whatever_the_one_before_it_left() -> None:
     memory = empty()
     Gate(memory).open([grant(1, 0, 10.0, 5)], 0, 0)

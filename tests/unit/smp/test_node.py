@@ -395,24 +395,26 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     job.train(1, 1)  # without a plan yet, by the rate
     assert all(node.tier.status()["in_bubbles"] == node.tier.status()["late"] == 0 for node in job.nodes)
 
-    def bubbles(ranks: tuple[int, ...], mib: int) -> None:
+    def bubbles(ranks: tuple[int, ...], nbytes: int) -> None:
         """The trainers of `ranks` wait for a long time, in which so much may go."""
         for node in job.nodes:
             for rank in set(node.segments) & set(ranks):
-                grant = Grant(0, -1, 0.0, SECONDS, mib << 20)
+                grant = Grant(0, -1, 0.0, SECONDS, nbytes)
                 Gate(node.segments[rank].gate).open([grant], 0, time.monotonic_ns())
 
     bubbles((0, 1, 2, 3), 0)  # from now on there is a plan, by which nothing may go now
     for node in job.nodes:
         node.write(2)
     wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
-    bubbles((0, 1, 2), 1024)
+    bubbles((2,), 300_000)  # less than a frame
+    wait(lambda: job.nodes[1].tier.status()["in_bubbles"] > 200_000)
+    bubbles((0, 1, 2), 1 << 30)
     lanes = {0: (0, 1), 1: (2, 3)}
     sent = {at: sum(job.shapes[rank].nbytes for rank in ranks if rank != 3) for at, ranks in lanes.items()}
     wait(lambda: all(job.nodes[at].tier.status()["in_bubbles"] > nbytes for at, nbytes in sent.items()))
     assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes), "rank 3 has not been allowed anything"
     assert job.nodes[1].tier.status()["in_bubbles"] < sent[1] + job.shapes[3].nbytes
-    bubbles((3,), 1024)
+    bubbles((3,), 1 << 30)
     wait(lambda: all(node.tier.status()["counts"] == [1, 2] for node in job.nodes))
     assert all(node.tier.status()["late"] == 0 for node in job.nodes)
     (fresh,) = job.substitute(1)
