@@ -21,8 +21,8 @@ from ft_plugins.rig.golden import assert_identical
 from ft_plugins.rig.profiled import ProfiledRun
 
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
-FORWARD = 0.05  # seconds, twice as much where more ranks compute at once; a backward takes two of it
-NOISE = 0.5  # of a forward, a schedule's shortest bubble: what is shorter, in the median, is the machine's
+FORWARD = 0.06  # seconds, twice as much where more ranks compute at once; a backward takes two of it
+NOISE = 0.7  # of a forward, a schedule's shortest bubble: what is shorter, in the median, is the machine's
 
 MEGATRON = ("--hidden", "32", "--sequence", "16", "--micro-batch", "1", "--eval-at", "3")
 DEEPSPEED = ("--layers", "2", "--hidden", "32", "--sequence", "16", "--eval-at", "3")
@@ -112,6 +112,8 @@ def finish(server: ForkServer, run: ProfiledRun) -> ProfiledRun:
         (run.folder / "ds.json").write_text(json.dumps(settings))
     job = server.start(run.spec())
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    assert ("time goes" in job.log.read_text()) == run.recorded
+    assert "left out" not in job.log.read_text(), "iterations with an evaluation are like the others"
     return run
 
 
