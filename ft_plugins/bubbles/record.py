@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 
+from ..model.host import Edges
 from ..model.timeline import Kind, Span, Timeline
 from .clock import Clock
 
@@ -96,3 +97,19 @@ class Recorder:
         )
         known = count > 0 and self._memory[0] >= 0
         return Timeline(self._rank, times[1], spans, tuple(self._memory[:count]) if known else ())
+
+
+class Several:
+    """Edges for several, told in the order in which they are given: what acts at an edge first, what records last."""
+
+    def __init__(self, *edges: Edges) -> None:
+        self._begins = tuple(one.begin for one in edges)
+        self._ends = tuple(one.end for one in edges)
+
+    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        for begin in self._begins:
+            begin(kind, microbatch, chunk)
+
+    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        for end in self._ends:
+            end(kind, microbatch, chunk)

@@ -21,8 +21,8 @@ from ft_plugins.rig.golden import assert_identical
 from ft_plugins.rig.profiled import ProfiledRun
 
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
-FORWARD = 0.05  # seconds, twice as much where more ranks compute at once; a backward takes two of it
-NOISE = 0.5  # of a forward, a schedule's shortest bubble: what is shorter, in the median, is the machine's
+FORWARD = 0.06  # seconds, twice as much where more ranks compute at once; a backward takes two of it
+NOISE = 0.7  # of a forward, a schedule's shortest bubble: what is shorter, in the median, is the machine's
 
 MEGATRON = ("--hidden", "32", "--sequence", "16", "--micro-batch", "1", "--eval-at", "3")
 DEEPSPEED = ("--layers", "2", "--hidden", "32", "--sequence", "16", "--eval-at", "3")
@@ -37,6 +37,12 @@ class Pipeline:
     stages: int
     microbatches: int
     chunks: int = 1
+
+    @property
+    def merges(self) -> bool:
+        """Whether some bubbles become one: where stages drain, Megatron waits for a send until its receiver is there,
+        which in a ring of more than two stages may be one that has still to compute."""
+        return self.chunks > 1 and self.stages > 2
 
     def order(self, stage: int) -> list[Operation]:
         """What a stage computes: forwards to warm up, then one forward and one backward in turn, then what is left."""
@@ -68,11 +74,12 @@ class Pipeline:
             return self.stages - 1 - ends, (kind, microbatch, chunk + step)
         return None if kind is Kind.FORWARD else (stage, (Kind.FORWARD, microbatch, chunk))
 
-    def idle_after(self) -> list[list[Operation | None]]:
-        """By stage: the operations after which it is idle, None for before its first one. They end together."""
+    def idle_after(self) -> list[dict[Operation | None, int]]:
+        """By stage: after which operations it is idle, and how many forwards long; None: before its first one. The
+        stages end together."""
         over: dict[tuple[int, Operation], int] = {}  # when, in forwards
         at = [0] * self.stages
-        found: list[list[Operation | None]] = [[] for _ in range(self.stages)]
+        found: list[dict[Operation | None, int]] = [{} for _ in range(self.stages)]
         left = [self.order(stage) for stage in range(self.stages)]
         last: list[Operation | None] = [None] * self.stages
         while any(left):
@@ -81,14 +88,14 @@ class Pipeline:
                 while operations and (needed is None or needed in over):
                     ready = 0 if needed is None else over[needed]
                     if ready > at[stage]:
-                        found[stage].append(last[stage])
+                        found[stage][last[stage]] = ready - at[stage]
                     operation = last[stage] = operations.pop(0)
                     at[stage] = max(at[stage], ready) + (1 if operation[0] is Kind.FORWARD else 2)
                     over[stage, operation] = at[stage]
                     needed = operations and self.before(stage, operations[0])
         for stage in range(self.stages):
             if at[stage] < max(at):
-                found[stage].append(last[stage])
+                found[stage][last[stage]] = max(at) - at[stage]
         return found
 
 
@@ -105,6 +112,8 @@ def finish(server: ForkServer, run: ProfiledRun) -> ProfiledRun:
         (run.folder / "ds.json").write_text(json.dumps(settings))
     job = server.start(run.spec())
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+    assert ("time goes" in job.log.read_text()) == run.recorded
+    assert "left out" not in job.log.read_text(), "iterations with an evaluation are like the others"
     return run
 
 
@@ -128,7 +137,14 @@ def check(server: ForkServer, entry: str, folder: Path, pipeline: Pipeline, argv
         assert kinds[-1] is Kind.UPDATE and kinds[-2] is Kind.REDUCE and kinds.count(Kind.UPDATE) == 1
         bubbles = [bubble for bubble in profile.bubbles(rank, NOISE * forward) if bubble.after != len(kinds) - 1]
         after = [None if bubble.after < 0 else timeline.shape[bubble.after] for bubble in bubbles]
-        assert after == pipeline.idle_after()[stage], f"rank {rank}: {profile.table(NOISE * forward)}"
+        expected = pipeline.idle_after()[stage]
+        wrong = f"rank {rank}: {after}, expected {expected}\n{profile.table(NOISE * forward)}"
+        if pipeline.merges:
+            assert set(after) <= expected.keys(), wrong
+        else:
+            assert after == [*expected], wrong
+        idle = sum(bubble.seconds for bubble in bubbles)
+        assert idle >= (sum(expected.values()) - NOISE) * forward, wrong
         for span in timeline.spans:
             slept = {Kind.FORWARD: forward, Kind.BACKWARD: 2 * forward}.get(span.kind, 0.0)
             assert span.end - span.begin >= slept - 1e-9, "added up from lengths"
@@ -140,8 +156,8 @@ def test_the_schedule_as_it_is_played_through_here_is_the_textbooks() -> None:
     assert [kind.value[0] + str(one) for kind, one, _ in pipeline.order(0)] == ["f0", "f1", "b0", "f2", "b1", "b2"]
     assert [kind.value[0] + str(one) for kind, one, _ in pipeline.order(1)] == ["f0", "b0", "f1", "b1", "f2", "b2"]
     first, last = pipeline.idle_after()
-    assert first == [(forward, 1, 0), (backward, 1, 0)], "drained from the last stage's backward on"
-    assert last == [None, (backward, 2, 0)], "warm-up, flush"
+    assert first == {(forward, 1, 0): 2, (backward, 1, 0): 1}, "drained at the pace of the last stage"
+    assert last == {None: 1, (backward, 2, 0): 2}, "warm-up, flush"
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,18 @@ def test_when_one_rank_misses_the_profile_too_often_all_record_again() -> None:
     assert job.phases.count(Phase.RECORDING) == recorded, "the new one fits"
 
 
+def test_what_missed_an_old_profile_does_not_count_against_the_new_one() -> None:
+    job = Job()
+    job.iterate(7)
+    while len(job.profiles[0]) < 2:
+        job.iterate(1, 2.0)
+    recorded = job.phases.count(Phase.RECORDING)
+    for seconds in (3.0, 2.0, 3.0, 3.0, 2.0):
+        job.iterate(1, seconds)
+    assert job.phases[-2] is Phase.ASKING
+    assert job.phases.count(Phase.RECORDING) == recorded
+
+
 def test_while_another_profile_is_made_the_old_one_holds() -> None:
     job = Job()
     job.iterate(7)

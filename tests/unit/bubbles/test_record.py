@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ft_plugins.bubbles.clock import HostClock, clock_of
-from ft_plugins.bubbles.record import Recorder
+from ft_plugins.bubbles.record import Recorder, Several
 from ft_plugins.model.timeline import Kind, Span, Timeline
 
 
@@ -105,6 +105,29 @@ def test_a_device_that_lags_behind_is_not_waited_for() -> None:
     assert not recorder.free, "its events are still needed"
     clock.over = True
     assert recorder.take() is not None
+
+
+def test_several_are_told_the_same_in_their_order() -> None:
+    told: list[tuple[object, ...]] = []
+
+    class One:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def begin(self, *edge: object) -> None:
+            told.append((self.name, "begin", *edge))
+
+        def end(self, *edge: object) -> None:
+            told.append((self.name, "end", *edge))
+
+    several = Several(One("gate"), One("recorder"))
+    several.begin(Kind.FORWARD, 3, 1)
+    several.end(Kind.UPDATE)
+    forward, update = (Kind.FORWARD, 3, 1), (Kind.UPDATE, -1, 0)
+    assert told == [
+        *(("gate", "begin", *forward), ("recorder", "begin", *forward)),
+        *(("gate", "end", *update), ("recorder", "end", *update)),
+    ]
 
 
 def test_the_clock_of_the_host_tells_seconds_since_the_first_mark() -> None:

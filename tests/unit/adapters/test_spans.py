@@ -1,0 +1,60 @@
+"""The update as two spans: until all agree, and what is then updated."""
+
+from __future__ import annotations
+
+import torch
+
+from ft_plugins.adapters.spans import around, around_update
+from ft_plugins.model.timeline import Kind
+
+
+class Heard:
+    """What was told, in order."""
+
+    def __init__(self) -> None:
+        self.edges: list[tuple[str, str]] = []
+
+    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        self.edges.append(("begin", kind.value))
+
+    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        self.edges.append(("end", kind.value))
+
+
+def optimizers() -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1) for _ in range(2)]
+
+
+AGREED = [("begin", "reduce"), ("end", "reduce")]
+UPDATED = [("begin", "update"), ("end", "update")]
+
+
+def test_the_update_begins_with_the_first_optimizer_that_steps() -> None:
+    heard, inner = Heard(), optimizers()
+
+    def step(closure: object, *, told: int) -> int:
+        assert closure is None
+        heard.edges.append(("norm", ""))
+        for optimizer in inner:
+            optimizer.step()
+        return told
+
+    wrapped = around_update(inner, heard)(step)
+    for _ in range(2):
+        assert wrapped(None, told=7) == 7
+    once = [AGREED[0], ("norm", ""), AGREED[1], *UPDATED]
+    assert heard.edges == once * 2
+
+
+def test_a_skipped_update_is_none() -> None:
+    heard, inner = Heard(), optimizers()
+    around_update(inner, heard)(lambda: None)()
+    assert heard.edges == AGREED
+    inner[0].step()
+    assert heard.edges == AGREED, "a step elsewhere is no update of training"
+
+
+def test_what_is_around_something_hands_through_what_it_is_given_and_gives() -> None:
+    heard = Heard()
+    assert around(Kind.SEND, lambda one, *, other: one + other, heard)(1, other=2) == 3
+    assert heard.edges == [("begin", "send"), ("end", "send")]

@@ -1,0 +1,83 @@
+"""A session that measures where the bubbles are: real ranks, a host that tells of its spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.bubbles.profile import Profiling
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import UnsupportedError
+from ft_plugins.events import read
+from ft_plugins.model.host import Edges
+from ft_plugins.model.timeline import Kind, Profile
+from ft_plugins.session import attach
+
+Ranks = Callable[..., list[Any]]
+SETTINGS = Profiling(warmup=1, iterations=2)
+
+
+class Telling(PlainHost):
+    """Tells of one forward of microbatch `rank` and an update in each iteration."""
+
+    edges: Edges | None = None
+
+    def install_edges(self, edges: Edges) -> None:
+        self.edges = edges
+
+    def iterate(self) -> None:
+        assert self.edges is not None
+        for kind, microbatch in ((Kind.FORWARD, self.rank), (Kind.UPDATE, -1)):
+            self.edges.begin(kind, microbatch)
+            self.edges.end(kind, microbatch)
+
+
+def _train(rank: int, world: int, run_dir: Path) -> Profile | None:
+    host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
+    place = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
+    session = attach(host, Config(), place, SETTINGS)
+    session.resume()
+    for step in range(1, 6):
+        session.iteration_begin(step)
+        host.iterate()
+        session.iteration_end(step)
+    session.shutdown()
+    assert session.profiler is not None
+    return session.profiler.profile
+
+
+def test_after_the_first_iterations_every_rank_knows_the_spans_of_all(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second = ranks(_train, 2, tmp_path)
+    assert first is not None and first == second
+    for rank, timeline in enumerate(first.timelines):
+        assert timeline.rank == rank
+        assert timeline.shape == ((Kind.FORWARD, rank, 0), (Kind.UPDATE, -1, 0))
+    done = sorted(read(tmp_path / "events.jsonl"), key=lambda event: event.rank)
+    assert [(event.name, event.rank, event.fields["spans"]) for event in done] == [
+        ("profile.done", 0, 2),
+        ("profile.done", 1, 2),
+    ]
+    printed = capfd.readouterr().out
+    assert printed.count("where an iteration's time goes") == 1, "by one rank"
+    assert len(printed.split("time goes\n")[1].strip().splitlines()) == 3, "a head, and a line for each rank"
+
+
+def _place() -> LaunchContext:
+    return LaunchContext(None, None, 0, None, 0, 0, 1, 1, 0, 0)
+
+
+def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
+    host = PlainHost({"w": torch.zeros(4)})
+    with pytest.raises(UnsupportedError, match="a training loop of torch alone has no pipeline"):
+        attach(host, Config(), _place(), SETTINGS)
+    session = attach(host, Config(), _place())
+    assert session.profiler is None and session.edges is None
+    session.iteration_begin(1)
+    session.iteration_end(1)
