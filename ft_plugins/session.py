@@ -22,7 +22,7 @@ import torch
 from . import faults
 from .bubbles.clock import clock_of
 from .bubbles.profile import Profiler, Profiling
-from .bubbles.record import Recorder
+from .bubbles.record import Recorder, Several
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
@@ -79,7 +79,8 @@ class Session:
         recorder = Recorder(self._host.rank, clock_of(device))
         self.edges = recorder
         if self._config.baft is not None:
-            self._baft = self.edges = Baft(self._host.rank, self._config.baft, recorder, self._events)
+            self._baft = Baft(self._host.rank, self._config.baft, self._events)
+            self.edges = Several(self._baft, recorder)
         self.profiler = Profiler(
             self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile
         )

@@ -21,7 +21,6 @@ from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig
 from ..events import Events
-from ..model.host import Edges
 from ..model.timeline import Kind, Profile
 from ..redundancy.neighbour import NeighbourPlan
 
@@ -31,11 +30,9 @@ _ANY = 1 << 30  # an iteration beyond those that are planned one by one: which v
 class Baft:
     """One rank's. `begin` and `end` are `model.host.Edges`."""
 
-    def __init__(self, rank: int, config: BaftConfig, recorder: Edges, events: Events) -> None:
-        """`recorder` is told of every span as well."""
+    def __init__(self, rank: int, config: BaftConfig, events: Events) -> None:
         self._rank = rank
         self._config = config
-        self._recorder = recorder
         self._events = events
         self._gate: Gate | None = None
         self._copies: NeighbourPlan | None = None
@@ -82,13 +79,11 @@ class Baft:
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """A span begins."""
-        self._recorder.begin(kind, microbatch, chunk)
         if self._keeper is not None:
             self._keeper.begin(kind, microbatch, chunk)
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """The span that has begun last ends."""
-        self._recorder.end(kind, microbatch, chunk)
         if self._keeper is not None:
             self._keeper.end(kind, microbatch, chunk)
 
