@@ -147,6 +147,8 @@ class DeepSpeedHost:
         if self._positions is not None:
             self._positions.write(small["position"])
         restore_rng(small["rng"])
+        if self._positions is not None:
+            self._positions.begin_anew()
 
     # hooks
 

@@ -35,6 +35,16 @@ from .wrapping import replace
 Leave = Callable[[], None]
 Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
 
+_UNKNOWN = (
+    "the data position is not followed: batches come neither from deepspeed.initialize(training_data=...), "
+    "engine.deepspeed_io, deepspeed's RepeatingLoader nor a torch DataLoader that is iterated after "
+    "deepspeed.initialize; after a restore the script reads from wherever it begins"
+)
+_AHEAD = (
+    "batches are read before the update that comes before theirs: after a restore, those that were read ahead are "
+    "passed over; read each batch after engine.step() of the one before"
+)
+
 
 class EngineHooks:
     """The hooks of one process; `loop` is there once a protected engine has been built."""
@@ -93,11 +103,13 @@ class Loop:
         self._positions = positions
         self._begun = 0  # the iteration that has begun last
         self._updated: int | None = None  # an iteration whose version point is still to come
+        self._said: set[str] = set()
         self._known = False  # whether training data were read where that is followed
         self._host = DeepSpeedHost(engine, positions)
         self._session: Session = attach(self._host, config, context)
         self._pipeline = hasattr(engine, "train_batch")
         (self._follow_pipeline if self._pipeline else self._follow_engine)()
+        positions.follow_torch()
         self._wrap("load_checkpoint", self._loading)
         self._follow_end()
 
@@ -172,28 +184,30 @@ class Loop:
         self._positions.before_read = self._before_read
 
     def _before_read(self, loader: Any) -> None:
-        if self.engine.training:
+        if self.engine.module.training:  # the engine's own flag stays
             self._known = True
             self._positions.expect("train", loader)
             self.begin()
+            self._positions.reading("train", loader)
         else:
             self._positions.reading("eval", loader)
 
     def _going_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.engine.training:
-                if not self._begun and not self._known and self._host.rank == 0:
-                    print(
-                        "ft_plugins: the data position is not followed: batches come neither from "
-                        "deepspeed.initialize(training_data=...), engine.deepspeed_io nor deepspeed's RepeatingLoader; "
-                        "after a restore the script reads from wherever it begins",
-                        flush=True,
-                    )
+            if self.engine.module.training:  # the engine's own flag stays
+                if self._begun != self.engine.global_steps + 1:  # no batch was read since the last update
+                    self._say_once(_AHEAD if self._known else _UNKNOWN)
                 self.begin()
             return original(*args, **kwargs)
 
         return forward
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            if self._host.rank == 0:
+                print(f"ft_plugins: {line}", flush=True)
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
