@@ -74,6 +74,8 @@ class DeepSpeedRun:
     block: dict[str, Any] = field(default_factory=dict)
     seed: int = 1234
     iterations: int = ITERATIONS
+    script: str = f"{EXAMPLE}:main"
+    words: tuple[str, ...] = ()  # for a script that takes more than the example does
 
     @property
     def digests(self) -> Path:
@@ -93,11 +95,12 @@ class DeepSpeedRun:
         written = self.folder / "ds.json"
         block = {"ft_plugins": self.block} if self.block else {}
         written.write_text(json.dumps({**self.configuration.json(), **block}))
-        words = [*self.configuration.argv(), "--seed", str(self.seed), "--iterations", str(self.iterations)]
+        words = [*self.words, *self.configuration.argv()]
+        words += ["--seed", str(self.seed), "--iterations", str(self.iterations)]
         words += ["--deepspeed_config", str(written)]
         words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log)]
         known = {
-            "entry": f"{EXAMPLE}:main",
+            "entry": self.script,
             "argv": tuple(words),
             "name": self.name,
             "folder": str(self.folder),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,26 +15,14 @@ import pytest
 from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.golden import assert_identical
+from ft_plugins.rig.stands import ended
 
 Spec = Callable[..., JobSpec]
-BOUND = 240
 SCRIPT = f"{Path(__file__).with_name('own_loader.py')}:main"
 CONFIGURATION = Configuration(2, 1)
 ITERATIONS = 7  # an epoch has three
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
-
-
-def script(run: DeepSpeedRun, *words: str) -> JobSpec:
-    spec = run.spec(entry=SCRIPT)
-    return run.spec(entry=SCRIPT, argv=(*words, *spec.argv))
-
-
-def ended(server: ForkServer, spec: JobSpec, restarts: int) -> RunningJob:
-    job = server.start(spec)
-    outcome = job.wait(BOUND)
-    assert (outcome["status"], outcome["restarts"]) == ("succeeded", restarts), job.tail()
-    return job
 
 
 def golden_and_killed(
@@ -42,10 +31,10 @@ def golden_and_killed(
     """The unfailed run is not protected; the other one ended as it did, after as many restarts as kills."""
     for name in ("golden", "killed"):
         (folder / name).mkdir()
-    golden = DeepSpeedRun("golden", folder / "golden", configuration, iterations=ITERATIONS)
-    ended(server, script(golden, *words), 0)
-    run = DeepSpeedRun("killed", folder / "killed", configuration, {"reft": {}, "faults": kills}, iterations=ITERATIONS)
-    spec = vars(script(run, *words))
+    golden = DeepSpeedRun("golden", folder / "golden", configuration, {}, 1234, ITERATIONS, SCRIPT, words)
+    ended(server, golden.spec())
+    run = replace(golden, name="killed", folder=folder / "killed", block={"reft": {}, "faults": kills})
+    spec = vars(run.spec())
     job = ended(server, jobs(**{key: value for key, value in spec.items() if key != "name"}), kills.count(":kill"))
     assert_identical(run, golden, configuration.ranks)
     return run, job
@@ -71,9 +60,8 @@ def test_a_skipped_update_is_an_iteration_of_its_own(
 ) -> None:
     kills = "update.end@iteration=2,rank=0,restart=0:kill;iteration.forward@iteration=6,rank=1,restart=1:kill"
     configuration = Configuration(2, stage, checked=True)
-    run, job = golden_and_killed(
-        deepspeed_server, jobs, tmp_path, configuration, kills, "--skip-at", "2", "4", "5"
-    )  # fmt: skip
+    words = ("--skip-at", "2", "4", "5")
+    run, job = golden_and_killed(deepspeed_server, jobs, tmp_path, configuration, kills, *words)
     small = json.loads(Path(f"{run.digests}00000.json").read_text())["small"]
     assert (small["counters"]["global_steps"], small["counters"]["skipped_steps"]) == (ITERATIONS, 3)
     restored = sorted({event.fields["iteration"] for event in job.events("restore.done")})

@@ -28,7 +28,7 @@ from ...model.host import Hooks
 from ...model.inventory import Inventory
 from ...model.topology import Topology
 from ..held import Held, groups, restore_groups
-from . import state
+from . import naming, state
 from .position import Positions
 from .rng import restore_rng, rng_state
 from .support import require_supported
@@ -67,6 +67,10 @@ class DeepSpeedHost:
         """The live tensors, by item name."""
         return {one.item.name: one.read() for one in self._held}
 
+    def find_tensors(self) -> None:
+        """DeepSpeed has loaded a checkpoint of its own: optimizer state is in other tensors now."""
+        self.__dict__.pop("_held", None)
+
     @cached_property
     def _held(self) -> list[Held]:
         state.create_optimizer_state(self.engine.optimizer)
@@ -82,9 +86,9 @@ class DeepSpeedHost:
                 f"{self._topology.order} say {list(named)}: such a layout cannot be protected yet"
             )
 
-    def names(self) -> Mapping[str, Any] | None:
-        """Export into DeepSpeed's own format is not here yet."""
-        return None
+    def names(self) -> Mapping[str, Any]:
+        """The files of DeepSpeed's own checkpoints, or why they cannot be told."""
+        return naming.described(self.engine, self._held, self._topology.replicas(self.rank))
 
     def fingerprint(self) -> Mapping[str, Any]:
         """What must be equal for captured state to belong to this job; equal on all ranks."""

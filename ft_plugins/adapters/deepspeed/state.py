@@ -77,6 +77,12 @@ def mains(optimizer: Any) -> list[tuple[int, torch.Tensor]]:
     return [(index, main) for index, group in enumerate(inner(optimizer).param_groups) for main in group["params"]]
 
 
+def kept_of(optimizer: Any, main: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor that the inner optimizer updates, and the tensors that it keeps for it."""
+    yield main
+    yield from (value for value in inner(optimizer).state[main].values() if is_item(value))
+
+
 def fragments(optimizer: Any) -> Iterator[Fragment]:
     """Everything that the inner optimizer updates on this rank, parameter by parameter."""
     match type(optimizer).__name__:

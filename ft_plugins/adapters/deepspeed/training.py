@@ -231,6 +231,7 @@ class Loop:
                     "would undo; end the job, and start it with --ftp-resume fresh"
                 )
             outcome = original(*args, **kwargs)
+            self._host.find_tensors()
             self.resume()
             return outcome
 
