@@ -95,10 +95,9 @@ class DeepSpeedRun:
         written = self.folder / "ds.json"
         block = {"ft_plugins": self.block} if self.block else {}
         written.write_text(json.dumps({**self.configuration.json(), **block}))
-        words = [*self.words, *self.configuration.argv()]
-        words += ["--seed", str(self.seed), "--iterations", str(self.iterations)]
+        words = [*self.configuration.argv(), "--seed", str(self.seed), "--iterations", str(self.iterations)]
         words += ["--deepspeed_config", str(written)]
-        words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log)]
+        words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log), *self.words]
         known = {
             "entry": self.script,
             "argv": tuple(words),

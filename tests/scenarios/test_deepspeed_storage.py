@@ -93,6 +93,7 @@ def test_a_newer_checkpoint_that_the_script_loads_wins_and_is_protected(
     job = standing_after(deepspeed_server, protected(jobs, other), 2)
     job.kill()
     job.wait(90)
+    other.loss_log.unlink()
     kill = "update.middle@iteration=7,rank=1,restart=0:kill"
     job = ended(deepspeed_server, protected(jobs, other, "--load", own, faults=kill), 1)
     assert restored(job)[-1] == ("process", 6)

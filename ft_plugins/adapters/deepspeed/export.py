@@ -31,7 +31,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 def export(shares: Shares, folder: Path) -> dict[str, Any]:
     """Write the checkpoint below `folder`, which is made; what is told to people about it.
 
-    Raises UnsupportedError where DeepSpeed is not installed or the checkpoint cannot be described, StorageError, OSError.
+    Raises UnsupportedError where DeepSpeed is not installed or a rank's files are not told; StorageError, OSError.
     """
     _require_deepspeed()
     for index in shares.indices():

@@ -230,6 +230,7 @@ class Loop:
                     "engine.load_checkpoint after training has begun: what is in memory is of the iterations that it "
                     "would undo; end the job, and start it with --ftp-resume fresh"
                 )
+            self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints do not have it
             outcome = original(*args, **kwargs)
             self._host.find_tensors()
             self.resume()

@@ -75,7 +75,7 @@ def engine(stage: int, bf16: bool = True, accumulate: str = "", frozen: bool = F
     module: Any = Model()
     if pipeline:
         layers = [LayerSpec(torch.nn.Linear, 5, 7), LayerSpec(torch.nn.LayerNorm, 7), LayerSpec(torch.nn.Linear, 7, 3)]
-        module = PipelineModule(layers, num_stages=1, loss_fn=lambda found, wanted: (found - wanted).float().pow(2).mean())
+        module = PipelineModule(layers, num_stages=1, loss_fn=torch.nn.functional.mse_loss)
     elif frozen:
         module[0].weight.requires_grad = False
     config: dict[str, Any] = {
@@ -106,7 +106,8 @@ def differences(place: str, left: Any, right: Any) -> list[str]:
         return [f"{place}: {type(left).__name__} and {type(right).__name__}"]
     if isinstance(left, dict):
         found = [] if list(left) == list(right) else [f"{place}: keys {list(left)} and {list(right)}"]
-        return found + [line for key in left if key in right for line in differences(f"{place}/{key}", left[key], right[key])]
+        both = [key for key in left if key in right]
+        return found + [line for key in both for line in differences(f"{place}/{key}", left[key], right[key])]
     if isinstance(left, list | tuple) and len(left) == len(right):
         pairs = enumerate(zip(left, right, strict=True))
         return [line for number, (a, b) in pairs for line in differences(f"{place}[{number}]", a, b)]
