@@ -49,6 +49,7 @@ class DeepSpeedHost:
         self.rank = torch.distributed.get_rank()
         self.engine = engine
         self._positions = positions
+        self.restored = False  # whether the engine holds a version of ours, whose data position is to follow
         require_supported(engine, self.rank)
         self._topology = topology(engine)
         self._require_deepspeeds_layout()
@@ -70,6 +71,7 @@ class DeepSpeedHost:
     def find_tensors(self) -> None:
         """DeepSpeed has loaded a checkpoint of its own: optimizer state is in other tensors now."""
         self.__dict__.pop("_held", None)
+        self.restored = False
 
     @cached_property
     def _held(self) -> list[Held]:
@@ -131,7 +133,7 @@ class DeepSpeedHost:
 
     def restore(self, small: Mapping[str, Any]) -> None:
         """The item tensors hold the version: set the rest, and rebuild what is derivable. A collective."""
-        engine, optimizer = self.engine, self.engine.optimizer
+        engine, optimizer, self.restored = self.engine, self.engine.optimizer, True
         if (small["scheduler"] is None) != (engine.lr_scheduler is None):
             raise ResumeError(
                 f"rank {self.rank}: only one of this job and the captured one has a learning rate scheduler: resume "
