@@ -15,6 +15,7 @@ In: an engine, its items. Out: plain values for an `Index`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,6 +97,7 @@ class _Tensors:
     def __init__(self, engine: Any, held: Sequence[Held]) -> None:
         items = [(one.item.name, one.read()) for one in held]
         self._items = sorted(((t.data_ptr(), name, t) for name, t in items if t.numel()), key=lambda each: each[:2])
+        self._places = [at for at, _, _ in self._items]
         self._masters = {name for name, _ in items if name.endswith(":main")} | {
             f"{name}:main" for name, one in engine.module.named_parameters() if one.requires_grad
         }
@@ -136,11 +138,12 @@ class _Tensors:
         """Items that lie in it: from which of its elements on, name."""
         first, size = tensor.data_ptr(), tensor.element_size()
         last = first + tensor.numel() * size
-        found = []
-        for at, name, item in self._items:
-            if first <= at < last and item.dtype == tensor.dtype and _storage(item) == _storage(tensor):
-                found.append([(at - first) // size, name])
-        return found
+        inside = self._items[bisect_left(self._places, first) : bisect_left(self._places, last)]
+        return [
+            [(at - first) // size, name]
+            for at, name, item in inside
+            if item.dtype == tensor.dtype and _storage(item) == _storage(tensor)
+        ]
 
 
 def _storage(tensor: torch.Tensor) -> int:
