@@ -26,6 +26,7 @@ BEGUN, ITERATIONS = 3, 6  # an epoch of the script with loaders of its own has t
 OWN_LOADER = f"{Path(__file__).with_name('own_loader.py')}:main"
 LOADS = f"{Path(__file__).with_name('loads_deepspeed_export.py')}:main"
 NOT_IN_DEEPSPEEDS = ("/small/rng/", "/small/position/", "/small/counters/micro_steps")
+UNUSED = "/tied_modules.embedding.place"  # the last stage's copy, which nothing reads: of tied layers one is saved
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
@@ -36,7 +37,6 @@ CONFIGURATIONS = (
     Configuration(2, 2),
     Configuration(2, 3),
     Configuration(4, 0, bf16=False, pp=2),
-    Configuration(4, 0, accumulate="bf16", pp=2),
     Configuration(4, 1, accumulate="fp32", pp=2),
 )
 MORE = CONFIGURATIONS[2:]
@@ -75,7 +75,7 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
     found = [
         line
         for line in state_differences(loaded.digests, golden.digests, configuration.ranks)
-        if not any(place in line for place in NOT_IN_DEEPSPEEDS)
+        if not any(place in line for place in (*NOT_IN_DEEPSPEEDS, UNUSED))
     ]
     assert not found, explain(found)
     wanted = losses(golden.loss_log)

@@ -44,6 +44,11 @@ def described(engine: Any, held: Sequence[Held], group: Sequence[int]) -> Mappin
 
 def names(engine: Any, held: Sequence[Held], group: Sequence[int]) -> dict[str, Any]:
     """See above. Raises UnsupportedError for state that cannot be described so, and what DeepSpeed itself raises."""
+    if type(engine.optimizer).__name__ == "BF16_Optimizer" and not engine.zero_optimization():
+        raise UnsupportedError(
+            f"DeepSpeed {deepspeed.__version__} cannot load what it saves of bf16 without ZeRO: its engine gives "
+            "BF16_Optimizer one state where it takes those of all ranks; ZeRO-1 trains the same and can be exported"
+        )
     tensors = _Tensors(engine, held)
     try:
         files = {path: plain(content, tensors.told) for path, content in _saved(engine).items()}
