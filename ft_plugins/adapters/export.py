@@ -20,7 +20,10 @@ from ..errors import ConfigError, StorageError, UnsupportedError
 from ..snapshot.checkpoint import sync_folder
 from ..snapshot.shares import Shares
 
-_FORMATS = {"megatron": "ft_plugins.adapters.megatron.export"}  # by what the host's names say
+_FORMATS = {  # by what the host's names say
+    "deepspeed": "ft_plugins.adapters.deepspeed.export",
+    "megatron": "ft_plugins.adapters.megatron.export",
+}
 
 
 def export(checkpoint: Path, target: Path) -> dict[str, Any]:
@@ -61,8 +64,8 @@ def _writer(shares: Shares) -> Callable[[Shares, Path], dict[str, Any]]:
     kind = (shares.index(0).names or {}).get("framework")
     if kind not in _FORMATS:
         raise UnsupportedError(
-            f"{shares.folder}: only checkpoints of Megatron jobs can be exported, and this is not one; its files are "
-            "safetensors, and rank-*.index.json says what lies where in them"
+            f"{shares.folder}: only checkpoints of Megatron and DeepSpeed jobs can be exported, and this is "
+            "none; its files are safetensors, and rank-*.index.json says what lies where in them"
         )
     found: Callable[[Shares, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
     return found

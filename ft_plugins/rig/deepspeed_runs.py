@@ -36,6 +36,7 @@ class Configuration:
     pp: int = 0
     tp: int = 1
     axes: str = "pipe-data-model"
+    checked: bool = False  # bf16 with ZeRO: an update whose gradients overflow is skipped
 
     def __str__(self) -> str:
         words = ["bf16" if self.bf16 else "fp32", f"zero{self.stage}", f"pp{self.pp}" if self.pp else "plain"]
@@ -51,7 +52,7 @@ class Configuration:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}},
             "gradient_clipping": 1.0,
-            "bf16": {"enabled": self.bf16},
+            "bf16": {"enabled": self.bf16, **({"check_grad_overflow": True} if self.checked else {})},
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
             "steps_per_print": 1000,
         }
@@ -73,6 +74,8 @@ class DeepSpeedRun:
     block: dict[str, Any] = field(default_factory=dict)
     seed: int = 1234
     iterations: int = ITERATIONS
+    script: str = f"{EXAMPLE}:main"
+    words: tuple[str, ...] = ()  # for a script that takes more than the example does
 
     @property
     def digests(self) -> Path:
@@ -94,9 +97,9 @@ class DeepSpeedRun:
         written.write_text(json.dumps({**self.configuration.json(), **block}))
         words = [*self.configuration.argv(), "--seed", str(self.seed), "--iterations", str(self.iterations)]
         words += ["--deepspeed_config", str(written)]
-        words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log)]
+        words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log), *self.words]
         known = {
-            "entry": f"{EXAMPLE}:main",
+            "entry": self.script,
             "argv": tuple(words),
             "name": self.name,
             "folder": str(self.folder),

@@ -95,7 +95,7 @@ def test_a_job_of_torch_alone_has_no_format_to_be_exported_to(
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
     (folder,) = (tmp_path / "ck").glob("*/v1-4")
     line = refused(folder, tmp_path / "new")
-    assert "only checkpoints of Megatron jobs can be exported" in line and str(folder) in line
+    assert "only checkpoints of Megatron and DeepSpeed jobs can be exported" in line and str(folder) in line
 
 
 def written(server: ForkServer, jobs: Spec, tmp_path: Path, configuration: Configuration) -> tuple[GptRun, Path]:

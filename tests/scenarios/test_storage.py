@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,11 +20,11 @@ import pytest
 
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.journal import Entry, entries, wait_for
+from ft_plugins.rig.stands import BOUND, checkpointed, lose_memory, sealed, standing_after
 from ft_plugins.smp.client import Client, newest_common
-from ft_plugins.snapshot import checkpoint, segment
+from ft_plugins.snapshot import checkpoint
 
 Spec = Callable[..., JobSpec]
-BOUND = 90
 MIB = 8
 
 
@@ -50,47 +49,10 @@ def complete(spec: JobSpec) -> list[str]:
     return sorted(each.name for each in checkpoint.listing(base(spec)) if each.complete)
 
 
-def sealed(found: list[Entry], iteration: int, ranks: int) -> bool:
-    return len([e for e in found if e["name"] == "capture.commit" and e["iteration"] == iteration]) >= ranks
-
-
-def standing_after(server: ForkServer, spec: JobSpec, iteration: int) -> RunningJob:
-    """The job, its ranks stopped in the update after `iteration`, whose version every rank has sealed."""
-    faults = f"update.begin@iteration={iteration + 1}:stop"
-    job = server.start(dataclasses.replace(spec, flags=(*spec.flags, "--ftp-faults", faults)))
-    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, iteration, spec.nproc), BOUND)
-    return job
-
-
 def go_on(spec: JobSpec) -> None:
     """Let the ranks that stand still go on."""
     for line in events(spec, "rank.attach")[-spec.nproc :]:
         os.kill(line["pid"], signal.SIGCONT)
-
-
-def checkpointed(server: ForkServer, spec: JobSpec, *iterations: int) -> None:
-    """The job run up to each of `iterations` in turn, a checkpoint written there, its ft-run killed; memory stays."""
-    for iteration in iterations:
-        job = standing_after(server, spec, iteration)
-        with Client(spec.run_dir) as client:
-            found = client.checkpoint("request", BOUND)
-        assert (found["state"], found["iteration"]) == ("done", iteration), found
-        job.kill()
-        assert job.wait(BOUND) == {"status": "killed"}
-
-
-def lose_memory(spec: JobSpec) -> None:
-    """As if the machine had been switched off: no SMP, no segments."""
-    with Client(spec.run_dir) as client:
-        pid = client.status()["pid"]
-    descriptor = os.pidfd_open(pid)
-    os.kill(pid, signal.SIGKILL)
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    assert poller.poll(1000 * BOUND)
-    os.close(descriptor)
-    parity = segment.vault_of(spec.name, spec.node).exists()
-    assert segment.remove(spec.name, spec.node) == spec.nproc + parity
 
 
 def resumed(server: ForkServer, spec: JobSpec, tier: str = "storage") -> int:

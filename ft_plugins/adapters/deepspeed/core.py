@@ -28,7 +28,7 @@ from ...model.host import Edges, Hooks
 from ...model.inventory import Inventory
 from ...model.topology import Topology
 from ..held import Held, groups, restore_groups
-from . import state
+from . import naming, state
 from .position import Positions
 from .rng import restore_rng, rng_state
 from .support import require_supported
@@ -49,6 +49,7 @@ class DeepSpeedHost:
         self.rank = torch.distributed.get_rank()
         self.engine = engine
         self._positions = positions
+        self.restored = False  # whether the engine holds a version of ours, whose data position is to follow
         require_supported(engine, self.rank)
         self._topology = topology(engine)
         self._require_deepspeeds_layout()
@@ -67,6 +68,11 @@ class DeepSpeedHost:
         """The live tensors, by item name."""
         return {one.item.name: one.read() for one in self._held}
 
+    def find_tensors(self) -> None:
+        """DeepSpeed has loaded a checkpoint of its own: optimizer state is in other tensors now."""
+        self.__dict__.pop("_held", None)
+        self.restored = False
+
     @cached_property
     def _held(self) -> list[Held]:
         state.create_optimizer_state(self.engine.optimizer)
@@ -82,9 +88,9 @@ class DeepSpeedHost:
                 f"{self._topology.order} say {list(named)}: such a layout cannot be protected yet"
             )
 
-    def names(self) -> Mapping[str, Any] | None:
-        """Export into DeepSpeed's own format is not here yet."""
-        return None
+    def names(self) -> Mapping[str, Any]:
+        """The files of DeepSpeed's own checkpoints, or why they cannot be told."""
+        return naming.described(self.engine, self._held, self._topology.replicas(self.rank))
 
     def fingerprint(self) -> Mapping[str, Any]:
         """What must be equal for captured state to belong to this job; equal on all ranks."""
@@ -127,7 +133,7 @@ class DeepSpeedHost:
 
     def restore(self, small: Mapping[str, Any]) -> None:
         """The item tensors hold the version: set the rest, and rebuild what is derivable. A collective."""
-        engine, optimizer = self.engine, self.engine.optimizer
+        engine, optimizer, self.restored = self.engine, self.engine.optimizer, True
         if (small["scheduler"] is None) != (engine.lr_scheduler is None):
             raise ResumeError(
                 f"rank {self.rank}: only one of this job and the captured one has a learning rate scheduler: resume "
@@ -147,6 +153,8 @@ class DeepSpeedHost:
         if self._positions is not None:
             self._positions.write(small["position"])
         restore_rng(small["rng"])
+        if self._positions is not None:
+            self._positions.begin_anew()
 
     # hooks
 

@@ -1,110 +1,95 @@
 """Where a rank stands in its data: what it has read, and how to stand there again without reading it all.
 
-Invariant: after `write` the next batch is the one that would have come next. Three ways, the first that applies:
+Invariant: after `write`, generators restored, and `begin_anew`, the next batch is the one that would have come next.
+Three ways, the first that applies:
 
-    state      the iterator has `state_dict` and `load_state_dict`: it knows
+    state      the loader has `state_dict` and `load_state_dict`: it knows
     batches    a loader with a batch sampler: the sampler is started with the random numbers with which it was started
                then, and moved on; nothing is loaded
     reads      anything else: as many batches are read again and dropped, which takes as long as reading them took,
                and is said
 
-DeepSpeed's two loaders remember with which random numbers each epoch began, so that a later epoch is the same too; of
-an iterator that a script has made itself only the first read is known. What a data set's worker processes draw
-themselves is not followed.
+DeepSpeed's two loaders and torch's remember with which random numbers each epoch began, so that a later epoch is the
+same too; of any other iterator only the first read is known. An epoch that a sampler is told (`set_epoch`) is the
+script's business: another one than was captured is refused. A pass over a torch loader that has ended, or that nobody
+holds any more, is no position: the next one begins with the generators as they were restored. What a data set's worker
+processes draw themselves is not followed.
 
 In: `deepspeed.runtime.dataloader`, right after its import, and what the engine reads. Out: plain values, and back.
 """
 
 from __future__ import annotations
 
-import random
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch
-
 from ...errors import ResumeError
+from .loaders import (
+    Epoch,
+    Pass,
+    Passes,
+    StartedSampler,
+    begun_behind,
+    drawn,
+    epoch_set,
+    is_sampled,
+    is_stateful,
+    redraw,
+    set_own,
+)
 from .wrapping import replace
 
 _MARK = "__ft_epoch__"
-Random = dict[str, Any]
-
-
-def drawn() -> Random:
-    """The generators from which loaders draw."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-
-
-def redraw(state: Mapping[str, Any]) -> None:
-    """Set them."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-
-
-@dataclass
-class Epoch:
-    """One pass over a loader: the generators when it began and at its first read, and how many batches were read."""
-
-    began: Random = field(default_factory=drawn)
-    first: Random | None = None
-    read: int = 0
-
-    def reading(self) -> None:
-        """A batch is about to be read."""
-        if not self.read:
-            self.first = drawn()
-        self.read += 1
-
-
-class StartedSampler:
-    """A sampler that has given `skip` of what it gives."""
-
-    def __init__(self, sampler: Any, skip: int) -> None:
-        self._sampler, self._skip = sampler, skip
-        self._rest: Iterator[Any] | None = None
-
-    def start(self) -> Iterator[Any]:
-        """Move on; once."""
-        if self._rest is None:
-            self._rest = iter(self._sampler)
-            for _ in islice(self._rest, self._skip):
-                pass
-        return self._rest
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.start()  # when the first is asked for, as the original would
-
-    def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._skip)
 
 
 class Positions:
-    """The data positions of a process, of training and of evaluation. `reading` is called before every read."""
+    """The data positions of a process, of training and of evaluation. `before_read` is called before every read.
+
+    A role is 'train' or 'eval'; a further torch loader that is read at the same time is 'train 2', and so on.
+    """
 
     def __init__(self) -> None:
         self.before_read: Callable[[Any], None] = lambda source: None
-        self._sources: dict[str, Any] = {}
+        self._passes = Passes(lambda source: self.before_read(source))
+        self._sources: dict[str, Callable[[], Any]] = {}
+        self._owners: dict[str, Any] = {}
         self._epochs: dict[str, Epoch] = {}  # of sources that do not keep their own
         self._pending: dict[str, Any] = {}
+        self._anew: list[Pass] = []
 
     def follow(self, module: ModuleType) -> None:
         """Have DeepSpeed's loaders remember their epochs."""
-        replace(module.DeepSpeedDataLoader, "__iter__", _beginning)
+        replace(module.DeepSpeedDataLoader, "__iter__", self._beginning(lambda loader: loader))
         replace(module.DeepSpeedDataLoader, "__next__", self._next_of_loader)
-        replace(module.RepeatingLoader, "__init__", _beginning)
+        replace(module.RepeatingLoader, "__init__", self._beginning(lambda repeating, loader: loader))
         replace(module.RepeatingLoader, "__next__", self._next_of_repeating)
+
+    def follow_torch(self) -> None:
+        """Likewise torch's, where a script iterates one itself; of what it iterates already nothing is known."""
+        self._passes.follow()
+
+    def _beginning(self, owner: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def begin(loader: Any, *args: Any, **kwargs: Any) -> Any:
+                setattr(loader, _MARK, Epoch.of(owner(loader, *args, **kwargs)))
+                with self._passes.within():
+                    return original(loader, *args, **kwargs)
+
+            return begin
+
+        return wrap
 
     def _next_of_loader(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __next__(loader: Any) -> Any:
-            self.before_read(loader)
-            _epoch(loader).reading()
-            return original(loader)
+            if _epoch(loader).read < len(loader):  # else it ends, and the script does what it does between epochs
+                self.before_read(loader)
+                _epoch(loader).reading(loader)
+            with self._passes.within():
+                return original(loader)
 
         return __next__
 
@@ -113,14 +98,15 @@ class Positions:
             if hasattr(loader.loader, _MARK):  # DeepSpeed's own, which keeps its epochs itself
                 return original(loader)
             self.before_read(loader)
-            _epoch(loader).reading()
-            try:
-                return next(loader.data_iter)
-            except StopIteration:
-                setattr(loader, _MARK, Epoch())
-                loader.data_iter = iter(loader.loader)
-                _epoch(loader).reading()
-                return next(loader.data_iter)
+            _epoch(loader).reading(loader.loader)
+            with self._passes.within():
+                try:
+                    return next(loader.data_iter)
+                except StopIteration:
+                    setattr(loader, _MARK, Epoch.of(loader.loader))
+                    loader.data_iter = iter(loader.loader)
+                    _epoch(loader).reading(loader.loader)
+                    return next(loader.data_iter)
 
         return __next__
 
@@ -128,27 +114,50 @@ class Positions:
 
     def reading(self, role: str, source: Any) -> None:
         """`source` is about to be read for `role`: 'train' or 'eval'."""
-        source = _keeper(source)
-        if self._sources.get(role) is not source:
-            self._sources[role] = source
-            self._epochs.pop(role, None)
+        role, source = self._known(role, source)
         if role in self._pending:
             around = drawn()
             self._put(role, self._pending.pop(role))
+            for late in self._anew:  # begun when the generators were restored already, but for its own
+                redraw(late.epoch.began)
+            self.begin_anew()
             redraw(around)
-        if not hasattr(source, _MARK):
-            self._epochs.setdefault(role, Epoch()).reading()
+        if _kept(source) is None:
+            owner = _owner(source)
+            self._epochs.setdefault(role, Epoch.of(owner)).reading(owner)
 
     def expect(self, role: str, source: Any) -> None:
         """`source` will be read next for `role`; its position may be put in place."""
+        self._known(role, source)
+
+    def _known(self, role: str, source: Any) -> tuple[str, Any]:
         source = _keeper(source)
-        if self._sources.get(role) is not source:
-            self._sources[role] = source
+        role = self._place(role, source)
+        known = self._sources.get(role)
+        if known is None or known() is not source:
+            self._sources[role] = weakref.ref(source) if isinstance(source, Pass) else lambda: source
+            self._owners[role] = _owner(source)
             self._epochs.pop(role, None)
+        return role, source
+
+    def _place(self, role: str, source: Any) -> str:
+        """The role with the number of the loader: its own, else the first that is free."""
+        if not isinstance(source, Pass):
+            return role
+        numbered = [role]
+        while (place := numbered[-1]) in self._sources:
+            if self._owners[place] is source.loader:
+                return place
+            numbered.append(f"{role} {len(numbered) + 1}")
+        return next((each for each in numbered if not self._goes_on(each)), numbered[-1])
+
+    def _goes_on(self, role: str) -> bool:
+        source = self._sources[role]() if role in self._sources else None
+        return isinstance(source, Pass) and not source.ended
 
     def read(self) -> dict[str, Any]:
         """The positions, for the codec."""
-        found = {role: self._state(role, source) for role, source in self._sources.items()}
+        found = {role: self._state(role, source()) for role, source in self._sources.items()}
         return {**found, **self._pending}
 
     def write(self, saved: Mapping[str, Any]) -> None:
@@ -157,64 +166,94 @@ class Positions:
         for role in [role for role in self._pending if role in self._sources]:
             self._put(role, self._pending.pop(role))
 
+    def begin_anew(self) -> None:
+        """The generators are restored: passes that stand at no position begin with them."""
+        anew, self._anew = self._anew, []
+        for source in anew:
+            source.begin()
+
     def _state(self, role: str, source: Any) -> dict[str, Any]:
-        if _is_stateful(source):
-            return {"kind": "state", "state": source.state_dict()}
-        epoch = getattr(source, _MARK, None) or self._epochs.get(role) or Epoch()
+        owner = self._owners[role]
+        if is_stateful(owner):
+            return {"kind": "state", "state": owner.state_dict()}
+        now = drawn(owner)["own"]
+        if source is None or (isinstance(source, Pass) and source.ended):
+            return {"kind": "ended", "own": now}
+        epoch = _kept(source) or self._epochs.get(role) or Epoch.of(owner)
         first = epoch.first if epoch.read else None
-        same = first is not None and torch.equal(first["torch"], epoch.began["torch"])
-        kind = "batches" if _sampled(source) is not None else "reads"
-        return {"kind": kind, "read": epoch.read, "began": epoch.began, "first": None if same else first}
+        same = first is not None and _equal(first, epoch.began)
+        return {
+            "kind": "batches" if _sampled(source) is not None else "reads",
+            "read": epoch.read,
+            "again": epoch.again,
+            "began": epoch.began,
+            "first": None if same else first,
+            "own": now,
+            "epoch": epoch_set(owner),
+        }
 
     def _put(self, role: str, saved: Mapping[str, Any]) -> None:
-        source = self._sources[role]
-        if (saved["kind"] == "state") != _is_stateful(source):
+        source, owner = self._sources[role](), self._owners[role]
+        if source is None:
+            return
+        if (saved["kind"] == "state") != is_stateful(owner):
             raise ResumeError(
-                f"the data of '{role}' come from a {type(source).__name__}, the captured position is of another kind "
+                f"the data of '{role}' come from a {type(owner).__name__}, the captured position is of another kind "
                 f"('{saved['kind']}'): resume with the loader of the captured job"
             )
         if saved["kind"] == "state":
-            source.load_state_dict(saved["state"])
+            owner.load_state_dict(saved["state"])
+            if isinstance(source, Pass):
+                source.begin()
+            elif source is not owner:
+                with self._passes.within():
+                    source.data_iter = iter(owner)
             return
-        epoch = Epoch(saved["began"], saved["first"] or saved["began"], saved["read"])
-        if saved["kind"] == "batches" and _restart(source, epoch):
+        if saved["kind"] == "ended":
+            set_own(owner, saved["own"])
+            if isinstance(source, Pass):
+                self._anew.append(source)
             return
-        self._read_again(role, source, epoch)
+        _require_epoch(role, owner, saved["epoch"])
+        epoch = Epoch(saved["began"], saved["first"] or saved["began"], saved["read"], saved["again"])
+        with self._passes.within():
+            if saved["kind"] != "batches" or not _restart(source, epoch):
+                self._read_again(role, source, epoch)
+        set_own(owner, saved["own"])
 
     def _read_again(self, role: str, source: Any, epoch: Epoch) -> None:
         began = time.perf_counter()
-        if epoch.read:
-            redraw(epoch.first or epoch.began)
+        if isinstance(source, Pass):
+            source.drop(epoch)
+        elif epoch.read:
+            redraw(epoch.first or epoch.began, _owner(source))
             batches: Iterator[Any] = source.data_iter if hasattr(source, "data_iter") else iter(source)
             for _ in islice(batches, epoch.read):
                 pass
+        if epoch.read:
             seconds = time.perf_counter() - began
             print(
                 f"ft_plugins: data position of '{role}': {epoch.read} batches were read again and dropped, "
-                f"{seconds:.1f} s; an iterator with state_dict and load_state_dict, or DeepSpeed's own loader, "
+                f"{seconds:.1f} s; an iterator with state_dict and load_state_dict, or a loader with a sampler, "
                 "is put in place at once",
                 flush=True,
             )
         if hasattr(source, _MARK):
             setattr(source, _MARK, epoch)
-        else:
+        elif not isinstance(source, Pass):
             self._epochs[role] = epoch
-
-
-def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
-    def begin(loader: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(loader, _MARK, Epoch())
-        return original(loader, *args, **kwargs)
-
-    return begin
 
 
 def _epoch(loader: Any) -> Epoch:
     found: Epoch | None = getattr(loader, _MARK, None)
     if found is None:
-        found = Epoch()
+        found = Epoch.of(_owner(loader))
         setattr(loader, _MARK, found)
     return found
+
+
+def _kept(source: Any) -> Epoch | None:
+    return source.epoch if isinstance(source, Pass) else getattr(source, _MARK, None)
 
 
 def _keeper(source: Any) -> Any:
@@ -223,16 +262,39 @@ def _keeper(source: Any) -> Any:
     return inside if hasattr(inside, _MARK) else source
 
 
-def _is_stateful(source: Any) -> bool:
-    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
+def _owner(source: Any) -> Any:
+    """What is iterated: samplers and state are its."""
+    return source.loader if isinstance(source, Pass) or hasattr(source, "data_iter") else source
+
+
+def _equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    return repr(_plain(left)) == repr(_plain(right))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _require_epoch(role: str, owner: Any, captured: int | None) -> None:
+    found = epoch_set(owner)
+    if found != captured:
+        raise ResumeError(
+            f"the script has told the sampler of its data ('{role}') epoch {found}, captured was epoch {captured}: "
+            "begin the loop at the epoch that engine.global_steps is in"
+        )
 
 
 def _sampled(source: Any) -> str | None:
     """The name of the method of `_restart` that knows this source."""
+    if isinstance(source, Pass):
+        return "pass" if is_sampled(source.loader) else None
     if hasattr(source, "_create_dataloader") and not getattr(source, "curriculum_learning_enabled", False):
         return "deepspeed"
-    loader = getattr(source, "loader", None)
-    if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_sampler is not None:
+    if is_sampled(getattr(source, "loader", None)):
         return "torch"
     if hasattr(source, "_sampler_iter") and getattr(source, "_num_workers", 1) == 0:
         return "iterator"
@@ -241,33 +303,28 @@ def _sampled(source: Any) -> str | None:
 
 def _restart(source: Any, epoch: Epoch) -> bool:
     """Begin the epoch again, with its random numbers, behind the batches that were read. False: not of this kind."""
+    owner = _owner(source)
+    redraw(epoch.began, owner)
     match _sampled(source):
+        case "pass":
+            return bool(source.stand(epoch))
         case "deepspeed":
             sampler = source.data_sampler
             started = StartedSampler(sampler, epoch.read * source.batch_size)
             source.data_sampler = started
-            redraw(epoch.began)
             try:
                 iter(source)
             finally:
                 source.data_sampler = sampler
         case "torch":
-            loader = source.loader
-            sampler = loader.batch_sampler
-            started = StartedSampler(sampler, epoch.read)
-            object.__setattr__(loader, "batch_sampler", started)  # DataLoader forbids it; it is put back at once
-            redraw(epoch.began)
-            try:
-                source.data_iter = iter(loader)
-            finally:
-                object.__setattr__(loader, "batch_sampler", sampler)
+            source.data_iter, started = begun_behind(owner, epoch, iter)
         case "iterator":
             started = StartedSampler(source._sampler_iter, epoch.read)
             source._num_yielded += epoch.read
         case _:
             return False
     if epoch.read:
-        redraw(epoch.first or epoch.began)
+        redraw(epoch.first or epoch.began, owner)
         started.start()
     if hasattr(source, _MARK):
         setattr(source, _MARK, epoch)

@@ -77,6 +77,12 @@ def mains(optimizer: Any) -> list[tuple[int, torch.Tensor]]:
     return [(index, main) for index, group in enumerate(inner(optimizer).param_groups) for main in group["params"]]
 
 
+def kept_of(optimizer: Any, main: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor that the inner optimizer updates, and the tensors that it keeps for it."""
+    yield main
+    yield from (value for value in inner(optimizer).state[main].values() if is_item(value))
+
+
 def fragments(optimizer: Any) -> Iterator[Fragment]:
     """Everything that the inner optimizer updates on this rank, parameter by parameter."""
     match type(optimizer).__name__:
@@ -246,14 +252,24 @@ def restore_scalars(optimizer: Any, saved: list[dict[str, Any]]) -> None:
 
 
 _PLAIN = (bool, int, float, str, type(None))
+_OWN_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")  # of optimizers that scale the loss themselves
 
 
 def scaler(optimizer: Any) -> dict[str, Any]:
     """What scales the loss, as plain values; empty where the optimizer has nothing of the kind."""
-    found = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    found = _scaler_of(optimizer)
     kept = {name: value for name, value in vars(found).items() if type(value) in _PLAIN} if found is not None else {}
+    if found is optimizer:
+        kept = {name: kept[name] for name in _OWN_SCALE if name in kept}
     overflow = getattr(optimizer, "overflow", None)
     return {"scaler": kept, "overflow": None if overflow is None else bool(overflow)}
+
+
+def _scaler_of(optimizer: Any) -> Any:
+    for name in ("loss_scaler", "loss_scale_config"):
+        if getattr(optimizer, name, None) is not None:
+            return getattr(optimizer, name)
+    return optimizer if hasattr(optimizer, _OWN_SCALE[0]) else None
 
 
 def restore_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
@@ -264,9 +280,8 @@ def restore_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
             f"the loss scaler keeps {sorted(ours)}, captured were {sorted(saved['scaler'])}: "
             "resume with the precision and the loss scale settings of the captured job"
         )
-    found = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     for name, value in saved["scaler"].items():
-        setattr(found, name, value)
+        setattr(_scaler_of(optimizer), name, value)
     if saved["overflow"] is not None:
         optimizer.overflow = saved["overflow"]
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +35,20 @@ from .wrapping import replace
 
 Leave = Callable[[], None]
 Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
+
+_UNKNOWN = (
+    "the data position is not followed: batches come neither from deepspeed.initialize(training_data=...), "
+    "engine.deepspeed_io, deepspeed's RepeatingLoader nor a torch DataLoader that is iterated after "
+    "deepspeed.initialize; after a restore the script reads from wherever it begins"
+)
+_AHEAD = (
+    "batches are read before the update that comes before theirs: after a restore, those that were read ahead are "
+    "passed over; read each batch after engine.step() of the one before"
+)
+_NOT_TRAINED = (
+    "batches were read in training mode after deepspeed.initialize that were not trained on; a restored data position "
+    "would be put in place there: read them before deepspeed.initialize, or between engine.eval() and engine.train()"
+)
 
 
 class EngineHooks:
@@ -93,11 +108,15 @@ class Loop:
         self._positions = positions
         self._begun = 0  # the iteration that has begun last
         self._updated: int | None = None  # an iteration whose version point is still to come
+        self._said: set[str] = set()
+        self._first: Callable[[], Any] | None = None  # what was read first for training
+        self._forward = False  # whether anything was computed from what was read
         self._known = False  # whether training data were read where that is followed
         self._host = DeepSpeedHost(engine, positions)
         self._session: Session = attach(self._host, config, context)
         self._pipeline = hasattr(engine, "train_batch")
         (self._follow_pipeline if self._pipeline else self._follow_engine)()
+        positions.follow_torch()
         self._wrap("load_checkpoint", self._loading)
         self._follow_end()
 
@@ -172,28 +191,43 @@ class Loop:
         self._positions.before_read = self._before_read
 
     def _before_read(self, loader: Any) -> None:
-        if self.engine.training:
+        if self.engine.module.training:  # the engine's own flag stays
             self._known = True
+            self._require_training_data(loader)
             self._positions.expect("train", loader)
             self.begin()
+            self._positions.reading("train", loader)
         else:
             self._positions.reading("eval", loader)
+
+    def _require_training_data(self, source: Any) -> None:
+        """What was read first is what training reads, for there the position is put in place. Raises ResumeError."""
+        if self._first is None:
+            self._first = weakref.ref(source)
+        first = self._first()
+        if self._forward or first is source or (first is not None and not getattr(first, "ended", False)):
+            return
+        if self._host.restored:
+            raise ResumeError(f"rank {self._host.rank}: {_NOT_TRAINED}")
+        self._say_once(_NOT_TRAINED)
 
     def _going_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.engine.training:
-                if not self._begun and not self._known and self._host.rank == 0:
-                    print(
-                        "ft_plugins: the data position is not followed: batches come neither from "
-                        "deepspeed.initialize(training_data=...), engine.deepspeed_io nor deepspeed's RepeatingLoader; "
-                        "after a restore the script reads from wherever it begins",
-                        flush=True,
-                    )
+            if self.engine.module.training:  # the engine's own flag stays
+                self._forward = True
+                if self._begun != self.engine.global_steps + 1:  # no batch was read since the last update
+                    self._say_once(_AHEAD if self._known else _UNKNOWN)
                 self.begin()
             return original(*args, **kwargs)
 
         return forward
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            if self._host.rank == 0:
+                print(f"ft_plugins: {line}", flush=True)
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -216,7 +250,9 @@ class Loop:
                     "engine.load_checkpoint after training has begun: what is in memory is of the iterations that it "
                     "would undo; end the job, and start it with --ftp-resume fresh"
                 )
+            self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints do not have it
             outcome = original(*args, **kwargs)
+            self._host.find_tensors()
             self.resume()
             return outcome
 

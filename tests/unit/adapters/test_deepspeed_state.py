@@ -1,12 +1,28 @@
-"""ZeRO's flat partitions as ranges of parameters: every element once, padding never, at any number of ranks."""
+"""ZeRO's flat partitions as ranges of parameters: every element once, padding never, at any number of ranks.
+
+And what scales the loss: it goes on as it would have.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.adapters.deepspeed.state import _of_flat
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.fp16 import loss_scaler  # noqa: E402
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer  # noqa: E402
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: E402
+
+from ft_plugins.adapters.deepspeed import state  # noqa: E402
+from ft_plugins.adapters.deepspeed.state import _of_flat  # noqa: E402
+from ft_plugins.errors import ResumeError  # noqa: E402
+from ft_plugins.snapshot import codec  # noqa: E402
 
 
 @settings(deadline=None)
@@ -37,3 +53,58 @@ def test_the_fragments_of_all_ranks_make_up_every_parameter(
         pieces = sorted(found[index])
         assert pieces[0][0] == 0 and pieces[-1][1] == size and all(piece[2] == size for piece in pieces)
         assert all(left[1] == right[0] for left, right in zip(pieces, pieces[1:], strict=False))
+
+
+# ---- what scales the loss ----
+
+
+def dynamic() -> Any:
+    return SimpleNamespace(loss_scaler=DynamicLossScaler(2.0**16, 3, 1.0, 2, False), overflow=False)
+
+
+def of_zero(optimizer: Any, overflow: bool) -> None:
+    optimizer.overflow = overflow
+    optimizer.loss_scaler.update_scale(overflow)
+
+
+def fp16() -> Any:
+    """The real one, over one parameter; what fp16 is refused for on a CPU is the engine's matter."""
+    updating = torch.optim.Adam([torch.nn.Parameter(torch.ones(4, dtype=torch.float16))], lr=0.1)
+    arguments = {"init_scale": 2**16, "scale_window": 3, "min_scale": 1, "delayed_shift": 1}
+    return FP16_Optimizer(
+        updating, dynamic_loss_scale=True, dynamic_loss_args=arguments, verbose=False, fused_adam_legacy=False
+    )
+
+
+def of_fp16(optimizer: Any, overflow: bool) -> None:
+    (parameter,) = optimizer.fp16_groups[0]
+    optimizer.zero_grad()
+    (parameter.float().sum() * (float("inf") if overflow else 1.0)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("made", "update"), [(dynamic, of_zero), (fp16, of_fp16)], ids=["zero", "fp16"])
+def test_a_loss_scale_goes_on_as_it_would_have(monkeypatch: pytest.MonkeyPatch, made: Any, update: Any) -> None:
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # which only prints
+    one, other = made(), made()
+    for overflow in (True, True, False, False, True, False):
+        update(one, overflow)
+    saved = codec.decode(codec.encode(state.scaler(one)))
+    assert saved["scaler"] != state.scaler(other)["scaler"]
+    state.restore_scaler(other, saved)
+    for overflow in (False, True, True, False, False, False, False):
+        update(one, overflow)
+        update(other, overflow)
+        assert state.scaler(other) == state.scaler(one)
+
+
+def test_the_scale_that_an_older_optimizer_keeps_itself_is_its_state_and_nothing_else_of_it() -> None:
+    one = SimpleNamespace(cur_scale=8.0, cur_iter=4, last_overflow_iter=2, clip_grad=1.0, overflow=True)
+    other = SimpleNamespace(cur_scale=2.0, cur_iter=0, last_overflow_iter=-1, clip_grad=0.5, overflow=False)
+    state.restore_scaler(other, state.scaler(one))
+    assert vars(other) == {**vars(one), "clip_grad": 0.5}
+
+
+def test_another_kind_of_scaling_is_refused() -> None:
+    with pytest.raises(ResumeError, match="loss scale settings of the captured job"):
+        state.restore_scaler(SimpleNamespace(loss_scaler=LossScaler(1.0)), state.scaler(dynamic()))

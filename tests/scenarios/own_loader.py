@@ -1,0 +1,107 @@
+"""One rank of a DeepSpeed job that iterates torch loaders of its own, in epochs, as scripts without ft_plugins do.
+
+    --loader shuffled | distributed | stream <flags of the DeepSpeed example>
+
+An epoch has three iterations of two batches each, and an evaluation that is broken off. `--skip-at` has the gradients
+of these iterations overflow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from byte_text import Text
+from deepspeed_gpt import Windows, log, parse, seed, write_digest
+from deepspeed_layers import Plain, Sizes
+from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+EPOCH = 3  # iterations
+
+
+class Stream(IterableDataset):
+    """Samples in an order by lot, that nobody can know without reading."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in torch.randperm(len(self.data)).tolist():
+            yield self.data[index]
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--loader", default="shuffled")
+    parser.add_argument("--skip-at", type=int, nargs="*", default=[])
+    parser.add_argument("--load")
+    parser.add_argument("--save")
+    parser.add_argument("--save-at", type=int, default=0)
+    own, words = parser.parse_known_args(argv)
+    args = parse(words)
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    train, valid = (Windows(text, args.sequence) for text in Text.read(args.data).split(0.05, args.sequence))
+    seed(args.seed, args.seed + 2718)
+    module = Plain(Sizes(args.layers, args.hidden, args.heads, args.sequence, args.dropout))
+    engine, *_ = deepspeed.initialize(args=args, model=module, model_parameters=module.parameters())
+    if own.load:
+        engine.load_checkpoint(own.load)
+    micro, ranks = engine.train_micro_batch_size_per_gpu(), dist.get_world_size()
+    each = EPOCH * micro * engine.gradient_accumulation_steps()
+    training = loader(own.loader, Subset(train, range(each * (ranks if own.loader == "distributed" else 1))), micro)
+    validation = DataLoader(Subset(valid, range(8)), micro, shuffle=True)
+    epoch = engine.global_steps // EPOCH
+    while engine.global_steps < args.iterations:
+        if own.loader == "distributed":
+            training.sampler.set_epoch(epoch)
+        for outcome in iterations(engine, training, own.skip_at):
+            log(args, engine, outcome)
+            if own.save and engine.global_steps == own.save_at:
+                engine.save_checkpoint(own.save)
+            if engine.global_steps == args.iterations:
+                break
+        evaluate(engine, validation)
+        epoch += 1
+    if args.state_digest:
+        write_digest(args, engine)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def loader(kind: str, data: Any, micro: int) -> DataLoader:
+    if kind == "distributed":
+        return DataLoader(data, micro, sampler=DistributedSampler(data, seed=5))
+    if kind == "stream":
+        return DataLoader(Stream(data), micro)
+    return DataLoader(data, micro, shuffle=True, generator=torch.Generator().manual_seed(6 + dist.get_rank()))
+
+
+def iterations(engine: Any, training: DataLoader, skipped: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The epoch's, each with its loss."""
+    total = torch.zeros(())
+    for tokens, labels in training:
+        before = engine.global_steps
+        mean = engine(tokens, labels)
+        engine.backward(mean * (math.inf if before + 1 in skipped else 1.0))
+        engine.step()
+        total += mean.detach().float()
+        if engine.global_steps != before:
+            dist.all_reduce(total)
+            yield {"loss": float(total)}
+            total.zero_()
+
+
+@torch.no_grad()
+def evaluate(engine: Any, validation: DataLoader) -> None:
+    engine.eval()
+    for tokens, labels in islice(iter(validation), 2):
+        engine(tokens, labels)
+    engine.train()

@@ -1,0 +1,68 @@
+"""DeepSpeed scripts with torch loaders of their own, killed in any epoch, go on with the batch that would have come.
+
+Likewise where updates were skipped: versions count completed iterations, and counters and scheduler are restored.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.golden import assert_identical
+from ft_plugins.rig.stands import ended
+
+Spec = Callable[..., JobSpec]
+SCRIPT = f"{Path(__file__).with_name('own_loader.py')}:main"
+CONFIGURATION = Configuration(2, 1)
+ITERATIONS = 7  # an epoch has three
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
+
+
+def golden_and_killed(
+    server: ForkServer, jobs: Spec, folder: Path, configuration: Configuration, kills: str, *words: str
+) -> tuple[DeepSpeedRun, RunningJob]:
+    """The unfailed run is not protected; the other one ended as it did, after as many restarts as kills."""
+    for name in ("golden", "killed"):
+        (folder / name).mkdir()
+    golden = DeepSpeedRun("golden", folder / "golden", configuration, {}, 1234, ITERATIONS, SCRIPT, words)
+    ended(server, golden.spec())
+    run = replace(golden, name="killed", folder=folder / "killed", block={"reft": {}, "faults": kills})
+    spec = vars(run.spec())
+    job = ended(server, jobs(**{key: value for key, value in spec.items() if key != "name"}), kills.count(":kill"))
+    assert_identical(run, golden, configuration.ranks)
+    return run, job
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["distributed", *(pytest.param(one, marks=pytest.mark.all_configurations) for one in ("shuffled", "stream"))],
+)
+def test_a_loader_of_the_scripts_own_goes_on_where_it_was(
+    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, kind: str
+) -> None:
+    kills = "update.begin@iteration=3,rank=1,restart=0:kill;iteration.forward@iteration=5,rank=0,restart=1:kill"
+    _, job = golden_and_killed(deepspeed_server, jobs, tmp_path, CONFIGURATION, kills, "--loader", kind)
+    said = job.log.read_text()
+    assert ("read again and dropped" in said) == (kind == "stream"), said
+    assert "is not followed" not in said and "read before the update" not in said
+
+
+@pytest.mark.parametrize("stage", [1, *(pytest.param(each, marks=pytest.mark.all_configurations) for each in (2, 3))])
+def test_a_skipped_update_is_an_iteration_of_its_own(
+    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, stage: int
+) -> None:
+    kills = "update.end@iteration=2,rank=0,restart=0:kill;iteration.forward@iteration=6,rank=1,restart=1:kill"
+    configuration = Configuration(2, stage, checked=True)
+    words = ("--skip-at", "2", "4", "5")
+    run, job = golden_and_killed(deepspeed_server, jobs, tmp_path, configuration, kills, *words)
+    small = json.loads(Path(f"{run.digests}00000.json").read_text())["small"]
+    assert (small["counters"]["global_steps"], small["counters"]["skipped_steps"]) == (ITERATIONS, 3)
+    restored = sorted({event.fields["iteration"] for event in job.events("restore.done")})
+    assert restored in ([1, 4], [1, 5]), "an iteration without an update has a version of its own"

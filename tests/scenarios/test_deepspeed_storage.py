@@ -1,0 +1,100 @@
+"""Storage under a DeepSpeed job: REFT's checkpoints when memory is gone, and DeepSpeed's own beside what is in memory.
+
+With both at hand the larger iteration wins, whichever was loaded first; what is captured afterwards is what DeepSpeed
+trains with, not what its load has replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.golden import assert_identical
+from ft_plugins.rig.stands import checkpointed, ended, lose_memory, standing_after
+
+Spec = Callable[..., JobSpec]
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
+
+SCRIPT = f"{Path(__file__).with_name('own_loader.py')}:main"
+ITERATIONS = 7  # an epoch has three
+FLAGS = ("--reft", "--ftp-detect-seconds", "120", "--reft-checkpoint-interval", "0")  # ranks that stand still mean to
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., DeepSpeedRun]:
+    """Makes runs of the script that are not protected by their configuration."""
+
+    def made(name: str, stage: int, *words: str) -> DeepSpeedRun:
+        (tmp_path / name).mkdir()
+        configuration = Configuration(2, stage)
+        return DeepSpeedRun(name, tmp_path / name, configuration, {}, 1234, ITERATIONS, SCRIPT, words)
+
+    return made
+
+
+def protected(jobs: Spec, run: DeepSpeedRun, *words: str, faults: str = "") -> JobSpec:
+    """By flags, which can be others at the next start."""
+    folder = run.folder.parent / "checkpoints"
+    flags = (*FLAGS, "--reft-checkpoint-dir", str(folder), *(("--ftp-faults", faults) if faults else ()))
+    spec = vars(replace(run, words=words or run.words).spec(flags=flags))
+    return jobs(**{key: value for key, value in spec.items() if key != "name"})
+
+
+def restored(job: RunningJob) -> list[tuple[str, int]]:
+    """Tier and iteration of each restore of rank 0."""
+    found = [event.fields for event in job.events("restore.done") if event.rank == 0]
+    return [(fields["tier"], fields["iteration"]) for fields in found]
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.all_configurations)])
+def test_when_memory_is_gone_a_job_goes_on_from_storage(
+    deepspeed_server: ForkServer, jobs: Spec, run: Callable[..., DeepSpeedRun], stage: int
+) -> None:
+    golden, other = run("golden", stage), run("other", stage)
+    ended(deepspeed_server, golden.spec())
+    spec = protected(jobs, other)
+    checkpointed(deepspeed_server, spec, 4)
+    lose_memory(spec)
+    job = ended(deepspeed_server, spec)
+    assert restored(job) == [("storage", 4)]
+    assert_identical(other, golden, 2)
+
+
+@pytest.mark.parametrize(
+    "stage", [1, *(pytest.param(each, marks=pytest.mark.all_configurations) for each in (0, 2, 3))]
+)
+def test_an_older_checkpoint_that_the_script_loads_gives_way_to_memory(
+    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, run: Callable[..., DeepSpeedRun], stage: int
+) -> None:
+    golden, other = run("golden", stage), run("other", stage)
+    ended(deepspeed_server, golden.spec())
+    own = str(tmp_path / "own")
+    kills = "iteration.forward@iteration=5,rank=0,restart=0:kill;update.middle@iteration=7,rank=1,restart=1:kill"
+    spec = protected(jobs, other, "--load", own, "--save", own, "--save-at", "2", faults=kills)
+    job = ended(deepspeed_server, spec, 2)
+    assert {iteration for _, iteration in restored(job)} in ({3, 6}, {4, 6})
+    assert_identical(other, golden, 2)
+
+
+def test_a_newer_checkpoint_that_the_script_loads_wins_and_is_protected(
+    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, run: Callable[..., DeepSpeedRun]
+) -> None:
+    own = str(tmp_path / "own")
+    ended(deepspeed_server, run("writes", 1, "--save", own, "--save-at", "4").spec())
+    golden, other = run("golden", 1, "--load", own), run("other", 1)
+    ended(deepspeed_server, golden.spec())
+    job = standing_after(deepspeed_server, protected(jobs, other), 2)
+    job.kill()
+    job.wait(90)
+    other.loss_log.unlink()
+    kill = "update.middle@iteration=7,rank=1,restart=0:kill"
+    job = ended(deepspeed_server, protected(jobs, other, "--load", own, faults=kill), 1)
+    assert restored(job)[-1] == ("process", 6)
+    assert_identical(other, golden, 2)
