@@ -27,8 +27,17 @@ class Loop:
     """A training loop whose state tells the iteration: `w` holds it, `drawn` is a random number of each iteration."""
 
     def __init__(
-        self, rank: int, world: int, *, replicated: bool = False, ballast: int = 0, **fingerprint: Any
+        self,
+        rank: int,
+        world: int,
+        *,
+        replicated: bool = False,
+        ballast: int = 0,
+        meets: bool = False,
+        **fingerprint: Any,
     ) -> None:
+        """`meets`: as in training, no rank updates before all have come so far."""
+        self.meets = meets
         self.iteration = 0
         self.drawn: list[float] = []
         self.ballast = "x" * ballast
@@ -52,6 +61,8 @@ class Loop:
         for step in range(self.iteration + 1, until + 1):
             session.iteration_begin(step)
             drawn = torch.rand(()).item() + random.random()
+            if self.meets:
+                torch.distributed.barrier()
             session.before_update(step)
             self.w.fill_(step)
             session.after_update(step)
@@ -441,7 +452,7 @@ def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(n
     node.start()
     run_dirs = [node.run_dir] * 2
     faults = "capture.bucket.begin@iteration=3,rank=1:raise"
-    found = ranks(_incarnation, 2, run_dirs, node.fence(), 4, {"faults": faults})
+    found = ranks(_incarnation, 2, run_dirs, node.fence(), 4, {"faults": faults, "loop": {"meets": True}})
     assert [outcome["error"] for outcome in found] == [None, None]
     # whether rank 0 hears of it before its last iteration is a matter of time; if it does, it stops as an echo
     assert [event.rank for event in node.events("protection.lost") if not event.fields["echo"]] == [1]
