@@ -3,19 +3,22 @@
 Invariant: values are set in place, each in a tensor of its own: schedulers hold the dictionaries of parameter groups,
 and a 'step' that parameters share is incremented once per parameter.
 
-In: live tensors and what a framework says of them, torch optimizers. Out: `Held`; plain values, and back.
+In: live tensors and what a framework says of them, torch optimizers. Out: `Held`, and what a host tells of it; plain
+values, and back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..errors import InventoryError, ResumeError
-from ..model.inventory import Item, Role, Span
+from ..model.inventory import Inventory, Item, Role, Span
+from ..model.topology import Topology
 
 UPDATE = frozenset({Span.UPDATE})
 ANYWHERE = frozenset(Span)
@@ -28,6 +31,30 @@ class Held:
 
     item: Item
     read: Callable[[], torch.Tensor]
+
+
+class HeldState:
+    """The part of `model.host.Host` that follows from what a rank holds, whichever framework it is of."""
+
+    rank: int
+    _topology: Topology
+
+    @cached_property
+    def _held(self) -> list[Held]:
+        """Found once; creates the optimizer's state where no update has done so yet."""
+        raise NotImplementedError
+
+    def topology(self) -> Topology:
+        """Where every rank of the job stands."""
+        return self._topology
+
+    def inventory(self) -> Inventory:
+        """What this rank's state is made of; creates the optimizer's state where no update has done so yet."""
+        return Inventory.of(self.rank, (one.item for one in self._held))
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors, by item name."""
+        return {one.item.name: one.read() for one in self._held}
 
 
 def hold(

@@ -25,7 +25,6 @@ import xxhash
 from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
-from ...model.inventory import Inventory
 from ...model.topology import Topology
 from ..held import Held, groups, restore_groups
 from . import naming, state
@@ -38,7 +37,7 @@ _AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
-class DeepSpeedHost:
+class DeepSpeedHost(HeldState):
     """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
 
     `positions` are what `training` knows of the data; without them data is the caller's matter.
@@ -55,18 +54,6 @@ class DeepSpeedHost:
         self._require_deepspeeds_layout()
 
     # facts
-
-    def topology(self) -> Topology:
-        """Where every rank of the job stands."""
-        return self._topology
-
-    def inventory(self) -> Inventory:
-        """What this rank's state is made of; creates the optimizer's state where no update has done so yet."""
-        return Inventory.of(self.rank, (one.item for one in self._held))
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors, by item name."""
-        return {one.item.name: one.read() for one in self._held}
 
     def find_tensors(self) -> None:
         """DeepSpeed has loaded a checkpoint of its own: optimizer state is in other tensors now."""

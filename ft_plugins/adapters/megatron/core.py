@@ -34,7 +34,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
-from ...model.inventory import Inventory
 from ...model.topology import Topology
 from ..held import groups, restore_groups
 from . import naming, state
@@ -60,7 +59,7 @@ class StateEntry:
     write: Callable[[Any], None]
 
 
-class MegatronCoreHost:
+class MegatronCoreHost(HeldState):
     """One rank of a Megatron job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
 
     `completed()` is the number of completed iterations, `counters` is set before the scheduler on a restore,
@@ -97,18 +96,6 @@ class MegatronCoreHost:
         self._require_megatrons_layout()
 
     # facts
-
-    def topology(self) -> Topology:
-        """Where every rank of the job stands."""
-        return self._topology
-
-    def inventory(self) -> Inventory:
-        """What this rank's state is made of; creates the optimizer's state where no update has done so yet."""
-        return Inventory.of(self.rank, (one.item for one in self._held))
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors, by item name."""
-        return {one.item.name: one.read() for one in self._held}
 
     @cached_property
     def _described(self) -> Mapping[str, Any]:
