@@ -26,7 +26,7 @@ from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
-from ..held import Held, groups, restore_groups
+from ..held import Held, HeldState, groups, restore_groups
 from . import naming, state
 from .position import Positions
 from .rng import restore_rng, rng_state

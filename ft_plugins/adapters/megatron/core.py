@@ -35,7 +35,7 @@ from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
-from ..held import groups, restore_groups
+from ..held import HeldState, groups, restore_groups
 from . import naming, state
 from .rng import restore_rng, rng_state
 from .support import flat, is_stub, require_supported
