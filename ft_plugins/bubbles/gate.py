@@ -206,8 +206,8 @@ class GatePacer:
     def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
         """What may go now, or for how many seconds there is nothing to look for."""
         opening, now = self._gate.read(), self._clock_ns()
-        if opening is None:
-            return None, self._poll
+        if opening is None or all(now >= deadline for _, deadline, _ in opening.windows):
+            return None, self._poll  # closed, or left open by a trainer that is dead
         if opening.number != self._number:
             self._number, self._seen_ns = opening.number, now
             self._left = [window[2] for window in opening.windows]
@@ -218,7 +218,8 @@ class GatePacer:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
             in_time = planned * (deadline - now) // (deadline - begin)
             room = min(self._left[place], in_time)
-            if room and room >= min(nbytes, self._least):
+            # a window that holds less than is worth a frame is taken where half of it gets through
+            if room and room >= min(nbytes, self._least, (planned + 1) // 2):
                 allowed = min(nbytes, room)
                 self._left[place] -= allowed
                 return Allowance(allowed, deadline), 0.0

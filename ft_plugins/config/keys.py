@@ -122,6 +122,9 @@ def _expected(annotation: Any, constraints: tuple[Any, ...]) -> str:
     if typing.get_origin(annotation) is Literal:
         return "one of " + ", ".join(typing.get_args(annotation))
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        chosen = [part for part in typing.get_args(annotation) if typing.get_origin(part) is Literal]
+        if chosen:
+            return _expected(chosen[0], constraints)  # null in JSON is as if it was not given
         return " or ".join(kinds.get(part, "nothing") for part in typing.get_args(annotation))
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [

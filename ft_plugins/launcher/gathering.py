@@ -69,13 +69,17 @@ class Roster:
 
 @dataclass(frozen=True)
 class Application:
-    """A node that asks to take part. `token` is its process's own: a node that was started again has another one."""
+    """A node that asks to take part. `token` is its process's own: a node that was started again has another one.
+
+    `knows` is the newest complete round that it has heard of, also one that it had no seat in.
+    """
 
     node: str
     token: str
     endpoint: str
     seat: Seat | None = None
     wanted: int | None = None
+    knows: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ class Gathering:
     @property
     def last_round(self) -> int:
         """The newest complete round that this node or one of those waiting knows of."""
-        return max([self.roster.round, *(found.seat.round for found in self._waiting.values() if found.seat)])
+        seats = [found.seat.round for found in self._waiting.values() if found.seat]
+        return max([self.roster.round, *seats, *(found.knows for found in self._waiting.values())])
 
     @property
     def begun(self) -> bool:

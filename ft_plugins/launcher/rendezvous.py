@@ -193,7 +193,9 @@ class Rendezvous(RendezvousHandler):
 
     def _apply(self, lead: Lead) -> None:
         me, roster = self._me, self._memory.roster
-        application = Application(me.node, me.token, me.endpoint, roster.seat(me.node), self._settings.wanted)
+        application = Application(
+            me.node, me.token, me.endpoint, roster.seat(me.node), self._settings.wanted, roster.round
+        )
         began = time.monotonic()
         while not (reply := self._ask_patiently("apply", application=asdict(application)))["accepted"]:
             self._check()

@@ -306,6 +306,25 @@ def test_less_than_is_worth_a_frame_waits_unless_it_is_all_there_is() -> None:
     assert pacer.take(1000, Stop(clock, 20 * MS)).nbytes == 0
 
 
+def test_a_window_of_less_than_is_worth_a_frame_is_taken_while_half_of_it_gets_through() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=300, clock_ns=clock)
+    gate.open([grant(1, 0, 0.010, 100)], 0, 0)
+    clock.now = 1 * MS
+    assert pacer.take(1000, Stop(clock, 9 * MS)).nbytes == 90, "bubbles that are all so small must not starve a copy"
+    gate.open([grant(2, 0, 0.010, 100)], 1, 20 * MS)
+    clock.now = 26 * MS  # 40 would get through
+    assert pacer.take(1000, Stop(clock, 40 * MS)).nbytes == 0
+
+
+def test_what_a_dead_trainer_left_open_does_not_hold_back_what_goes_by_rate() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    clock.now = 50 * MS
+    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now == 50 * MS
+
+
 def test_a_gate_that_is_closed_early_lets_nothing_more_go() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 1.0, 1000)], 0, 0)

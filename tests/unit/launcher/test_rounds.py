@@ -324,6 +324,16 @@ def test_rounds_go_on_counting_from_the_newest_that_anybody_remembers() -> None:
     assert (rounds.gathering.round, rounds.members) == (7, ["new", "old"])
 
 
+def test_a_round_has_a_number_that_nobody_who_waits_has_heard_of() -> None:
+    """One that was a spare of round 10 knows of it, too: it would take the word for round 1 for that of an old one."""
+    rounds = Rounds(Rules(2, 2))
+    rounds.come("new")
+    rounds.gathering.apply(Application("spare", "spare/1", "spare:1", knows=10), rounds.now)
+    rounds.known.add("spare/1")
+    rounds.pass_by(40)
+    assert (rounds.gathering.round, rounds.members) == (11, ["new", "spare"]) and rounds.gathering.begun
+
+
 def test_a_lead_that_remembers_the_last_round_knows_a_node_by_its_name() -> None:
     last = Roster(4, (Place("z", "z:1"), Place("y", "y:1")))
     rounds = Rounds(Rules(2, 2))
