@@ -111,8 +111,8 @@ class ReftNodes:
         if self._job.secret_file is None:
             error = ConfigError(
                 "--ftp-secret-file: needed where nodes protect each other; write one with "
-                "(umask 077; head -c 32 /dev/urandom | base64 > FILE), the same on all nodes, or give "
-                "--reft-redundancy none"
+                "(umask 077; head -c 32 /dev/urandom | base64 > FILE), the same on all nodes, or "
+                + ("drop --baft" if self._job.baft else "give --reft-redundancy none")
             )
             error.echo = self._host.rank != 0
             raise error
