@@ -207,6 +207,7 @@ def test_it_is_released_when_a_version_of_the_new_job_counts_and_not_before(pair
     pair.outside.stop()
     pair.outside = Smp(pair.folder, pair.job, "n2")
     assert pair.outside.ask("inventory")["released"] == 3, "its successor knows as well"
+    assert pair.outside.ask("status")["node_tier"]["released"] == 3
 
 
 def test_a_spare_whose_smp_was_replaced_is_released_all_the_same(pair: Job) -> None:
