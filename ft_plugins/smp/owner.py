@@ -313,9 +313,8 @@ class SnapshotProcess:
     def _former(self, request: dict[str, Any]) -> dict[str, Any]:
         """What of other sizes this node can hand out, and the parity that belongs to it."""
         with self._lock:
-            found = [one for held in self._aside.sizes().values() for one in held.values()]
-            fingerprint = found[0].fingerprint if found else None
-            return {"sizes": self._aside.facts(), "fingerprint": fingerprint, **self._tier.parity()}
+            told = {"sizes": self._aside.facts(), "fingerprints": self._aside.fingerprints()}
+            return {**told, **self._tier.parity()}
 
     def _spare(self, request: dict[str, Any]) -> dict[str, Any]:
         """What another node has of other sizes, which has no part in the job."""

@@ -85,7 +85,7 @@ class Spare:
         self._events.emit("spare.asked", ranks=world_size, segments=len(held))
         return {
             "sizes": self._former.facts(own.values()),
-            "fingerprint": held[0].fingerprint if held else None,
+            "fingerprints": self._former.fingerprints(own.values()),
             "lineage": max((found.lineage for found in held), default=0),
             **self._tier.parity(),
         }

@@ -41,7 +41,7 @@ def answer(
     held = [[r, [0, 0], 1, 5, False, [[v.lineage, v.iteration] for v in versions]] for r, versions in ranks.items()]
     return {
         "sizes": [[size, held]] if held else [],
-        "fingerprint": {},
+        "fingerprints": [],
         "parity": [[v.lineage, v.iteration] for v in parity or []],
         "counted": [1, 4] if parity else None,
         "position": position,

@@ -18,7 +18,8 @@ from ft_plugins.snapshot.slots import Version
 
 V4 = Version(1, 4)
 WHERE = ("10.0.0.2", 700)
-FINGERPRINT = {"seed": 1}
+FINGERPRINT = {"seed": 1, "world_size": 2}
+FORMER = {"seed": 1, "world_size": 4}
 
 
 def protection(position: int, losses: int = 1) -> Protection:
@@ -35,7 +36,7 @@ def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
     told = protection(rank, losses)
     return {
         "sizes": [[4, [[rank, [0, 0], lineage, 5, False, [[1, 4]]]]]],
-        "fingerprint": FINGERPRINT,
+        "fingerprints": [[4, FORMER]],
         "parity": [[1, 4]],
         "counted": [1, 4],
         "position": rank,
@@ -78,6 +79,7 @@ class Nodes:
         self, rank: int, plan: RecoveryPlan, told: Protection, fingerprint: Mapping[str, Any],
         spare: tuple[str, int] | None, spares: Sequence[tuple[str, int]],
     ) -> None:  # fmt: skip
+        assert fingerprint == FORMER, "it is a rank of the job as it was: in storage it is told by that"
         assert spare in (None, WHERE) and list(spares) in ([WHERE], [])
         assert max(plan.holders.values(), default=0) < len(self.members) + len(spares), "nobody else can be read"
         self.asked.append((rank, spare is not None))
@@ -166,6 +168,7 @@ def test_state_of_another_job_on_the_spare_is_refused(
     job: Callable[[Nodes], FormerJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes((0, 1), never, lives_on=True)
-    monkeypatch.setattr(nodes, "spares", lambda *_: [Spare("n2", WHERE, {**answer(2), "fingerprint": {"seed": 2}})])
+    told = {**answer(2), "fingerprints": [[4, {"seed": 2}]]}
+    monkeypatch.setattr(nodes, "spares", lambda *_: [Spare("n2", WHERE, told)])
     with pytest.raises(ResumeError, match="belongs to another job"):
         job(nodes).find(FINGERPRINT)

@@ -156,7 +156,7 @@ def test_it_says_what_it_holds_of_the_former_size_and_protects_nothing_any_more(
     assert pair.outside.process._tier._thread is not None
     told = pair.spare()
     assert told["sizes"] == [[6, [[rank, [0, 0], 1, 5, False, [[1, 4], [1, 5]]] for rank in (4, 5)]]]
-    assert (told["fingerprint"], told["position"], told["lineage"]) == ({"job": 1}, 2, 1)
+    assert (told["fingerprints"], told["position"], told["lineage"]) == ([[6, {"job": 1}]], 2, 1)
     assert told["plan"] == pair.protection.digest and told["protection"]["nodes"] == list(NAMES)
     assert pair.outside.process._tier._thread is None, "nothing of the former incarnation counts from now on"
     assert len(segments_of(pair.job, "n2")) == 2, "and nothing is lost"
