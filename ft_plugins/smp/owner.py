@@ -338,18 +338,26 @@ class SnapshotProcess:
     def _drop_former(self) -> None:
         """Remove what was set aside once the state is safe without it: on several nodes when a version counts, on one
         when every rank holds two versions of its own, the first of which all ranks must have."""
-        if not (self._aside or self._asked):
-            return
-        told = self._tier.token == self.token and self._tier.ranks == self._world_size  # of this very incarnation
-        counted = self._tier.counted if told else self._went_on()
-        if counted is None:
+        if not (self._aside or self._asked) or self._safe() is None:
             return
         self._aside_storage.stop()
         with self._lock:
+            counted = self._safe()  # asked again: stopping takes seconds, another incarnation may have begun
+            if counted is None:
+                return
             self._events.emit("smp.settled", segments=self._aside.drop())
-            if not told:  # at this size nodes do not protect each other: parity of the other one is left
+            if not self._protected:  # at this size nodes do not protect each other: parity of the other one is left
                 self._tier.unprotect()
         self._asked.release(counted.lineage, _RELEASE_SECONDS)
+
+    @property
+    def _protected(self) -> bool:
+        """Whether what the tier tells is of this very incarnation."""
+        return self._tier.token == self.token and self._tier.ranks == self._world_size
+
+    def _safe(self) -> Version | None:
+        """The version of this incarnation by which its state is safe without what was set aside."""
+        return self._tier.counted if self._protected else self._went_on()
 
     def _went_on(self) -> Version | None:
         """The oldest version of this incarnation, where every rank has a newer one as well."""

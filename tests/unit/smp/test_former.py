@@ -151,6 +151,15 @@ def test_what_another_incarnation_counted_does_not_remove_what_is_set_aside(job:
     tier._kept.counted = Version(2, 7)
     process.look_at_trainers()
     assert files(job) == {"n0-r0of1"}
-    tier.token = 5
+    tier.token, stop = 5, process._aside_storage.stop
+
+    def begun_over_it() -> None:
+        process._aside_storage.stop = stop  # type: ignore[method-assign]
+        assert process.answer({"do": "fence"})["ok"]
+
+    process._aside_storage.stop = begun_over_it  # type: ignore[method-assign]
+    process.look_at_trainers()
+    assert process.token == 6 and files(job) == {"n0-r0of1"}, "the next one has not counted anything yet"
+    tier.token = 6
     process.look_at_trainers()
     assert not files(job), "what counts in this one takes its place"
