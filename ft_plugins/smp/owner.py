@@ -390,11 +390,10 @@ class SnapshotProcess:
         if only_due or reason == REQUEST:
             return self.persister.request(reason, seconds, only_due)
         deadline = time.monotonic() + seconds
-        self._aside_storage.request(reason, 0.0)
         found = self.persister.request(reason, seconds)
-        if found["state"] == "nothing":  # of this size: what is aside is the newest
-            found = self._aside_storage.request(reason, max(0.0, deadline - time.monotonic()))
-        return found
+        nothing = found["state"] == "nothing"  # of this size: what is aside is the newest
+        aside = self._aside_storage.request(reason, max(0.0, deadline - time.monotonic()) if nothing else 0.0)
+        return aside if nothing else found
 
     @property
     def storing(self) -> bool:
