@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -34,6 +35,7 @@ from .wire import Peer
 REQUESTS = frozenset({"spare", "release"})
 _ASKED = "spares.json"  # in the run directory: whom this node has asked
 _BY = "asked.json"  # likewise: the token under which this one was asked
+_AGAIN_SECONDS = 0.2  # between two calls of a spare whose SMP is not there: it is being replaced
 _TRIES, _PAUSE_SECONDS = 10, 3.0  # of a spare that is told that it may drop what it holds
 
 Endpoint = tuple[str, int]
@@ -137,10 +139,18 @@ class Asked:
         return bool(self._where)
 
     def ask(self, node: str, where: Endpoint, world_size: int, timeout: float) -> dict[str, Any]:
-        """What the SMP of `node` at `where` has of other sizes than this one, or `busy`. Raises ProtocolError."""
-        with closing(self._tier.peer(where, timeout)) as peer:
-            reply, _ = peer.ask("spare", node=node, world_size=world_size)
-            return {name: value for name, value in reply.items() if name != "ok"}
+        """What the SMP of `node` at `where` has of other sizes than this one, or `busy`. Where it is not there it is
+        called again for `timeout` seconds. Raises ProtocolError, or what it refused with."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                with closing(self._tier.peer(where, timeout)) as peer:
+                    reply, _ = peer.ask("spare", node=node, world_size=world_size)
+                    return {name: value for name, value in reply.items() if name != "ok"}
+            except ProtocolError as error:
+                if not isinstance(error.__cause__, ConnectionError) or time.monotonic() > deadline:
+                    raise
+            threading.Event().wait(_AGAIN_SECONDS)
 
     def keep(self, where: Sequence[Endpoint]) -> None:
         """These are to be released when the job can do without them."""

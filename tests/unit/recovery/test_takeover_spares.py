@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.errors import FtError, ProtocolError, ResumeError
-from ft_plugins.recovery.nodes import Spare
+from ft_plugins.errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
+from ft_plugins.recovery import nodes as job_nodes
+from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
 from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.takeover import FormerJob
 from ft_plugins.smp.protection import Protection
@@ -172,3 +173,48 @@ def test_state_of_another_job_on_the_spare_is_refused(
     monkeypatch.setattr(nodes, "spares", lambda *_: [Spare("n2", WHERE, told)])
     with pytest.raises(ResumeError, match="belongs to another job"):
         job(nodes).find(FINGERPRINT)
+
+
+class Asking:
+    """The SMP of n0, by which n1 cannot be read, n2 is fenced or answers, n3 answers."""
+
+    fenced = False
+
+    def __init__(self, run_dir: Path) -> None:
+        pass
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def endpoint(self, address: str, secret_file: str) -> tuple[str, int]:
+        return address, 1
+
+    def spare(self, rank: int, token: int, size: int, name: str, where: tuple[str, int], timeout: float) -> Any:
+        if name == "n1":
+            raise SegmentError("the job's fingerprint in it is damaged")
+        if self.fenced:
+            raise FencedError("token 1 was superseded by 2")
+        return answer(int(name[1:]))
+
+
+class Alone(OneRank):
+    world_size = 1
+
+    def agree(self, error: FtError | None) -> None:
+        if error is not None:
+            raise error
+
+
+def test_a_spare_with_a_damaged_segment_is_a_lost_node_and_a_fence_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_nodes, "Client", Asking)
+    config = NodeTierConfig(0, (), 1, 0.0, 5.0, "secret", "127.0.0.1", "h", Path("/nowhere/job/n0"), 1)
+    nodes = LinkedNodes(Alone(), ("n0",), config)  # type: ignore[arg-type]
+    reported: list[str] = []
+    found = nodes.spares(protection(0), lambda error: reported.append(str(error)))
+    assert [spare.name for spare in found] == ["n2", "n3"] and reported == ["the job's fingerprint in it is damaged"]
+    monkeypatch.setattr(Asking, "fenced", True)
+    with pytest.raises(FencedError):
+        nodes.spares(protection(0), lambda error: None)

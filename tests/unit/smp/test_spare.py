@@ -114,8 +114,8 @@ class Job:
         self.member.ask("fence")
         self.member.ask("resize", world_size=4)
 
-    def spare(self, node: str = "n2") -> dict[str, Any]:
-        return dict(self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=5.0)["told"])
+    def spare(self, node: str = "n2", seconds: float = 5.0) -> dict[str, Any]:
+        return dict(self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=seconds)["told"])
 
     def fetch(self, rank: int, version: Version) -> None:
         self.member.ask(
@@ -240,12 +240,27 @@ def test_a_release_that_comes_late_touches_nothing_of_a_node_that_takes_part_aga
     assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
 
 
+def test_a_spare_whose_smp_is_being_replaced_is_called_again(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, calls = pair.member.process._tier, []
+    peer = tier.peer
+    pair.outside.stop()
+
+    def replaced_at_the_second_call(where: tuple[str, int], timeout: float) -> Any:
+        calls.append(where)
+        if len(calls) == 2:
+            pair.outside = Smp(pair.folder, pair.job, "n2")
+        return peer(where, timeout)
+
+    monkeypatch.setattr(tier, "peer", replaced_at_the_second_call)
+    assert [size for size, _ in pair.spare()["sizes"]] == [6] and calls == [pair.where] * 2
+
+
 def test_a_spare_that_is_gone_is_told_of_and_holds_up_nobody(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spare, "_TRIES", 2)
     monkeypatch.setattr(spare, "_PAUSE_SECONDS", 0.01)
     pair.outside.stop()
     with pytest.raises(ProtocolError, match="did not answer 'spare'"):
-        pair.spare()
+        pair.spare(seconds=0.5)
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     counts(pair, Version(2, 6))
     until(lambda: "spare.unreached" in pair.member.names())
