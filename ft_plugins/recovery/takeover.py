@@ -38,7 +38,7 @@ Place = tuple[int, int]
 class Size:
     """The job as it was with `world_size` ranks: what its ranks have, by node as it stands now, then by spare.
 
-    `members` of the nodes take part in the job as it is now.
+    `members` of the nodes take part in the job as it is now. `protection` is the newest that any of them knows of.
     """
 
     world_size: int
@@ -107,7 +107,7 @@ def _read_size(world_size: int, told: Sequence[Mapping[str, Any]], members: int)
         block = answer["protection"]
         own = block is not None and len(block["nodes"]) == world_size
         counted = Version(*answer["counted"]) if own and answer["counted"] else None
-        if own and protection is None:
+        if own and (protection is None or block["lineage"] > protection.lineage):
             protection = Protection.read(block)
         nodes.append(
             NodeFacts(

@@ -87,6 +87,16 @@ def test_parity_of_another_size_is_of_no_use() -> None:
     assert size.protection is None and plan_size(size).version is None
 
 
+@pytest.mark.parametrize("newest", [0, 1, 2])
+def test_what_protected_the_job_last_counts_whoever_answers_first(newest: int) -> None:
+    """A node that was not there for the newest lineage knows of an older one; the last that answers is a spare."""
+    told = [answer({rank: [V4]}, parity=[V4], position=rank) for rank in (0, 1, 2)]
+    told[newest]["protection"] |= {"lineage": 4, "endpoints": [["h", 2]] * 4}
+    (size,) = read_sizes(told[:2], told[2:])
+    assert size.protection is not None
+    assert (size.protection.lineage, size.protection.endpoints[0]) == (4, ("h", 2))
+
+
 def test_sizes_are_told_apart() -> None:
     told = [answer({0: [V4], 1: [V4]}, size=2), answer({0: [V5]}, size=1)]
     one, two = read_sizes(told)
