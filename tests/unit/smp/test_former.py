@@ -10,7 +10,9 @@ import pytest
 
 from ft_plugins.events import Events
 from ft_plugins.smp.former import Former
+from ft_plugins.smp.frames import Data
 from ft_plugins.smp.owner import SnapshotProcess
+from ft_plugins.smp.peers import Local
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
 from ft_plugins.snapshot.segment import (
@@ -138,6 +140,18 @@ def gone(job: str) -> None:
     yield
     remove(job, NODE)
     assert not Path(SHM / f"ftp-{job}@{NODE}-r0").exists()
+
+
+def test_what_was_read_last_is_not_kept_in_memory_when_it_is_dropped(job: str) -> None:
+    own = {3: segment(job, 3, 16, Version(1, 1))}
+    former = Former(job, NODE)
+    former.exchange(own, 12)
+    memory = Local({}, former, lambda: None)
+    assert memory.read(Data(3, Version(1, 1), 0, 8)).tolist() == [1] * 8
+    mapped = f"ftp-{job}@"
+    assert mapped in Path("/proc/self/maps").read_text()
+    former.drop()
+    assert mapped not in Path("/proc/self/maps").read_text()
 
 
 def test_what_another_incarnation_counted_does_not_remove_what_is_set_aside(job: str, tmp_path: Path) -> None:
