@@ -79,11 +79,11 @@ class SnapshotProcess:
         self.persister = Persister(run_dir, job, node, events)
         self._aside_storage = FormerStorage(run_dir, job, node, self._aside, lambda: self.persister.storage, events)
         self._asked = Asked(run_dir, self._tier, events)
-        spare = Spare(
+        self._spare_here = Spare(
             run_dir, node, lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
-            self.persister.let_go,
+            self.persister.let_go, self._aside_storage.stop,
         )  # fmt: skip
-        self._tier.serve_outside(spare.answer)
+        self._tier.serve_outside(self._spare_here.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self._segments:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
@@ -437,6 +437,7 @@ class SnapshotProcess:
         """Remove the segments; the daemon ends."""
         self._tier.close()
         self._asked.forget()
+        self._spare_here.forget()
         self._aside_storage.stop()
         self.persister.stop()
         for segment in self._segments.values():

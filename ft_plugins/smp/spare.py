@@ -55,8 +55,10 @@ class Spare:
         lock: AbstractContextManager[Any],
         events: Events,
         let_go: Callable[[Sequence[int]], None],
+        let_go_aside: Callable[[], None],
     ) -> None:
-        """`token` is the SMP's; `let_go` is told of the ranks whose segments leave."""
+        """`token` is the SMP's; `let_go` is told of the ranks whose segments leave, `let_go_aside` before what is set
+        aside does."""
         self._by = run_dir / _BY
         self._node = node
         self._token = token
@@ -66,6 +68,7 @@ class Spare:
         self._lock = lock
         self._events = events
         self._let_go = let_go
+        self._let_go_aside = let_go_aside
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request of `REQUESTS`. Raises ProtocolError."""
@@ -102,12 +105,17 @@ class Spare:
             found = self._segments.pop(rank)
             found.path.unlink(missing_ok=True)
             found.close()
+        self._let_go_aside()
         dropped = len(left) + self._former.drop()
         self._tier.release(lineage)
         self._by.unlink(missing_ok=True)
         if dropped:
             self._events.emit("spare.released", segments=dropped, lineage=lineage)
         return {"dropped": dropped}
+
+    def forget(self) -> None:
+        """The end of the SMP."""
+        self._by.unlink(missing_ok=True)
 
     def _asked_under(self) -> int | None:
         try:
@@ -130,6 +138,7 @@ class Asked:
         self._tier = tier
         self._events = events
         self._lock = threading.Lock()
+        self._telling: set[Endpoint] = set()
         try:
             self._where = {_endpoint(one) for one in json.loads(self._path.read_text())}
         except (OSError, ValueError, TypeError):
@@ -156,14 +165,21 @@ class Asked:
         """These are to be released when the job can do without them."""
         with self._lock:
             self._where |= set(where)
-            if self._where:
-                written(self._path, sorted(self._where))
+            self._remember()
+
+    def _remember(self) -> None:
+        """Who is to be told, for a successor."""
+        left = self._where | self._telling
+        if left:
+            written(self._path, sorted(left))
+        else:
+            self._path.unlink(missing_ok=True)
 
     def release(self, lineage: int, timeout: float) -> None:
         """The job goes on in `lineage`: tell them, in the background."""
         with self._lock:
             where, self._where = sorted(self._where), set()
-            self._path.unlink(missing_ok=True)
+            self._telling |= set(where)
         if where:
             threading.Thread(
                 target=self._tell, args=(where, lineage, timeout), name="smp-release", daemon=True
@@ -171,7 +187,7 @@ class Asked:
 
     def _tell(self, where: Sequence[Endpoint], lineage: int, timeout: float) -> None:
         """The thread. A spare that cannot be told keeps what it has until it takes part again, or ends."""
-        reason = ""
+        told, reason = set(where), ""
         for _ in range(_TRIES):
             left = []
             for one in where:
@@ -184,13 +200,19 @@ class Asked:
                     left.append(one)
             where = left
             if not where:
-                return
+                break
             threading.Event().wait(_PAUSE_SECONDS)
-        self._events.emit("spare.unreached", spares=[list(one) for one in where], reason=reason)
+        else:
+            self._events.emit("spare.unreached", spares=[list(one) for one in where], reason=reason)
+        with self._lock:
+            self._telling -= told
+            self._remember()
 
     def forget(self) -> None:
         """The end of the SMP."""
-        self._path.unlink(missing_ok=True)
+        with self._lock:
+            self._where, self._telling = set(), set()
+            self._remember()
 
 
 def _endpoint(value: Any) -> Endpoint:

@@ -225,7 +225,55 @@ def test_the_successor_of_an_smp_releases_the_spares_that_were_asked(pair: Job) 
     pair.member = Smp(pair.folder, pair.job, "n0")
     counts(pair, Version(2, 6))
     until(lambda: "spare.released" in pair.outside.names())
-    assert not segments_of(pair.job, "n2") and not (pair.member.run_dir / "spares.json").exists()
+    assert not segments_of(pair.job, "n2")
+    until(lambda: not (pair.member.run_dir / "spares.json").exists())
+
+
+def test_who_is_to_be_told_is_known_to_a_successor_until_they_were_told(
+    pair: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.spare()
+    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
+    counts(pair, Version(2, 6))  # a thread begins to tell
+    file, tier = pair.member.run_dir / "spares.json", pair.member.process._tier
+    until(lambda: not file.exists())
+    peer, there = tier.peer, []
+
+    def looked_at(where: tuple[str, int], timeout: float) -> Any:
+        there.append(file.exists())
+        return peer(where, timeout)
+
+    monkeypatch.setattr(tier, "peer", looked_at)
+    pair.member.process._asked.keep([pair.where])
+    pair.member.process._asked.release(2, 5.0)
+    until(lambda: bool(there) and not file.exists())
+    assert there == [True]
+
+
+def test_what_is_on_its_way_to_storage_is_left_off_before_it_is_dropped(pair: Job) -> None:
+    class Running:
+        busy = False
+        files: list[Path] | None = None
+
+        def stop(self) -> None:
+            self.files = former_segments_of(pair.job, "n2")
+
+    running, process = Running(), pair.outside.process
+    process._aside.make(8, 4, SHAPE, {"job": 1})
+    process._aside_storage._running[8] = running  # type: ignore[assignment]
+    pair.spare()
+    pair.member.process._asked._tell([pair.where], 2, 5.0)
+    assert "spare.released" in pair.outside.names() and not process._aside_storage._running
+    assert running.files == [set_aside(pair.job, "n2", 4, 8)] and not former_segments_of(pair.job, "n2")
+
+
+def test_the_end_of_the_smp_leaves_nothing_of_spares_in_the_run_directory(pair: Job) -> None:
+    pair.spare()
+    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
+    assert (pair.outside.run_dir / "asked.json").exists() and (pair.member.run_dir / "spares.json").exists()
+    for smp in (pair.outside, pair.member):
+        smp.process.finish_alone("in order")
+        assert not {"asked.json", "spares.json"} & {path.name for path in smp.run_dir.iterdir()}
 
 
 @pytest.mark.parametrize("since", ["begun", "restored"])
