@@ -86,11 +86,13 @@ class Watcher:
         return found.iteration if found else None
 
     def empty(self) -> bool:
-        """Whether no segment of this node holds a version. Raises ProtectionError."""
+        """Whether no segment of this node holds a version, nor is it known that the job went on without this node.
+        Raises ProtectionError."""
         found = self._request("status", lambda client: client.status())
         held = any(slot["state"] == "CLEAN" for segment in found["segments"] for slot in segment["slots"])
         # what cannot be read may be of use to another version of ft_plugins, what is set aside to another size
-        return not held and not found["refused"] and not found["set_aside"]
+        kept = found["refused"] or found["set_aside"] or found["node_tier"].get("released")
+        return not held and not kept
 
     def opened_since(self, token: int) -> bool:
         """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""

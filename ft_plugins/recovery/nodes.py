@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import psutil
 
-from ..errors import BudgetError, ConfigError, FtError, ProtocolError
+from ..errors import BudgetError, ConfigError, FencedError, FtError, ProtocolError
 from ..redundancy.plan import ExchangePlan, positions
 from ..smp.client import Client
 from ..smp.protection import Protection
@@ -151,7 +151,9 @@ class LinkedNodes(SeenNodes):
         while True:
             try:
                 told = client.spare(rank, config.token, size, name, where, config.detect_seconds)
-            except ProtocolError as error:
+            except FencedError:  # this incarnation is over, not that node
+                raise
+            except FtError as error:
                 report(error)
                 return None
             if "busy" not in told:

@@ -170,7 +170,7 @@ def plan_recovery(
     if released and not any(rank.from_nothing and rank.lineage > released for rank in facts):
         why = f"while a node that is here was a spare, the job went on in lineage {released} with others"
         reason, state_lost = f"{reason}; {why}", True
-    if exchange is None and (why := _elsewhere(own, nodes)):
+    if exchange is None and (why := _elsewhere(own, corrupt, nodes)):
         reason, state_lost = f"{reason}; {why}", True
     return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone)
 
@@ -251,11 +251,13 @@ def _sources(
     return tuple(ways[rank] for rank in sorted(ways)), holders, gone
 
 
-def _elsewhere(own: Mapping[int, Collection[Version]], nodes: Sequence[NodeFacts]) -> str:
+def _elsewhere(
+    own: Mapping[int, Collection[Version]], corrupt: Collection[tuple[int, Version]], nodes: Sequence[NodeFacts]
+) -> str:
     """Whose state is on a node where that rank does not run now; '' for nobody's."""
     for index, node in enumerate(nodes):
         for rank, versions in sorted(node.slots.items()):
-            if versions and rank in own and not own[rank]:
+            if rank in own and not own[rank] and any((rank, version) not in corrupt for version in versions):
                 return (
                     f"rank {rank}'s is on node {index} of this job, where it does not run now: start the nodes in "
                     "their former order, or let nodes protect each other (--reft-redundancy), which moves it"

@@ -38,7 +38,7 @@ Place = tuple[int, int]
 class Size:
     """The job as it was with `world_size` ranks: what its ranks have, by node as it stands now, then by spare.
 
-    `members` of the nodes take part in the job as it is now.
+    `members` of the nodes take part in the job as it is now. `protection` is the newest that any of them knows of.
     """
 
     world_size: int
@@ -47,6 +47,7 @@ class Size:
     nodes: tuple[NodeFacts, ...]
     places: Mapping[int, Place]
     protection: Protection | None
+    fingerprint: Mapping[str, Any]  # of the job at that size
 
     @property
     def exchange(self) -> ExchangePlan | None:
@@ -89,7 +90,9 @@ def _read_size(world_size: int, told: Sequence[Mapping[str, Any]], members: int)
     places: dict[int, Place] = {}
     nodes: list[NodeFacts] = []
     protection: Protection | None = None
+    fingerprint: Mapping[str, Any] = {}
     for answer in told:
+        fingerprint = dict(answer["fingerprints"]).get(world_size, fingerprint)
         held: dict[int, frozenset[Version]] = {}
         for rank, place, lineage, completed, from_nothing, versions in dict(answer["sizes"]).get(world_size, []):
             held[rank] = frozenset(Version(*version) for version in versions)
@@ -104,7 +107,7 @@ def _read_size(world_size: int, told: Sequence[Mapping[str, Any]], members: int)
         block = answer["protection"]
         own = block is not None and len(block["nodes"]) == world_size
         counted = Version(*answer["counted"]) if own and answer["counted"] else None
-        if own and protection is None:
+        if own and (protection is None or block["lineage"] > protection.lineage):
             protection = Protection.read(block)
         nodes.append(
             NodeFacts(
@@ -113,7 +116,7 @@ def _read_size(world_size: int, told: Sequence[Mapping[str, Any]], members: int)
                 released=answer["released"],
             )
         )  # fmt: skip
-    return Size(world_size, members, ranks, tuple(nodes), places, protection)
+    return Size(world_size, members, ranks, tuple(nodes), places, protection, fingerprint)
 
 
 def plan_size(
@@ -165,7 +168,7 @@ class FormerJob:
         told = self._nodes.ask(lambda client: client.former())
         self._spares = self._ask_spares(told)
         for answer in (*told, *(spare.told for spare in self._spares)):
-            if answer["fingerprint"] is not None and resizable(answer["fingerprint"]) != resizable(fingerprint):
+            if any(resizable(former) != resizable(fingerprint) for _, former in answer["fingerprints"]):
                 raise self._refusal(
                     "the state in memory belongs to another job, and not only at another data-parallel size; start as "
                     "before, name this job otherwise with --ftp-job, or --ftp-resume fresh drops it"
@@ -187,7 +190,7 @@ class FormerJob:
             return None
         newest = max([0, *(v.lineage for node in facts for held in node.slots.values() for v in held)])
         newest = max([newest, *(int(spare.told["lineage"]) for spare in self._spares)])
-        found = self._whole(size, fingerprint)
+        found = self._whole(size)
         lineage = 1 + max(newest, found.version.lineage, *(node.lineage for node in facts))
         return replace(found, now=Version(lineage, found.version.iteration))
 
@@ -221,7 +224,7 @@ class FormerJob:
         error.echo = self._collective.rank != 0  # all ranks know the same facts: one of them says so
         return error
 
-    def _whole(self, size: Size, fingerprint: Mapping[str, Any]) -> Takeover:
+    def _whole(self, size: Size) -> Takeover:
         """Verify every former rank's slot, or have it put together on a node of this job."""
         corrupt: set[tuple[int, Version]] = set()
         banned: set[Version] = set()
@@ -235,7 +238,7 @@ class FormerJob:
                     "former number of nodes to try once more, --ftp-resume fresh starts from the beginning"
                 )
             where = place(size, plan, made)
-            verdicts = self._look_at(size, plan, where, made, fingerprint)
+            verdicts = self._look_at(size, plan, where, made)
             bad = {rank for rank, verdict in verdicts.items() if verdict == "corrupt"}
             failed = {rank for rank, verdict in verdicts.items() if verdict == "failed"}
             made |= {(rank, version): where[rank] for rank, verdict in verdicts.items() if verdict == "rebuilt"}
@@ -254,9 +257,8 @@ class FormerJob:
                 return Takeover(size.world_size, version, version, where, places, plan.completed)
 
     def _look_at(
-        self, size: Size, plan: RecoveryPlan, where: Mapping[int, int], made: Collection[tuple[int, Version]],
-        fingerprint: Mapping[str, Any],
-    ) -> dict[int, str]:  # fmt: skip
+        self, size: Size, plan: RecoveryPlan, where: Mapping[int, int], made: Collection[tuple[int, Version]]
+    ) -> dict[int, str]:
         """Each former rank's slot is seen by one rank of the node that has it, or is to have it."""
         assert plan.version is not None
         own: list[list[Any]] = []
@@ -273,7 +275,7 @@ class FormerJob:
                 if decode or spare is not None:
                     assert size.protection is not None  # else nothing is decoded, and nobody knows of spares
                     others = [one.where for one in self._spares]
-                    self._nodes.rebuild_former(rank, plan, size.protection, fingerprint, spare, others)
+                    self._nodes.rebuild_former(rank, plan, size.protection, size.fingerprint, spare, others)
                     own.append([rank, "rebuilt"])
                 else:
                     self._verify(size.world_size, rank, plan.version)

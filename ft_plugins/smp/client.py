@@ -192,7 +192,7 @@ class Client:
         return bool(self._ask("resize", rank=rank, token=token, world_size=world_size)["former"])
 
     def former(self) -> dict[str, Any]:
-        """What this node has of the job at other sizes: `sizes`, `fingerprint`, `parity`, `position`, `plan`,
+        """What this node has of the job at other sizes: `sizes`, `fingerprints`, `parity`, `position`, `plan`,
         `protection`."""
         return self._ask("former")
 

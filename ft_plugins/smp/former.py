@@ -113,6 +113,12 @@ class Former:
             for size, held in sorted(sizes.items())
         ]
 
+    def fingerprints(self, beside: Iterable[Segment] = ()) -> list[list[Any]]:
+        """For a recovery: [size, fingerprint] of the job at each size, likewise. Raises SegmentError where one is
+        damaged."""
+        held = [*(one for found in self._held.values() for one in found.values()), *beside]
+        return [[size, one.fingerprint] for size, one in sorted({one.world_size: one for one in held}.items())]
+
     @staticmethod
     def _fact(rank: int, found: Segment) -> list[Any]:
         clean = [slot for slot in found.slots() if slot.state is SlotState.CLEAN and slot.version is not None]

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import FtError
 from ..events import Events
 from ..snapshot.retention import Storage
 from ..snapshot.slots import SlotState
@@ -41,15 +42,19 @@ class FormerStorage:
 
     def request(self, reason: str, seconds: float) -> dict[str, Any]:
         """Have the newest version of each size written, and wait up to `seconds`; the outcome as of a `Persister`, that
-        of the newest lineage."""
+        of the newest lineage. A size that cannot be read is an event, and ends nothing else."""
         storage, deadline = self._storage(), time.monotonic() + seconds
         if storage is None:
             return {"state": "off"}
         found: dict[str, Any] = {"state": "nothing"}
         with self._lock:
-            for size in self._sizes():
-                if size not in self._running:
-                    self._running[size] = self._begin(replace(storage, interval=0, world_size=size))
+            for size in sorted(self._former.sizes()):
+                try:
+                    if size not in self._running and self._has_version(size):
+                        self._running[size] = self._begin(replace(storage, interval=0, world_size=size))
+                except (FtError, OSError) as error:
+                    found = {"state": "failed", "reason": f"what {size} ranks left cannot be read: {error}"}
+                    self._events.emit("persist.failed", reason=found["reason"])
             running = list(self._running.values())
         for persister in running:
             outcome = persister.request(reason, max(0.0, deadline - time.monotonic()))
@@ -57,13 +62,9 @@ class FormerStorage:
                 found = outcome
         return found
 
-    def _sizes(self) -> list[int]:
-        """Those of which there is a version."""
-        return [
-            size
-            for size, held in sorted(self._former.sizes().items())
-            if any(slot.state is SlotState.CLEAN for found in held.values() for slot in found.slots())
-        ]
+    def _has_version(self, size: int) -> bool:
+        held = self._former.sizes()[size].values()
+        return any(slot.state is SlotState.CLEAN for found in held for slot in found.slots())
 
     def _begin(self, storage: Storage) -> Persister:
         size = storage.world_size

@@ -208,6 +208,7 @@ class NodeTier:
                 "exchange": told(self._directive.exchange),
                 **self._in_bubbles(),
                 "parity_bytes": self._vault.nbytes if self._vault else 0,
+                "released": self._released,
             }
 
     def _in_bubbles(self) -> dict[str, int]:

@@ -71,7 +71,7 @@ class Notices:
 
     def _read(self, path: Path, world_size: int) -> Iterator[Offer]:
         content = _content(path)
-        if content and content["world_size"] == world_size:
+        if content and content.get("world_size") == world_size:  # older versions say no size
             yield Offer(tuple(content["ranks"]), tuple(Version(*pair) for pair in content["versions"]))
 
 

@@ -79,11 +79,11 @@ class SnapshotProcess:
         self.persister = Persister(run_dir, job, node, events)
         self._aside_storage = FormerStorage(run_dir, job, node, self._aside, lambda: self.persister.storage, events)
         self._asked = Asked(run_dir, self._tier, events)
-        spare = Spare(
+        self._spare_here = Spare(
             run_dir, node, lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
-            self.persister.let_go,
+            self.persister.let_go, self._aside_storage.stop,
         )  # fmt: skip
-        self._tier.serve_outside(spare.answer)
+        self._tier.serve_outside(self._spare_here.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self._segments:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
@@ -313,9 +313,8 @@ class SnapshotProcess:
     def _former(self, request: dict[str, Any]) -> dict[str, Any]:
         """What of other sizes this node can hand out, and the parity that belongs to it."""
         with self._lock:
-            found = [one for held in self._aside.sizes().values() for one in held.values()]
-            fingerprint = found[0].fingerprint if found else None
-            return {"sizes": self._aside.facts(), "fingerprint": fingerprint, **self._tier.parity()}
+            told = {"sizes": self._aside.facts(), "fingerprints": self._aside.fingerprints()}
+            return {**told, **self._tier.parity()}
 
     def _spare(self, request: dict[str, Any]) -> dict[str, Any]:
         """What another node has of other sizes, which has no part in the job."""
@@ -339,18 +338,26 @@ class SnapshotProcess:
     def _drop_former(self) -> None:
         """Remove what was set aside once the state is safe without it: on several nodes when a version counts, on one
         when every rank holds two versions of its own, the first of which all ranks must have."""
-        if not (self._aside or self._asked):
-            return
-        told = self._tier.token == self.token and self._tier.ranks == self._world_size  # of this very incarnation
-        counted = self._tier.counted if told else self._went_on()
-        if counted is None:
+        if not (self._aside or self._asked) or self._safe() is None:
             return
         self._aside_storage.stop()
         with self._lock:
+            counted = self._safe()  # asked again: stopping takes seconds, another incarnation may have begun
+            if counted is None:
+                return
             self._events.emit("smp.settled", segments=self._aside.drop())
-            if not told:  # at this size nodes do not protect each other: parity of the other one is left
+            if not self._protected:  # at this size nodes do not protect each other: parity of the other one is left
                 self._tier.unprotect()
         self._asked.release(counted.lineage, _RELEASE_SECONDS)
+
+    @property
+    def _protected(self) -> bool:
+        """Whether what the tier tells is of this very incarnation."""
+        return self._tier.token == self.token and self._tier.ranks == self._world_size
+
+    def _safe(self) -> Version | None:
+        """The version of this incarnation by which its state is safe without what was set aside."""
+        return self._tier.counted if self._protected else self._went_on()
 
     def _went_on(self) -> Version | None:
         """The oldest version of this incarnation, where every rank has a newer one as well."""
@@ -383,11 +390,10 @@ class SnapshotProcess:
         if only_due or reason == REQUEST:
             return self.persister.request(reason, seconds, only_due)
         deadline = time.monotonic() + seconds
-        self._aside_storage.request(reason, 0.0)
         found = self.persister.request(reason, seconds)
-        if found["state"] == "nothing":  # of this size: what is aside is the newest
-            found = self._aside_storage.request(reason, max(0.0, deadline - time.monotonic()))
-        return found
+        nothing = found["state"] == "nothing"  # of this size: what is aside is the newest
+        aside = self._aside_storage.request(reason, max(0.0, deadline - time.monotonic()) if nothing else 0.0)
+        return aside if nothing else found
 
     @property
     def storing(self) -> bool:
@@ -431,6 +437,7 @@ class SnapshotProcess:
         """Remove the segments; the daemon ends."""
         self._tier.close()
         self._asked.forget()
+        self._spare_here.forget()
         self._aside_storage.stop()
         self.persister.stop()
         for segment in self._segments.values():

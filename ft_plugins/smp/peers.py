@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -83,7 +84,8 @@ class Local:
         self._segments = segments
         self._former = former
         self._vault = vault
-        self._found: tuple[int, Version, Segment, int] | None = None  # the slot that was read last: looked at first
+        # the slot that was read last, looked at first; it keeps no mapping of a segment that has left
+        self._found: tuple[int, Version, weakref.ref[Segment], int] | None = None
 
     def _kept(self) -> Vault:
         found = self._vault()
@@ -106,9 +108,9 @@ class Local:
         Raises SegmentError, CorruptSlotError.
         """
         if self._found is not None and self._found[:2] == (rank, version):
-            segment, known = self._found[2:]
-            slot = segment.slot(known)
-            if slot.version == version and slot.state is SlotState.CLEAN:
+            segment, known = self._found[2](), self._found[3]
+            slot = segment.slot(known) if segment is not None else None
+            if segment is not None and slot and slot.version == version and slot.state is SlotState.CLEAN:
                 return segment, known
         own = self._segments.get(rank)
         try:
@@ -120,7 +122,7 @@ class Local:
             if aside is None:
                 raise
             found = aside, slot_of(aside, version)
-        self._found = (rank, version, *found)
+        self._found = (rank, version, weakref.ref(found[0]), found[1])
         return found
 
     def copy(self, rank: int, version: Version) -> bytes:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -34,6 +35,7 @@ from .wire import Peer
 REQUESTS = frozenset({"spare", "release"})
 _ASKED = "spares.json"  # in the run directory: whom this node has asked
 _BY = "asked.json"  # likewise: the token under which this one was asked
+_AGAIN_SECONDS = 0.2  # between two calls of a spare whose SMP is not there: it is being replaced
 _TRIES, _PAUSE_SECONDS = 10, 3.0  # of a spare that is told that it may drop what it holds
 
 Endpoint = tuple[str, int]
@@ -53,8 +55,10 @@ class Spare:
         lock: AbstractContextManager[Any],
         events: Events,
         let_go: Callable[[Sequence[int]], None],
+        let_go_aside: Callable[[], None],
     ) -> None:
-        """`token` is the SMP's; `let_go` is told of the ranks whose segments leave."""
+        """`token` is the SMP's; `let_go` is told of the ranks whose segments leave, `let_go_aside` before what is set
+        aside does."""
         self._by = run_dir / _BY
         self._node = node
         self._token = token
@@ -64,6 +68,7 @@ class Spare:
         self._lock = lock
         self._events = events
         self._let_go = let_go
+        self._let_go_aside = let_go_aside
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request of `REQUESTS`. Raises ProtocolError."""
@@ -85,7 +90,7 @@ class Spare:
         self._events.emit("spare.asked", ranks=world_size, segments=len(held))
         return {
             "sizes": self._former.facts(own.values()),
-            "fingerprint": held[0].fingerprint if held else None,
+            "fingerprints": self._former.fingerprints(own.values()),
             "lineage": max((found.lineage for found in held), default=0),
             **self._tier.parity(),
         }
@@ -100,12 +105,17 @@ class Spare:
             found = self._segments.pop(rank)
             found.path.unlink(missing_ok=True)
             found.close()
+        self._let_go_aside()
         dropped = len(left) + self._former.drop()
         self._tier.release(lineage)
         self._by.unlink(missing_ok=True)
         if dropped:
             self._events.emit("spare.released", segments=dropped, lineage=lineage)
         return {"dropped": dropped}
+
+    def forget(self) -> None:
+        """The end of the SMP."""
+        self._by.unlink(missing_ok=True)
 
     def _asked_under(self) -> int | None:
         try:
@@ -128,6 +138,7 @@ class Asked:
         self._tier = tier
         self._events = events
         self._lock = threading.Lock()
+        self._telling: set[Endpoint] = set()
         try:
             self._where = {_endpoint(one) for one in json.loads(self._path.read_text())}
         except (OSError, ValueError, TypeError):
@@ -137,23 +148,38 @@ class Asked:
         return bool(self._where)
 
     def ask(self, node: str, where: Endpoint, world_size: int, timeout: float) -> dict[str, Any]:
-        """What the SMP of `node` at `where` has of other sizes than this one, or `busy`. Raises ProtocolError."""
-        with closing(self._tier.peer(where, timeout)) as peer:
-            reply, _ = peer.ask("spare", node=node, world_size=world_size)
-            return {name: value for name, value in reply.items() if name != "ok"}
+        """What the SMP of `node` at `where` has of other sizes than this one, or `busy`. Where it is not there it is
+        called again for `timeout` seconds. Raises ProtocolError, or what it refused with."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                with closing(self._tier.peer(where, timeout)) as peer:
+                    reply, _ = peer.ask("spare", node=node, world_size=world_size)
+                    return {name: value for name, value in reply.items() if name != "ok"}
+            except ProtocolError as error:
+                if not isinstance(error.__cause__, ConnectionError) or time.monotonic() > deadline:
+                    raise
+            threading.Event().wait(_AGAIN_SECONDS)
 
     def keep(self, where: Sequence[Endpoint]) -> None:
         """These are to be released when the job can do without them."""
         with self._lock:
             self._where |= set(where)
-            if self._where:
-                written(self._path, sorted(self._where))
+            self._remember()
+
+    def _remember(self) -> None:
+        """Who is to be told, for a successor."""
+        left = self._where | self._telling
+        if left:
+            written(self._path, sorted(left))
+        else:
+            self._path.unlink(missing_ok=True)
 
     def release(self, lineage: int, timeout: float) -> None:
         """The job goes on in `lineage`: tell them, in the background."""
         with self._lock:
             where, self._where = sorted(self._where), set()
-            self._path.unlink(missing_ok=True)
+            self._telling |= set(where)
         if where:
             threading.Thread(
                 target=self._tell, args=(where, lineage, timeout), name="smp-release", daemon=True
@@ -161,7 +187,7 @@ class Asked:
 
     def _tell(self, where: Sequence[Endpoint], lineage: int, timeout: float) -> None:
         """The thread. A spare that cannot be told keeps what it has until it takes part again, or ends."""
-        reason = ""
+        told, reason = set(where), ""
         for _ in range(_TRIES):
             left = []
             for one in where:
@@ -174,13 +200,19 @@ class Asked:
                     left.append(one)
             where = left
             if not where:
-                return
+                break
             threading.Event().wait(_PAUSE_SECONDS)
-        self._events.emit("spare.unreached", spares=[list(one) for one in where], reason=reason)
+        else:
+            self._events.emit("spare.unreached", spares=[list(one) for one in where], reason=reason)
+        with self._lock:
+            self._telling -= told
+            self._remember()
 
     def forget(self) -> None:
         """The end of the SMP."""
-        self._path.unlink(missing_ok=True)
+        with self._lock:
+            self._where, self._telling = set(), set()
+            self._remember()
 
 
 def _endpoint(value: Any) -> Endpoint:

@@ -60,7 +60,7 @@ class ReftNodes:
         self._groups = tuple(host.topology().sharding_groups().values())
         self._copied = self._config.redundancy == "neighbour"
         self._takeover: Takeover | None = None
-        self.lineage = 0  # the newest in what other sizes of the job have left, taken over or not
+        self.lineage = 0  # the newest that the nodes know of when they begin, also of other sizes of the job
         self.losses = self._survivable(nodes)
 
     @property
@@ -99,13 +99,12 @@ class ReftNodes:
             return neighbour.unplaced(nodes, neighbour.pipelines(topology))
         return unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
 
-    def of_job(self, shape: Shape, layout: Layout) -> SeenNodes | None:
-        """The nodes of a job that has several; `shape` and `layout` are this rank's. Every rank calls.
+    def of_job(self, shape: Shape, layout: Layout) -> SeenNodes:
+        """The nodes of the job; `shape` and `layout` are this rank's. Every rank calls.
 
-        Raises ConfigError, ProtocolError.
+        A single one is asked as well: it may have been a spare, while the job went on with others. Raises ConfigError,
+        ProtocolError.
         """
-        if len(set(self._nodes)) == 1:
-            return None
         if not self.losses:
             return SeenNodes(self._collective, self._nodes, self._run_dir)
         if self._job.secret_file is None:
@@ -130,7 +129,7 @@ class ReftNodes:
         """The nodes as a takeover needs them: with each other within reach, also where they do not protect each other
         at this size but did at another one."""
         if self.losses:
-            return self.of_job(shape, layout) or seen
+            return self.of_job(shape, layout)
         if self._job.secret_file is None:
             return seen
         return LinkedNodes(self._collective, self._nodes, self._tier_config(self._job.secret_file))
@@ -146,15 +145,14 @@ class ReftNodes:
         rank, token = self._host.rank, self._token
         seen = SeenNodes(self._collective, self._nodes, self._run_dir)
         size = self._collective.world_size
-        if not any(seen.ask(lambda client: client.resize(rank, token, size))):
-            return
+        former = any(seen.ask(lambda client: client.resize(rank, token, size)))
         self.lineage = max(node.lineage for node in seen.facts())
-        if mode == "storage":
+        if not former or mode == "storage":
             return
         nodes = seen if mode == "fresh" else self._reachable(seen, shape, layout)
-        former = FormerJob(self._collective, nodes, token, self._run_dir, report)
+        job = FormerJob(self._collective, nodes, token, self._run_dir, report)
         if mode == "fresh":
-            former.drop()
+            job.drop()
             return
         if self._host.topology().ep > 1:
             error = ResumeError(
@@ -163,10 +161,10 @@ class ReftNodes:
             )
             error.echo = rank != 0
             raise error
-        self._takeover = former.find(self._host.fingerprint())
+        self._takeover = job.find(self._host.fingerprint())
         if self._takeover is not None:
             self.lineage = max(self.lineage, self._takeover.now.lineage - 1)
-            former.settle(self._takeover)
+            job.settle(self._takeover)
 
     def tell_sizes(self) -> str:
         """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node.

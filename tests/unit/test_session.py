@@ -175,6 +175,19 @@ def test_memory_that_was_asked_for_and_holds_nothing_is_refused(live: Callable[.
         assert "--ftp-resume memory was asked for, but no version was captured before" in text
 
 
+def test_a_node_alone_does_not_begin_from_nothing_what_went_on_without_it(
+    node: Node, live: Callable[..., dict[str, Any]]
+) -> None:
+    """It was a spare of a job that went on in lineage 3, and dropped what it held."""
+    node.kill()
+    (node.run_dir / "released.json").write_text("3")
+    node.start()
+    kind, text, _ = live(3)["error"]
+    assert kind == "ResumeError" and "went on in lineage 3 with others" in text and "--ftp-resume fresh" in text
+    assert live(3, resume="fresh")["resumed"] == 0
+    assert live(4)["resumed"] == 3 and node.events("restore.done")[-1].fields["lineage"] == 4
+
+
 def test_memory_that_was_asked_for_without_protection_is_refused(ranks: Ranks) -> None:
     """It would be a start from nothing, in silence."""
     (found,) = ranks(_incarnation, 1, [None], 0, 3, {"resume": "memory"})

@@ -31,6 +31,9 @@ class Snapshots:
         self.tokens = 0
         self.hangs = 0  # the pid that lives and does not answer
         self.fence_error: Exception | None = None
+        self.slots = [{"state": "CLEAN", "lineage": 1, "iteration": 4}]
+        self.set_aside: dict[str, list[int]] = {}
+        self.released = 0
 
     def ensure(self, run_dir: Path, job: str, node: str, orphan: float, faults: str, timeout: float, watch: int) -> int:
         assert watch == os.getpid()
@@ -63,8 +66,10 @@ class Snapshots:
         return self.tokens
 
     def status(self) -> dict[str, Any]:
-        slot = {"state": "CLEAN", "lineage": 1, "iteration": 4}
-        return {"refused": [], "segments": [{"attached": True, "slots": [slot]}]}
+        return {
+            "refused": [], "set_aside": self.set_aside, "node_tier": {"released": self.released},
+            "segments": [{"attached": True, "slots": self.slots}],
+        }  # fmt: skip
 
     def end(self) -> None:
         self.kill()
@@ -171,6 +176,18 @@ def test_an_smp_that_hangs_is_ended_and_replaced(tmp_path: Path) -> None:
     assert ("smp.hangs", first) in [(name, fields.get("pid")) for name, fields in names]
     story.watcher.stop()
     story.smp.kill()
+
+
+def test_a_refusal_that_the_job_went_on_without_this_node_is_kept_like_state(story: Story) -> None:
+    """Else the end of the one job that was refused for it lets the next one begin from nothing."""
+    story.watcher.start()
+    assert not story.watcher.empty()
+    story.smp.slots = []
+    assert story.watcher.empty()
+    story.smp.released = 3
+    assert not story.watcher.empty()
+    story.smp.released, story.smp.set_aside = 0, {"4": [0]}
+    assert not story.watcher.empty()
 
 
 def test_an_end_in_order_is_no_loss(story: Story) -> None:

@@ -480,6 +480,14 @@ def test_a_node_that_was_a_spare_knows_that_the_job_has_gone_on() -> None:
     assert not plan_recovery(begun, (), nodes).state_lost, "as the user had said"
 
 
+def test_a_corrupt_slot_of_a_rank_is_not_taken_for_state_that_is_elsewhere() -> None:
+    """The SMP of its own node holds it too."""
+    old = Version(1, 4)
+    facts = [RankFacts(0, (Slot(0, SlotState.CLEAN, old),), 1, 4)]
+    plan = plan_recovery(facts, [(0, old)], [NodeFacts({0: frozenset([old])}, lineage=1)])
+    assert plan.version is None and plan.state_lost and plan.reason == "every version that all ranks hold is corrupt"
+
+
 def test_what_is_older_than_what_a_job_went_on_with_is_never_restored() -> None:
     old, new = Version(2, 9), Version(3, 9)
     nodes = [NodeFacts({0: frozenset([old])}, released=3), NodeFacts({1: frozenset([old])})]

@@ -41,7 +41,7 @@ def answer(
     held = [[r, [0, 0], 1, 5, False, [[v.lineage, v.iteration] for v in versions]] for r, versions in ranks.items()]
     return {
         "sizes": [[size, held]] if held else [],
-        "fingerprint": {},
+        "fingerprints": [],
         "parity": [[v.lineage, v.iteration] for v in parity or []],
         "counted": [1, 4] if parity else None,
         "position": position,
@@ -85,6 +85,16 @@ def test_parity_of_another_size_is_of_no_use() -> None:
     told = [answer({rank: [V4]}, size=5, parity=[V4], position=rank) for rank in range(4)]
     (size,) = read_sizes(told)
     assert size.protection is None and plan_size(size).version is None
+
+
+@pytest.mark.parametrize("newest", [0, 1, 2])
+def test_what_protected_the_job_last_counts_whoever_answers_first(newest: int) -> None:
+    """A node that was not there for the newest lineage knows of an older one; the last that answers is a spare."""
+    told = [answer({rank: [V4]}, parity=[V4], position=rank) for rank in (0, 1, 2)]
+    told[newest]["protection"] |= {"lineage": 4, "endpoints": [["h", 2]] * 4}
+    (size,) = read_sizes(told[:2], told[2:])
+    assert size.protection is not None
+    assert (size.protection.lineage, size.protection.endpoints[0]) == (4, ("h", 2))
 
 
 def test_sizes_are_told_apart() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.errors import FtError, ProtocolError, ResumeError
-from ft_plugins.recovery.nodes import Spare
+from ft_plugins.errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
+from ft_plugins.recovery import nodes as job_nodes
+from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
 from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.takeover import FormerJob
 from ft_plugins.smp.protection import Protection
@@ -18,7 +19,8 @@ from ft_plugins.snapshot.slots import Version
 
 V4 = Version(1, 4)
 WHERE = ("10.0.0.2", 700)
-FINGERPRINT = {"seed": 1}
+FINGERPRINT = {"seed": 1, "world_size": 2}
+FORMER = {"seed": 1, "world_size": 4}
 
 
 def protection(position: int, losses: int = 1) -> Protection:
@@ -35,7 +37,7 @@ def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
     told = protection(rank, losses)
     return {
         "sizes": [[4, [[rank, [0, 0], lineage, 5, False, [[1, 4]]]]]],
-        "fingerprint": FINGERPRINT,
+        "fingerprints": [[4, FORMER]],
         "parity": [[1, 4]],
         "counted": [1, 4],
         "position": rank,
@@ -78,6 +80,7 @@ class Nodes:
         self, rank: int, plan: RecoveryPlan, told: Protection, fingerprint: Mapping[str, Any],
         spare: tuple[str, int] | None, spares: Sequence[tuple[str, int]],
     ) -> None:  # fmt: skip
+        assert fingerprint == FORMER, "it is a rank of the job as it was: in storage it is told by that"
         assert spare in (None, WHERE) and list(spares) in ([WHERE], [])
         assert max(plan.holders.values(), default=0) < len(self.members) + len(spares), "nobody else can be read"
         self.asked.append((rank, spare is not None))
@@ -166,6 +169,52 @@ def test_state_of_another_job_on_the_spare_is_refused(
     job: Callable[[Nodes], FormerJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes((0, 1), never, lives_on=True)
-    monkeypatch.setattr(nodes, "spares", lambda *_: [Spare("n2", WHERE, {**answer(2), "fingerprint": {"seed": 2}})])
+    told = {**answer(2), "fingerprints": [[4, {"seed": 2}]]}
+    monkeypatch.setattr(nodes, "spares", lambda *_: [Spare("n2", WHERE, told)])
     with pytest.raises(ResumeError, match="belongs to another job"):
         job(nodes).find(FINGERPRINT)
+
+
+class Asking:
+    """The SMP of n0, by which n1 cannot be read, n2 is fenced or answers, n3 answers."""
+
+    fenced = False
+
+    def __init__(self, run_dir: Path) -> None:
+        pass
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def endpoint(self, address: str, secret_file: str) -> tuple[str, int]:
+        return address, 1
+
+    def spare(self, rank: int, token: int, size: int, name: str, where: tuple[str, int], timeout: float) -> Any:
+        if name == "n1":
+            raise SegmentError("the job's fingerprint in it is damaged")
+        if self.fenced:
+            raise FencedError("token 1 was superseded by 2")
+        return answer(int(name[1:]))
+
+
+class Alone(OneRank):
+    world_size = 1
+
+    def agree(self, error: FtError | None) -> None:
+        if error is not None:
+            raise error
+
+
+def test_a_spare_with_a_damaged_segment_is_a_lost_node_and_a_fence_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_nodes, "Client", Asking)
+    config = NodeTierConfig(0, (), 1, 0.0, 5.0, "secret", "127.0.0.1", "h", Path("/nowhere/job/n0"), 1)
+    nodes = LinkedNodes(Alone(), ("n0",), config)  # type: ignore[arg-type]
+    reported: list[str] = []
+    found = nodes.spares(protection(0), lambda error: reported.append(str(error)))
+    assert [spare.name for spare in found] == ["n2", "n3"] and reported == ["the job's fingerprint in it is damaged"]
+    monkeypatch.setattr(Asking, "fenced", True)
+    with pytest.raises(FencedError):
+        nodes.spares(protection(0), lambda error: None)

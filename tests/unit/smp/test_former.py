@@ -10,7 +10,9 @@ import pytest
 
 from ft_plugins.events import Events
 from ft_plugins.smp.former import Former
+from ft_plugins.smp.frames import Data
 from ft_plugins.smp.owner import SnapshotProcess
+from ft_plugins.smp.peers import Local
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
 from ft_plugins.snapshot.segment import (
@@ -140,6 +142,18 @@ def gone(job: str) -> None:
     assert not Path(SHM / f"ftp-{job}@{NODE}-r0").exists()
 
 
+def test_what_was_read_last_is_not_kept_in_memory_when_it_is_dropped(job: str) -> None:
+    own = {3: segment(job, 3, 16, Version(1, 1))}
+    former = Former(job, NODE)
+    former.exchange(own, 12)
+    memory = Local({}, former, lambda: None)
+    assert memory.read(Data(3, Version(1, 1), 0, 8)).tolist() == [1] * 8
+    mapped = f"ftp-{job}@"
+    assert mapped in Path("/proc/self/maps").read_text()
+    former.drop()
+    assert mapped not in Path("/proc/self/maps").read_text()
+
+
 def test_what_another_incarnation_counted_does_not_remove_what_is_set_aside(job: str, tmp_path: Path) -> None:
     """The tier still tells of the size that runs now, from before: its word is not about this incarnation."""
     segment(job, 0, 1, Version(3, 9))
@@ -151,6 +165,15 @@ def test_what_another_incarnation_counted_does_not_remove_what_is_set_aside(job:
     tier._kept.counted = Version(2, 7)
     process.look_at_trainers()
     assert files(job) == {"n0-r0of1"}
-    tier.token = 5
+    tier.token, stop = 5, process._aside_storage.stop
+
+    def begun_over_it() -> None:
+        process._aside_storage.stop = stop  # type: ignore[method-assign]
+        assert process.answer({"do": "fence"})["ok"]
+
+    process._aside_storage.stop = begun_over_it  # type: ignore[method-assign]
+    process.look_at_trainers()
+    assert process.token == 6 and files(job) == {"n0-r0of1"}, "the next one has not counted anything yet"
+    tier.token = 6
     process.look_at_trainers()
     assert not files(job), "what counts in this one takes its place"

@@ -174,6 +174,20 @@ def test_several_nodes_write_the_newest_version_that_all_of_them_have(
     assert not any(pins)
 
 
+def test_a_size_that_cannot_be_read_is_an_event_and_the_others_go_to_storage(
+    pair: list[Aside], tmp_path: Path, job: str
+) -> None:
+    """Somebody has removed the file; besides there is what one rank was put together of."""
+    node = pair[0]
+    node.path.unlink()
+    capture(node.former.make(1, 0, SHAPE, FINGERPRINT), V4)
+    found = node.storage.request("orphaned", SECONDS)
+    assert (found["state"], found["iteration"]) == ("done", 4), found
+    assert checkpoint.read_manifest(tmp_path / "ck" / job / "v1-4").world_size == 1
+    [failed] = [event.fields["reason"] for event in node.seen if event.name == "persist.failed"]
+    assert "what 2 ranks left cannot be read" in failed and node.path.name in failed
+
+
 def test_it_is_left_off_when_what_is_set_aside_is_about_to_change(pair: list[Aside], tmp_path: Path, job: str) -> None:
     pair[0].storage.request("orphaned", 0.0)  # the other node is silent: it is waited for
     assert pair[0].storage.busy

@@ -486,6 +486,8 @@ def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path
     assert ours.offers(4) == [Offer((0,), (Version(2, 9),))], "of another size of the job"
     os.utime(tmp_path / "offer-b.json", (1, 1))
     assert ours.offers(2) == [Offer((0,), (Version(1, 7),))]
+    checkpoint.write_json(tmp_path / "offer-c.json", {"ranks": [2], "versions": [[1, 7]]})
+    assert ours.offers(2) == [Offer((0,), (Version(1, 7),))], "that of an older version names no size"
     theirs.want(Version(1, 9))
     assert ours.wanted() == Version(1, 9)
     ours.have(Version(1, 8))

@@ -114,8 +114,8 @@ class Job:
         self.member.ask("fence")
         self.member.ask("resize", world_size=4)
 
-    def spare(self, node: str = "n2") -> dict[str, Any]:
-        return dict(self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=5.0)["told"])
+    def spare(self, node: str = "n2", seconds: float = 5.0) -> dict[str, Any]:
+        return dict(self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=seconds)["told"])
 
     def fetch(self, rank: int, version: Version) -> None:
         self.member.ask(
@@ -156,7 +156,7 @@ def test_it_says_what_it_holds_of_the_former_size_and_protects_nothing_any_more(
     assert pair.outside.process._tier._thread is not None
     told = pair.spare()
     assert told["sizes"] == [[6, [[rank, [0, 0], 1, 5, False, [[1, 4], [1, 5]]] for rank in (4, 5)]]]
-    assert (told["fingerprint"], told["position"], told["lineage"]) == ({"job": 1}, 2, 1)
+    assert (told["fingerprints"], told["position"], told["lineage"]) == ([[6, {"job": 1}]], 2, 1)
     assert told["plan"] == pair.protection.digest and told["protection"]["nodes"] == list(NAMES)
     assert pair.outside.process._tier._thread is None, "nothing of the former incarnation counts from now on"
     assert len(segments_of(pair.job, "n2")) == 2, "and nothing is lost"
@@ -207,6 +207,7 @@ def test_it_is_released_when_a_version_of_the_new_job_counts_and_not_before(pair
     pair.outside.stop()
     pair.outside = Smp(pair.folder, pair.job, "n2")
     assert pair.outside.ask("inventory")["released"] == 3, "its successor knows as well"
+    assert pair.outside.ask("status")["node_tier"]["released"] == 3
 
 
 def test_a_spare_whose_smp_was_replaced_is_released_all_the_same(pair: Job) -> None:
@@ -224,7 +225,55 @@ def test_the_successor_of_an_smp_releases_the_spares_that_were_asked(pair: Job) 
     pair.member = Smp(pair.folder, pair.job, "n0")
     counts(pair, Version(2, 6))
     until(lambda: "spare.released" in pair.outside.names())
-    assert not segments_of(pair.job, "n2") and not (pair.member.run_dir / "spares.json").exists()
+    assert not segments_of(pair.job, "n2")
+    until(lambda: not (pair.member.run_dir / "spares.json").exists())
+
+
+def test_who_is_to_be_told_is_known_to_a_successor_until_they_were_told(
+    pair: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.spare()
+    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
+    counts(pair, Version(2, 6))  # a thread begins to tell
+    file, tier = pair.member.run_dir / "spares.json", pair.member.process._tier
+    until(lambda: not file.exists())
+    peer, there = tier.peer, []
+
+    def looked_at(where: tuple[str, int], timeout: float) -> Any:
+        there.append(file.exists())
+        return peer(where, timeout)
+
+    monkeypatch.setattr(tier, "peer", looked_at)
+    pair.member.process._asked.keep([pair.where])
+    pair.member.process._asked.release(2, 5.0)
+    until(lambda: bool(there) and not file.exists())
+    assert there == [True]
+
+
+def test_what_is_on_its_way_to_storage_is_left_off_before_it_is_dropped(pair: Job) -> None:
+    class Running:
+        busy = False
+        files: list[Path] | None = None
+
+        def stop(self) -> None:
+            self.files = former_segments_of(pair.job, "n2")
+
+    running, process = Running(), pair.outside.process
+    process._aside.make(8, 4, SHAPE, {"job": 1})
+    process._aside_storage._running[8] = running  # type: ignore[assignment]
+    pair.spare()
+    pair.member.process._asked._tell([pair.where], 2, 5.0)
+    assert "spare.released" in pair.outside.names() and not process._aside_storage._running
+    assert running.files == [set_aside(pair.job, "n2", 4, 8)] and not former_segments_of(pair.job, "n2")
+
+
+def test_the_end_of_the_smp_leaves_nothing_of_spares_in_the_run_directory(pair: Job) -> None:
+    pair.spare()
+    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
+    assert (pair.outside.run_dir / "asked.json").exists() and (pair.member.run_dir / "spares.json").exists()
+    for smp in (pair.outside, pair.member):
+        smp.process.finish_alone("in order")
+        assert not {"asked.json", "spares.json"} & {path.name for path in smp.run_dir.iterdir()}
 
 
 @pytest.mark.parametrize("since", ["begun", "restored"])
@@ -239,12 +288,27 @@ def test_a_release_that_comes_late_touches_nothing_of_a_node_that_takes_part_aga
     assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
 
 
+def test_a_spare_whose_smp_is_being_replaced_is_called_again(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, calls = pair.member.process._tier, []
+    peer = tier.peer
+    pair.outside.stop()
+
+    def replaced_at_the_second_call(where: tuple[str, int], timeout: float) -> Any:
+        calls.append(where)
+        if len(calls) == 2:
+            pair.outside = Smp(pair.folder, pair.job, "n2")
+        return peer(where, timeout)
+
+    monkeypatch.setattr(tier, "peer", replaced_at_the_second_call)
+    assert [size for size, _ in pair.spare()["sizes"]] == [6] and calls == [pair.where] * 2
+
+
 def test_a_spare_that_is_gone_is_told_of_and_holds_up_nobody(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spare, "_TRIES", 2)
     monkeypatch.setattr(spare, "_PAUSE_SECONDS", 0.01)
     pair.outside.stop()
     with pytest.raises(ProtocolError, match="did not answer 'spare'"):
-        pair.spare()
+        pair.spare(seconds=0.5)
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     counts(pair, Version(2, 6))
     until(lambda: "spare.unreached" in pair.member.names())
