@@ -51,6 +51,7 @@ class JobSpec:
     nproc: int = 1
     flags: tuple[str, ...] = ()  # --ftp-*, --reft*
     node: str = "node0"
+    runtime: str = ""  # where run directories are, `folder` unless given: paths of sockets must be short
     nnodes: int = 1
     min_nodes: int = 0  # with which the job can go on; 0: all of them
     endpoint: str = "localhost:0"
@@ -64,7 +65,7 @@ class JobSpec:
     @property
     def run_dir(self) -> Path:
         """The run directory of this node."""
-        return run_directory(self.name, self.node, {**os.environ, "XDG_RUNTIME_DIR": self.folder})
+        return run_directory(self.name, self.node, {**os.environ, "XDG_RUNTIME_DIR": self.runtime or self.folder})
 
 
 class RunningJob:

@@ -47,7 +47,7 @@ def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
 
     def spec(**fields: object) -> JobSpec:
         name = f"t{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}"
-        made.append(JobSpec(**{"name": name, "folder": str(tmp_path), **fields}))  # type: ignore[arg-type]
+        made.append(JobSpec(**{"name": name, "folder": str(tmp_path), **fields, "runtime": str(tmp_path)}))  # type: ignore[arg-type]
         flags = made[-1].flags
         if any(":stop" in word for word in flags) and "--ftp-detect-seconds" not in flags:
             # a stop is where a test looks around, for as long as it takes
