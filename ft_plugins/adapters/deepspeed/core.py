@@ -23,9 +23,10 @@ import torch
 import xxhash
 
 from ... import faults
-from ...errors import ResumeError, TopologyError
+from ...errors import InventoryError, ResumeError, TopologyError, UnsupportedError
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
+from ...snapshot import codec
 from ..held import Held, HeldState, groups, restore_groups
 from . import naming, state
 from .position import Positions
@@ -52,6 +53,7 @@ class DeepSpeedHost(HeldState):
         require_supported(engine, self.rank)
         self._topology = topology(engine)
         self._require_deepspeeds_layout()
+        require_plain(engine.lr_scheduler, self.rank)
 
     # facts
 
@@ -196,6 +198,20 @@ def topology(engine: Any) -> Topology:
     sizes = {_AXES[axis]: grid.get_dim(axis) for axis in axes if axis in _AXES}
     order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis is the nearest
     return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
+
+
+def require_plain(scheduler: Any, rank: int) -> None:
+    """Raises UnsupportedError for a learning rate scheduler whose state the codec does not know."""
+    if scheduler is None:
+        return
+    try:
+        codec.encode(scheduler.state_dict())
+    except InventoryError as error:
+        raise UnsupportedError(
+            f"rank {rank}: the learning rate scheduler {type(scheduler).__name__} cannot be captured: what its "
+            f"state_dict() gives holds something that is neither plain values nor tensors nor arrays ({error}); "
+            "give it a state_dict of such"
+        ) from error
 
 
 def _architecture(module: Any) -> Any:
