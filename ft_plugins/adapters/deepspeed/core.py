@@ -35,6 +35,11 @@ from .support import require_supported
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
+_OWN_SCHEDULER = (
+    "the learning rate changes, but deepspeed.initialize built or was given no scheduler: the rate is restored, what "
+    "the script's own scheduler has counted is not, and it begins anew after a restore; pass it to "
+    "deepspeed.initialize(lr_scheduler=...)"
+)
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
@@ -49,6 +54,8 @@ class DeepSpeedHost(HeldState):
         self.rank = torch.distributed.get_rank()
         self.engine = engine
         self._positions = positions
+        self._rates: list[float] | None = None  # of the version point before; None: there was none
+        self._rates_said = False
         self.restored = False  # whether the engine holds a version of ours, whose data position is to follow
         require_supported(engine, self.rank)
         self._topology = topology(engine)
@@ -97,6 +104,7 @@ class DeepSpeedHost(HeldState):
     def small_state(self) -> dict[str, Any]:
         """Everything that is no tensor, at the version point."""
         optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
+        self._look_for_a_scheduler()
         return {
             "groups": groups(state.inner(optimizer)),
             "scalars": state.scalars(optimizer),
@@ -106,6 +114,16 @@ class DeepSpeedHost(HeldState):
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
         }
+
+    def _look_for_a_scheduler(self) -> None:
+        """Say once that the script steps one that DeepSpeed does not know of: no optimizer changes its rates itself."""
+        if self.engine.lr_scheduler is not None or self._rates_said:
+            return
+        before, self._rates = self._rates, rates(state.inner(self.engine.optimizer))
+        if before is not None and before != self._rates:
+            self._rates_said = True
+            if self.rank == 0:
+                print(f"ft_plugins: {_OWN_SCHEDULER}", flush=True)
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """That of the first replica: scalars of the optimizer are equal on all, the generators differ."""
@@ -133,6 +151,7 @@ class DeepSpeedHost(HeldState):
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(dict(small["scheduler"]))
         restore_groups(state.inner(optimizer), small["groups"])
+        self._rates = None
         state.restore_scalars(optimizer, small["scalars"])
         state.restore_scaler(optimizer, small["scaler"])
         state.rebuild_derivable(optimizer)
@@ -198,6 +217,11 @@ def topology(engine: Any) -> Topology:
     sizes = {_AXES[axis]: grid.get_dim(axis) for axis in axes if axis in _AXES}
     order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis is the nearest
     return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
 
 
 def require_plain(scheduler: Any, rank: int) -> None:
