@@ -57,6 +57,7 @@ class DeepSpeedHost(HeldState):
         self._rates: list[float] | None = None  # of the version point before; None: there was none
         self._rates_said = False
         self.restored = False  # whether the engine holds a version of ours, whose data position is to follow
+        self.silent = False  # whether iterations have updates, and no forward in training mode
         require_supported(engine, self.rank)
         self._topology = topology(engine)
         self._require_deepspeeds_layout()
@@ -113,6 +114,7 @@ class DeepSpeedHost(HeldState):
             "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
+            "silent": self.silent,
         }
 
     def _look_for_a_scheduler(self) -> None:
@@ -146,6 +148,7 @@ class DeepSpeedHost(HeldState):
                 f"rank {self.rank}: only one of this job and the captured one has a learning rate scheduler: resume "
                 "with the settings of the captured job, or start with --ftp-resume fresh"
             )
+        self.silent = small.get("silent", False)
         for name in _COUNTERS:
             setattr(engine, name, small["counters"][name])
         if engine.lr_scheduler is not None:
