@@ -50,6 +50,7 @@ class Positions:
     """The data positions of a process, of training and of evaluation. `before_read` is called before every read.
 
     A role is 'train' or 'eval'; a further torch loader that is read at the same time is 'train 2', and so on.
+    What training and evaluation both read has one position, that of training.
     """
 
     def __init__(self) -> None:
@@ -132,10 +133,21 @@ class Positions:
 
     def _known(self, role: str, source: Any) -> tuple[str, Any]:
         source = _keeper(source)
+        shared = next((place for place, known in self._sources.items() if known() is source), None)
+        if shared is not None and (role != "train" or shared.startswith("train")):
+            return shared, source
         role = self._place(role, source)
+        if shared is not None:  # evaluation has read it until now; from now on its position is that of training
+            del self._sources[shared], self._owners[shared]
+            self._sources[role] = _held(source)
+            self._owners[role] = _owner(source)
+            self._epochs.pop(role, None)
+            if shared in self._epochs:
+                self._epochs[role] = self._epochs.pop(shared)
+            return role, source
         known = self._sources.get(role)
         if known is None or known() is not source:
-            self._sources[role] = weakref.ref(source) if isinstance(source, Pass) else lambda: source
+            self._sources[role] = _held(source)
             self._owners[role] = _owner(source)
             self._epochs.pop(role, None)
         return role, source
@@ -260,6 +272,11 @@ def _keeper(source: Any) -> Any:
     """The object that keeps the position: in a loader that only repeats DeepSpeed's own, that one."""
     inside = getattr(source, "loader", None)
     return inside if hasattr(inside, _MARK) else source
+
+
+def _held(source: Any) -> Callable[[], Any]:
+    """A pass that nobody else holds any more is no position."""
+    return weakref.ref(source) if isinstance(source, Pass) else lambda: source
 
 
 def _owner(source: Any) -> Any:

@@ -143,3 +143,44 @@ def test_the_position_of_evaluation_waits_for_the_first_evaluation() -> None:
     other.positions.reading("eval", again)
     assert torch.equal(torch.get_rng_state(), before)
     assert next(again).tolist() == [2]
+
+
+@pytest.mark.parametrize("order", [("train", "eval"), ("eval", "train")])
+@pytest.mark.parametrize("first", ["train", "eval"])
+def test_what_training_and_evaluation_both_read_has_one_position(order: tuple[str, str], first: str) -> None:
+    def numbers() -> Iterator[torch.Tensor]:
+        yield from (torch.tensor([number]) for number in range(20))
+
+    def read(one: Followed, source: Iterator[torch.Tensor], *roles: str) -> list[int]:
+        found = []
+        for role in roles:
+            one.positions.reading(role, source)
+            found.append(int(next(source)))
+        return found
+
+    one, other = Followed(), Followed()
+    source, again = numbers(), numbers()
+    assert read(one, source, *order, "train", *order) == [0, 1, 2, 3, 4]
+    saved = one.positions.read()
+    if first == "train":  # else the first read in the new process puts it in place
+        other.positions.expect("train", again)
+    other.positions.write(saved)
+    assert read(other, again, "train", "eval", "train") == [5, 6, 7]
+    assert {role: state["read"] for role, state in other.positions.read().items()} == {"train": 8}
+
+
+def test_a_loader_that_evaluation_reads_too_is_not_put_back_when_it_does() -> None:
+    one, other = Followed(), Followed()
+    for each in (one, other):
+        each.loader = each.of_torch(0)
+    assert one.read(one.loader, 2)
+    one.positions.reading("eval", one.loader)
+    next(one.loader)
+    saved, generators = one.positions.read(), drawn()
+    wanted = one.read(one.loader, 2)
+    other.positions.expect("train", other.loader)
+    other.positions.write(saved)
+    redraw(generators)
+    found = other.read(other.loader, 1)
+    other.positions.reading("eval", other.loader)
+    assert [*found, next(other.loader).tolist()] == wanted
