@@ -184,10 +184,11 @@ class Loop:
     def _reading_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _next_batch() -> Any:
-            if self.engine.data_iterator is not None:
-                role = "train" if self.engine.module.training else "eval"
-                self._positions.reading(role, self.engine.data_iterator)
-            return original()
+            if self.engine.data_iterator is None:
+                return original()
+            role = "train" if self.engine.module.training else "eval"
+            with self._positions.around(role, self.engine.data_iterator):
+                return original()
 
         return _next_batch
 
