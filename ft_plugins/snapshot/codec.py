@@ -5,12 +5,13 @@ list is an InventoryError at encoding time that names where in the state it stan
 
 Types are taken exactly: a subclass (named tuple, default dict, nn.Parameter) would come back as its base: refused.
 
-In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, numpy arrays and scalars of numbers,
-torch CPU tensors, and members of the enum classes that the caller names. Out: bytes, and back.
+In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, Counter, numpy arrays and scalars of
+numbers, torch CPU tensors, and members of the enum classes that the caller names. Out: bytes, and back.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from ..errors import InventoryError, ProtocolError
 
 _NUMERIC = "biufcmM"  # kinds of numpy dtypes whose name tells all; structured ones and objects are not among them
-_TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP = range(1, 8)
+_TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP, _COUNTER = range(1, 9)
 _LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack carries itself
 
 
@@ -58,6 +59,8 @@ def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
                 return int(value)
             case _ if code == _MAP:
                 return dict(value)
+            case _ if code == _COUNTER:
+                return Counter(dict(value))
         raise ProtocolError(f"small state holds an extension of unknown kind {code}")
 
     def unpack(payload: bytes) -> Any:
@@ -107,12 +110,17 @@ def _plain(value: Any, place: str, enums: Mapping[type[Enum], str]) -> Any:
     if kind is dict:
         if all(type(key) is str or _is_word(key) for key in value):
             return {key: _plain(part, f"{place}[{key!r}]", enums) for key, part in value.items()}
-        pairs = [[_plain(k, f"{place} key", enums), _plain(v, f"{place}[{k!r}]", enums)] for k, v in value.items()]
-        return _extension(_MAP, pairs)
+        return _extension(_MAP, _pairs(value, place, enums))
+    if kind is Counter:
+        return _extension(_COUNTER, _pairs(value, place, enums))
     raise InventoryError(
         f"{place}: a {type(value).__module__}.{type(value).__qualname__} cannot be captured as small state; "
         "make it plain values, tensors or arrays in the adapter"
     )
+
+
+def _pairs(value: Mapping[Any, Any], place: str, enums: Mapping[type[Enum], str]) -> list[list[Any]]:
+    return [[_plain(k, f"{place} key", enums), _plain(v, f"{place}[{k!r}]", enums)] for k, v in value.items()]
 
 
 def _is_word(value: Any) -> bool:

@@ -3,7 +3,8 @@
     --loader shuffled | distributed | stream <flags of the DeepSpeed example>
 
 An epoch has three iterations of two batches each, and an evaluation that is broken off. `--skip-at` has the gradients
-of these iterations overflow.
+of these iterations overflow. `--mode eval` trains in evaluation mode, `--mode module` calls the module rather than the
+engine and reads from a list; neither evaluates.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Stream(IterableDataset):
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--loader", default="shuffled")
+    parser.add_argument("--mode", default="train")
     parser.add_argument("--skip-at", type=int, nargs="*", default=[])
     parser.add_argument("--load")
     parser.add_argument("--save")
@@ -57,18 +59,23 @@ def main(argv: Sequence[str]) -> None:
     micro, ranks = engine.train_micro_batch_size_per_gpu(), dist.get_world_size()
     each = EPOCH * micro * engine.gradient_accumulation_steps()
     training = loader(own.loader, Subset(train, range(each * (ranks if own.loader == "distributed" else 1))), micro)
+    if own.mode == "module":
+        training = [tuple(each.unsqueeze(0) for each in train[index]) for index in range(2 * EPOCH)]
+    if own.mode == "eval":
+        engine.eval()
     validation = DataLoader(Subset(valid, range(8)), micro, shuffle=True)
     epoch = engine.global_steps // EPOCH
     while engine.global_steps < args.iterations:
         if own.loader == "distributed":
             training.sampler.set_epoch(epoch)
-        for outcome in iterations(engine, training, own.skip_at):
+        for outcome in iterations(engine, training, own.skip_at, engine.module if own.mode == "module" else engine):
             log(args, engine, outcome)
             if own.save and engine.global_steps == own.save_at:
                 engine.save_checkpoint(own.save)
             if engine.global_steps == args.iterations:
                 break
-        evaluate(engine, validation)
+        if own.mode == "train":
+            evaluate(engine, validation)
         epoch += 1
     if args.state_digest:
         write_digest(args, engine)
@@ -84,12 +91,14 @@ def loader(kind: str, data: Any, micro: int) -> DataLoader:
     return DataLoader(data, micro, shuffle=True, generator=torch.Generator().manual_seed(6 + dist.get_rank()))
 
 
-def iterations(engine: Any, training: DataLoader, skipped: Sequence[int]) -> Iterator[dict[str, Any]]:
+def iterations(engine: Any, training: Any, skipped: Sequence[int], model: Any) -> Iterator[dict[str, Any]]:
     """The epoch's, each with its loss."""
     total = torch.zeros(())
-    for tokens, labels in training:
+    each = engine.gradient_accumulation_steps()
+    done = engine.global_steps % EPOCH * each if isinstance(training, list) else 0
+    for tokens, labels in islice(iter(training), done, None):
         before = engine.global_steps
-        mean = engine(tokens, labels)
+        mean = model(tokens, labels)
         engine.backward(mean * (math.inf if before + 1 in skipped else 1.0))
         engine.step()
         total += mean.detach().float()

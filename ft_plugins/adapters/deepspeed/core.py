@@ -23,9 +23,10 @@ import torch
 import xxhash
 
 from ... import faults
-from ...errors import ResumeError, TopologyError
+from ...errors import InventoryError, ResumeError, TopologyError, UnsupportedError
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
+from ...snapshot import codec
 from ..held import Held, HeldState, groups, restore_groups
 from . import naming, state
 from .position import Positions
@@ -34,6 +35,11 @@ from .support import require_supported
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
+_OWN_SCHEDULER = (
+    "the learning rate changes, but deepspeed.initialize built or was given no scheduler: the rate is restored, what "
+    "the script's own scheduler has counted is not, and it begins anew after a restore; pass it to "
+    "deepspeed.initialize(lr_scheduler=...)"
+)
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
@@ -48,10 +54,14 @@ class DeepSpeedHost(HeldState):
         self.rank = torch.distributed.get_rank()
         self.engine = engine
         self._positions = positions
+        self._rates: list[float] | None = None  # of the version point before; None: there was none
+        self._rates_said = False
         self.restored = False  # whether the engine holds a version of ours, whose data position is to follow
+        self.silent = False  # whether iterations have updates, and no forward in training mode
         require_supported(engine, self.rank)
         self._topology = topology(engine)
         self._require_deepspeeds_layout()
+        require_plain(engine.lr_scheduler, self.rank)
 
     # facts
 
@@ -95,6 +105,7 @@ class DeepSpeedHost(HeldState):
     def small_state(self) -> dict[str, Any]:
         """Everything that is no tensor, at the version point."""
         optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
+        self._look_for_a_scheduler()
         return {
             "groups": groups(state.inner(optimizer)),
             "scalars": state.scalars(optimizer),
@@ -103,7 +114,18 @@ class DeepSpeedHost(HeldState):
             "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
+            "silent": self.silent,
         }
+
+    def _look_for_a_scheduler(self) -> None:
+        """Say once that the script steps one that DeepSpeed does not know of: no optimizer changes its rates itself."""
+        if self.engine.lr_scheduler is not None or self._rates_said:
+            return
+        before, self._rates = self._rates, rates(state.inner(self.engine.optimizer))
+        if before is not None and before != self._rates:
+            self._rates_said = True
+            if self.rank == 0:
+                print(f"ft_plugins: {_OWN_SCHEDULER}", flush=True)
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """That of the first replica: scalars of the optimizer are equal on all, the generators differ."""
@@ -126,11 +148,13 @@ class DeepSpeedHost(HeldState):
                 f"rank {self.rank}: only one of this job and the captured one has a learning rate scheduler: resume "
                 "with the settings of the captured job, or start with --ftp-resume fresh"
             )
+        self.silent = small.get("silent", False)
         for name in _COUNTERS:
             setattr(engine, name, small["counters"][name])
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(dict(small["scheduler"]))
         restore_groups(state.inner(optimizer), small["groups"])
+        self._rates = None
         state.restore_scalars(optimizer, small["scalars"])
         state.restore_scaler(optimizer, small["scaler"])
         state.rebuild_derivable(optimizer)
@@ -196,6 +220,25 @@ def topology(engine: Any) -> Topology:
     sizes = {_AXES[axis]: grid.get_dim(axis) for axis in axes if axis in _AXES}
     order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis is the nearest
     return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+
+
+def require_plain(scheduler: Any, rank: int) -> None:
+    """Raises UnsupportedError for a learning rate scheduler whose state the codec does not know."""
+    if scheduler is None:
+        return
+    try:
+        codec.encode(scheduler.state_dict())
+    except InventoryError as error:
+        raise UnsupportedError(
+            f"rank {rank}: the learning rate scheduler {type(scheduler).__name__} cannot be captured: what its "
+            f"state_dict() gives holds something that is neither plain values nor tensors nor arrays ({error}); "
+            "give it a state_dict of such"
+        ) from error
 
 
 def _architecture(module: Any) -> Any:

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from ...errors import ResumeError
 from .wrapping import replace
@@ -108,6 +109,15 @@ def epoch_set(source: Any) -> int | None:
         if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
             return int(part.epoch)
     return None
+
+
+def draws(loader: Any) -> bool:
+    """Whether a pass over it takes its order from the generators of the process, as far as is known."""
+    batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    sampler = getattr(loader, "data_sampler", None) if sampler is None else sampler
+    ordered = isinstance(sampler, SequentialSampler | DistributedSampler)
+    ordered = ordered and (batches is None or type(batches) is BatchSampler)
+    return not ordered and not _generators(loader)
 
 
 # ---- an epoch ----
@@ -267,6 +277,7 @@ class Passes:
 
     def __init__(self, reading: Callable[[Pass], None]) -> None:
         self.reading = reading
+        self.drawn = 0  # how many passes, made in whichever way, took their order from the generators of the process
         self._depth = 0
 
     def follow(self, kind: type[Any] = DataLoader) -> None:
@@ -287,6 +298,7 @@ class Passes:
 
     def _iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __iter__(loader: Any) -> Any:
+            self.drawn += not self._depth and draws(loader)
             return original(loader) if self._depth else Pass(loader, original, self)
 
         return __iter__

@@ -7,7 +7,7 @@ Three ways, the first that applies:
     batches    a loader with a batch sampler: the sampler is started with the random numbers with which it was started
                then, and moved on; nothing is loaded
     reads      anything else: as many batches are read again and dropped, which takes as long as reading them took,
-               and is said
+               and is said; refused where its order was drawn anew on the way
 
 DeepSpeed's two loaders and torch's remember with which random numbers each epoch began, so that a later epoch is the
 same too; of any other iterator only the first read is known. An epoch that a sampler is told (`set_epoch`) is the
@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,7 @@ from .loaders import (
     StartedSampler,
     begun_behind,
     drawn,
+    draws,
     epoch_set,
     is_sampled,
     is_stateful,
@@ -44,12 +46,18 @@ from .loaders import (
 from .wrapping import replace
 
 _MARK = "__ft_epoch__"
+_SEVERAL = (
+    "an iterator of unknown kind reads a shuffled loader for a second time; in which order that was read cannot be "
+    "known after a restore, which will be refused: give the loader itself, deepspeed's RepeatingLoader around it, or "
+    "an iterator with state_dict and load_state_dict, or shuffle with a torch.Generator of the loader's own"
+)
 
 
 class Positions:
     """The data positions of a process, of training and of evaluation. `before_read` is called before every read.
 
     A role is 'train' or 'eval'; a further torch loader that is read at the same time is 'train 2', and so on.
+    What training and evaluation both read has one position, that of training.
     """
 
     def __init__(self) -> None:
@@ -58,6 +66,7 @@ class Positions:
         self._sources: dict[str, Callable[[], Any]] = {}
         self._owners: dict[str, Any] = {}
         self._epochs: dict[str, Epoch] = {}  # of sources that do not keep their own
+        self._several: set[str] = set()  # roles whose order was drawn anew later than at the first read
         self._pending: dict[str, Any] = {}
         self._anew: list[Pass] = []
 
@@ -75,7 +84,9 @@ class Positions:
     def _beginning(self, owner: Callable[..., Any]) -> Callable[..., Any]:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def begin(loader: Any, *args: Any, **kwargs: Any) -> Any:
-                setattr(loader, _MARK, Epoch.of(owner(loader, *args, **kwargs)))
+                owned = owner(loader, *args, **kwargs)
+                setattr(loader, _MARK, Epoch.of(owned))
+                self._passes.drawn += draws(owned)
                 with self._passes.within():
                     return original(loader, *args, **kwargs)
 
@@ -103,6 +114,7 @@ class Positions:
                 try:
                     return next(loader.data_iter)
                 except StopIteration:
+                    self._passes.drawn += draws(loader.loader)
                     setattr(loader, _MARK, Epoch.of(loader.loader))
                     loader.data_iter = iter(loader.loader)
                     _epoch(loader).reading(loader.loader)
@@ -126,18 +138,47 @@ class Positions:
             owner = _owner(source)
             self._epochs.setdefault(role, Epoch.of(owner)).reading(owner)
 
+    @contextmanager
+    def around(self, role: str, source: Any) -> Iterator[None]:
+        """`source` is read for `role` in here."""
+        self.reading(role, source)
+        role, source = self._known(role, source)
+        before = self._passes.drawn
+        yield
+        epoch = self._epochs.get(role)  # of what does not keep its own
+        later = epoch is not None and epoch.read > 1 and self._passes.drawn != before
+        if later and role not in self._several and not is_stateful(source) and _sampled(source) is None:
+            self._several.add(role)
+            print(f"ft_plugins: data position of '{role}': {_SEVERAL}", flush=True)
+
     def expect(self, role: str, source: Any) -> None:
         """`source` will be read next for `role`; its position may be put in place."""
         self._known(role, source)
 
     def _known(self, role: str, source: Any) -> tuple[str, Any]:
         source = _keeper(source)
+        shared = next((place for place, known in self._sources.items() if known() is source), None)
+        if shared is not None and (role != "train" or shared.startswith("train")):
+            return shared, source
         role = self._place(role, source)
-        known = self._sources.get(role)
-        if known is None or known() is not source:
-            self._sources[role] = weakref.ref(source) if isinstance(source, Pass) else lambda: source
+        if shared is not None:  # evaluation has read it until now; from now on its position is that of training
+            del self._sources[shared], self._owners[shared]
+            self._sources[role] = _held(source)
             self._owners[role] = _owner(source)
             self._epochs.pop(role, None)
+            self._several.discard(role)
+            if shared in self._epochs:
+                self._epochs[role] = self._epochs.pop(shared)
+            if shared in self._several:
+                self._several.remove(shared)
+                self._several.add(role)
+            return role, source
+        known = self._sources.get(role)
+        if known is None or known() is not source:
+            self._sources[role] = _held(source)
+            self._owners[role] = _owner(source)
+            self._epochs.pop(role, None)
+            self._several.discard(role)
         return role, source
 
     def _place(self, role: str, source: Any) -> str:
@@ -179,6 +220,8 @@ class Positions:
         now = drawn(owner)["own"]
         if source is None or (isinstance(source, Pass) and source.ended):
             return {"kind": "ended", "own": now}
+        if role in self._several:
+            return {"kind": "several", "own": now}
         epoch = _kept(source) or self._epochs.get(role) or Epoch.of(owner)
         first = epoch.first if epoch.read else None
         same = first is not None and _equal(first, epoch.began)
@@ -196,6 +239,8 @@ class Positions:
         source, owner = self._sources[role](), self._owners[role]
         if source is None:
             return
+        if saved["kind"] == "several":
+            raise ResumeError(f"data position of '{role}': {_SEVERAL}; start with --ftp-resume fresh")
         if (saved["kind"] == "state") != is_stateful(owner):
             raise ResumeError(
                 f"the data of '{role}' come from a {type(owner).__name__}, the captured position is of another kind "
@@ -260,6 +305,11 @@ def _keeper(source: Any) -> Any:
     """The object that keeps the position: in a loader that only repeats DeepSpeed's own, that one."""
     inside = getattr(source, "loader", None)
     return inside if hasattr(inside, _MARK) else source
+
+
+def _held(source: Any) -> Callable[[], Any]:
+    """A pass that nobody else holds any more is no position."""
+    return weakref.ref(source) if isinstance(source, Pass) else lambda: source
 
 
 def _owner(source: Any) -> Any:

@@ -4,7 +4,8 @@ Invariant: a job that is not protected runs what DeepSpeed wrote. A protected en
 `deepspeed.initialize` returns, so the script sees `engine.global_steps` as after DeepSpeed's own load; data position
 and RNG follow right before the first batch is read. An iteration is what ends in an update, skipped updates included;
 its version point is the moment before the next one begins, so that what the script does in between (evaluation, its own
-random numbers) belongs to it, or the orderly end.
+random numbers) belongs to it, or the orderly end. Where nothing tells that an iteration begins, its update does, and
+its version point is right after it.
 
     deepspeed.initialize     the block is checked first; builds host and session, restores
     engine.train_batch       PipelineEngine: the end of the iteration before, then iteration_begin
@@ -44,6 +45,12 @@ _UNKNOWN = (
 _AHEAD = (
     "batches are read before the update that comes before theirs: after a restore, those that were read ahead are "
     "passed over; read each batch after engine.step() of the one before"
+)
+_SILENT = (
+    "an update came without a forward of the engine in training mode (engine.eval() before the loop, or parts of "
+    "engine.module that are called directly): it is captured all the same, but where nothing is read from a loader "
+    "that is followed, random numbers are put in place only at the first update after a restore; call engine.train() "
+    "before the loop and engine(...) in it"
 )
 _NOT_TRAINED = (
     "batches were read in training mode after deepspeed.initialize that were not trained on; a restored data position "
@@ -107,6 +114,7 @@ class Loop:
         self._leave = leave
         self._positions = positions
         self._begun = 0  # the iteration that has begun last
+        self._guessed = 0  # the iteration that a read in evaluation mode began, as those before were trained in it
         self._updated: int | None = None  # an iteration whose version point is still to come
         self._said: set[str] = set()
         self._first: Callable[[], Any] | None = None  # what was read first for training
@@ -176,10 +184,11 @@ class Loop:
     def _reading_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _next_batch() -> Any:
-            if self.engine.data_iterator is not None:
-                role = "train" if self.engine.module.training else "eval"
-                self._positions.reading(role, self.engine.data_iterator)
-            return original()
+            if self.engine.data_iterator is None:
+                return original()
+            role = "train" if self.engine.module.training else "eval"
+            with self._positions.around(role, self.engine.data_iterator):
+                return original()
 
         return _next_batch
 
@@ -187,11 +196,17 @@ class Loop:
 
     def _follow_engine(self) -> None:
         self._wrap("forward", self._going_forward)
+        self.engine.module.register_forward_pre_hook(lambda module, args: self._computing(), prepend=True)
         self._wrap("step", self._stepping)
         self._positions.before_read = self._before_read
 
     def _before_read(self, loader: Any) -> None:
+        if self._host.silent and self._begun != self.engine.global_steps + 1:  # nothing later tells that it begins
+            self._positions.expect("train" if self.engine.module.training else "eval", loader)
+            self._guessed = self.engine.global_steps + 1
+            self.begin()
         if self.engine.module.training:  # the engine's own flag stays
+            self._guessed = 0
             self._known = True
             self._require_training_data(loader)
             self._positions.expect("train", loader)
@@ -214,14 +229,18 @@ class Loop:
     def _going_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.engine.module.training:  # the engine's own flag stays
-                self._forward = True
-                if self._begun != self.engine.global_steps + 1:  # no batch was read since the last update
-                    self._say_once(_AHEAD if self._known else _UNKNOWN)
-                self.begin()
+            self._computing()
             return original(*args, **kwargs)
 
         return forward
+
+    def _computing(self) -> None:
+        """Something is computed, by the engine or by its module."""
+        if self.engine.module.training:  # the engine's own flag stays
+            self._forward, self._guessed = True, 0
+            if self._begun != self.engine.global_steps + 1:  # no batch was read since the last update
+                self._say_once(_AHEAD if self._known else _UNKNOWN)
+            self.begin()
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:
@@ -233,9 +252,16 @@ class Loop:
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             before = self.engine.global_steps
+            if self.engine.is_gradient_accumulation_boundary():
+                self._host.silent = before + 1 == self._guessed or before + 1 != self._begun
+                if self._host.silent:
+                    self._say_once(_SILENT)
+                    self.begin()
             outcome = original(*args, **kwargs)
             if self.engine.global_steps != before:
                 self._updated = self.engine.global_steps
+                if self._host.silent:  # what comes before the next update is of the next iteration
+                    self._end()
             return outcome
 
         return step

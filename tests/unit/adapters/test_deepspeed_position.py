@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
 
 from ft_plugins.adapters.deepspeed.loaders import drawn, redraw
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
+from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
 
 
@@ -143,3 +144,84 @@ def test_the_position_of_evaluation_waits_for_the_first_evaluation() -> None:
     other.positions.reading("eval", again)
     assert torch.equal(torch.get_rng_state(), before)
     assert next(again).tolist() == [2]
+
+
+@pytest.mark.parametrize("order", [("train", "eval"), ("eval", "train")])
+@pytest.mark.parametrize("first", ["train", "eval"])
+def test_what_training_and_evaluation_both_read_has_one_position(order: tuple[str, str], first: str) -> None:
+    def numbers() -> Iterator[torch.Tensor]:
+        yield from (torch.tensor([number]) for number in range(20))
+
+    def read(one: Followed, source: Iterator[torch.Tensor], *roles: str) -> list[int]:
+        found = []
+        for role in roles:
+            one.positions.reading(role, source)
+            found.append(int(next(source)))
+        return found
+
+    one, other = Followed(), Followed()
+    source, again = numbers(), numbers()
+    assert read(one, source, *order, "train", *order) == [0, 1, 2, 3, 4]
+    saved = one.positions.read()
+    if first == "train":  # else the first read in the new process puts it in place
+        other.positions.expect("train", again)
+    other.positions.write(saved)
+    assert read(other, again, "train", "eval", "train") == [5, 6, 7]
+    assert {role: state["read"] for role, state in other.positions.read().items()} == {"train": 8}
+
+
+def test_a_loader_that_evaluation_reads_too_is_not_put_back_when_it_does() -> None:
+    one, other = Followed(), Followed()
+    for each in (one, other):
+        each.loader = each.of_torch(0)
+    assert one.read(one.loader, 2)
+    one.positions.reading("eval", one.loader)
+    next(one.loader)
+    saved, generators = one.positions.read(), drawn()
+    wanted = one.read(one.loader, 2)
+    other.positions.expect("train", other.loader)
+    other.positions.write(saved)
+    redraw(generators)
+    found = other.read(other.loader, 1)
+    other.positions.reading("eval", other.loader)
+    assert [*found, next(other.loader).tolist()] == wanted
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "sequential", "generator of its own", "repeating"])
+@pytest.mark.parametrize("read", [5, 6])  # an epoch has five batches
+def test_an_iterator_around_a_loader_that_is_shuffled_again_is_refused(
+    kind: str, read: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def source(followed: Followed) -> Iterator[torch.Tensor]:
+        own = torch.Generator().manual_seed(3) if kind == "generator of its own" else None
+        iterating = followed.positions._passes._iterating(DataLoader.__iter__)
+        loader: Any = type("Own", (DataLoader,), {"__iter__": iterating})(
+            followed.data, 4, shuffle=kind != "sequential", generator=own
+        )
+        if kind == "repeating":
+            loader = followed.module.RepeatingLoader(loader)
+        while True:
+            yield from loader
+
+    def batches(followed: Followed, it: Iterator[torch.Tensor], count: int) -> list[list[int]]:
+        found = []
+        for _ in range(count):
+            with followed.positions.around("train", it):
+                found.append(next(it).tolist())
+            torch.rand(3)
+        return found
+
+    one, other = Followed(), Followed()
+    it, again = source(one), source(other)
+    batches(one, it, read)
+    saved = codec.decode(codec.encode(one.positions.read()))
+    refused = read == 6 and kind in ("shuffled", "repeating")
+    assert ("for a second time" in capsys.readouterr().out) == refused
+    other.positions.expect("train", again)
+    if refused:
+        with pytest.raises(ResumeError, match="reads a shuffled loader for a second time"):
+            other.positions.write(saved)
+        return
+    other.positions.write(saved)
+    if kind != "shuffled" and kind != "repeating":
+        assert batches(other, again, 3) == batches(one, it, 3)

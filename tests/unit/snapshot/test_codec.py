@@ -95,6 +95,7 @@ states = st.recursive(
         | st.lists(inner, max_size=4).map(tuple)
         | st.dictionaries(st.text(), inner, max_size=4)
         | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(keys, st.integers(), max_size=4).map(collections.Counter)
     ),
     max_leaves=12,
 )

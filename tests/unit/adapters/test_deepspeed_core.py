@@ -1,0 +1,67 @@
+"""What a DeepSpeed engine's learning rate schedulers are captured as, and which are refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_plain  # noqa: E402
+from ft_plugins.errors import UnsupportedError  # noqa: E402
+from ft_plugins.snapshot import codec  # noqa: E402
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+
+
+def test_milestones_of_a_scheduler_are_captured_and_go_on() -> None:
+    one, other = optimizer(), optimizer()
+    scheduler, again = (torch.optim.lr_scheduler.MultiStepLR(each, [2, 2, 4]) for each in (one, other))
+    one.step()
+    scheduler.step()
+    require_plain(scheduler, 0)
+    again.load_state_dict(codec.decode(codec.encode(scheduler.state_dict())))
+    rates = []
+    for each, stepped in ((one, scheduler), (other, again)):
+        each.step()
+        rates.append([])
+        for _ in range(3):
+            stepped.step()
+            rates[-1].append(each.param_groups[0]["lr"])
+    assert rates[0] == rates[1] == pytest.approx([0.01, 0.01, 0.001])
+
+
+def test_a_scheduler_of_unknown_state_is_named() -> None:
+    class Odd(torch.optim.lr_scheduler.ConstantLR):
+        def state_dict(self) -> dict[str, object]:
+            return {"seen": {1, 2}}
+
+    with pytest.raises(UnsupportedError, match=r"rank 3: the learning rate scheduler Odd .*\['seen'\]"):
+        require_plain(Odd(optimizer()), 3)
+    require_plain(None, 3)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
+    known: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
+    host.rank, host._positions, host._rates, host._rates_said = 0, None, None, False
+    host.silent = False
+    updating = optimizer()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])
+    counters = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 0)
+    host.engine = SimpleNamespace(optimizer=updating, lr_scheduler=scheduler if known else None, **counters)
+    told = []
+    for _ in range(4):
+        host.small_state()
+        told.append(capsys.readouterr().out)
+        updating.step()
+        scheduler.step()
+    assert told[:2] == ["", ""] and told[3] == ""
+    assert ("pass it to deepspeed.initialize" in told[2]) == (not known)
