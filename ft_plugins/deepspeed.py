@@ -16,6 +16,7 @@ from types import TracebackType
 from .adapters import deepspeed as _adapter
 from .config import launch_context
 from .errors import FtError
+from .launcher.hooks import FirstImport
 from .launcher.unlaunched import join
 
 
@@ -27,7 +28,12 @@ def _in_one_line(kind: type[BaseException], error: BaseException, trace: Traceba
     sys.__excepthook__(kind, error, trace)
 
 
-if launch_context().run_dir is None:
+def _by_ft_run() -> bool:
+    """Whether ft-run has started this rank, also one that it does not protect."""
+    return launch_context().run_dir is not None or any(isinstance(one, FirstImport) for one in sys.meta_path)
+
+
+if not _by_ft_run():
     _adapter.prepare()
     _adapter.install(join)
     sys.excepthook = _in_one_line

@@ -68,6 +68,14 @@ def test_ft_run_and_the_one_line_under_torchrun_survive_a_kill_and_end_alike(sho
     assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
 
 
+def test_the_one_line_changes_nothing_under_an_ft_run_that_protects_nothing(short: Path) -> None:
+    run = DeepSpeedRun("n", short, SMALLEST, iterations=1)
+    done = launched(run, FT_RUN, LINE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "no system is on, nothing is protected" in done.stderr
+    assert len(run.loss_log.read_text().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "launcher, script, block, message",
     [
