@@ -15,14 +15,18 @@ from types import TracebackType
 
 from .adapters import deepspeed as _adapter
 from .config import launch_context
-from .errors import FtError
+from .errors import ConfigError, FtError
 from .launcher.hooks import FirstImport
 from .launcher.unlaunched import join
 
 
+_LOCAL_RANK = launch_context().local_rank
+
+
 def _in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, FtError):
-        if not error.echo:
+        alike = isinstance(error, ConfigError) and _LOCAL_RANK  # all ranks of a node read the same words
+        if not (error.echo or alike):
             print(f"ft_plugins: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return
     sys.__excepthook__(kind, error, trace)

@@ -77,23 +77,24 @@ def test_the_one_line_changes_nothing_under_an_ft_run_that_protects_nothing(shor
 
 
 @pytest.mark.parametrize(
-    "launcher, script, block, message",
+    "launcher, script, block, message, ranks",
     [
-        (FT_RUN, EXAMPLE, {"reft": {}}, "ft_plugins.reft: the job has a single rank"),
-        (FT_RUN, EXAMPLE, {"reft": {"intervall": 2}}, "unknown key; did you mean ft_plugins.reft.interval?"),
-        (TORCHRUN, LINE, {"reft": {}}, "ft_plugins.reft: the job has a single rank"),
-        (TORCHRUN, LINE, {"reft": 3}, "ft_plugins.reft: expected"),
-        (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system is on"),
+        (FT_RUN, EXAMPLE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
+        (FT_RUN, EXAMPLE, {"reft": {"intervall": 2}}, "unknown key; did you mean ft_plugins.reft.interval?", 1),
+        (TORCHRUN, LINE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
+        (TORCHRUN, LINE, {"reft": 3}, "ft_plugins.reft: expected", 2),
+        (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system is on", 1),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(
-    short: Path, launcher: tuple[str, ...], script: Path, block: dict[str, Any], message: str
+    short: Path, launcher: tuple[str, ...], script: Path, block: dict[str, Any], message: str, ranks: int
 ) -> None:
-    run = DeepSpeedRun("bad", short, Configuration(1, 1))
+    """One line of ours: what torchrun and DeepSpeed say beside it about ranks that failed is their own."""
+    run = DeepSpeedRun("bad", short, Configuration(ranks, 1))
     argv = run.spec().argv
     written = json.loads((short / "ds.json").read_text())
     (short / "ds.json").write_text(json.dumps({**written, "ft_plugins": block}))
-    words = [sys.executable, *launcher, "--nproc-per-node", "1", str(script), *argv]
+    words = [sys.executable, *launcher, "--nproc-per-node", str(ranks), str(script), *argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(short)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=BOUND, check=False)
     assert done.returncode != 0
