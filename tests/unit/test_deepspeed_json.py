@@ -22,7 +22,11 @@ def write(folder: Path, text: str) -> str:
         (["--deepspeed_config", "a.json"], "a.json"),
         (["--deepspeed_config=a.json", "--x"], "a.json"),
         (["--deepspeed-config", "a.json", "--deepspeed_config", "b.json"], "b.json"),
-        (["--deepspeed", "a.json"], None),
+        (["--deepspeed", "a.json"], "a.json"),
+        (["--deepspeed=a.json", "--x"], "a.json"),
+        (["--deepspeed", "--deepspeed_config", "b.json"], "b.json"),
+        (["--deepspeed", "corpus"], None),
+        (["--deepspeed"], None),
         (["--deepspeed_config"], None),
     ],
 )
