@@ -76,6 +76,29 @@ def test_the_one_line_changes_nothing_under_an_ft_run_that_protects_nothing(shor
     assert len(run.loss_log.read_text().splitlines()) == 1
 
 
+def test_a_script_that_leaves_the_process_group_up_ends_in_order_too(short: Path) -> None:
+    script = short / "left_up.py"
+    script.write_text(
+        LINE.read_text()
+        .replace("Path(__file__).resolve()", f"Path({str(LINE)!r})")
+        .replace("import main", "import dist, main")
+        .replace("    main(", "    sys.modules['deepspeed_gpt'].dist = LeftUp()\n    main(")
+        .replace(
+            "if __name__",
+            "class LeftUp:\n"
+            "    def __getattr__(self, name):\n"
+            "        return (lambda: None) if name == 'destroy_process_group' else getattr(dist, name)\n\n\n"
+            "if __name__",
+        )
+    )
+    run = DeepSpeedRun("u", short, SMALLEST, {"reft": {}, "orphan_seconds": 60.0}, iterations=2)
+    done = launched(run, (*TORCHRUN, "--standalone"), script)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [told] = [path.read_text().splitlines() for path in run.folder.glob("ft_plugins/*/*/events.jsonl")]
+    assert any(event["name"] == "capture.commit" for event in map(json.loads, told))
+    assert not list(Path("/dev/shm").glob(f"ftp-{script.stem}-*")), done.stderr
+
+
 @pytest.mark.parametrize(
     "launcher, script, block, message, ranks",
     [
