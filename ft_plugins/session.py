@@ -185,7 +185,11 @@ class Session:
 
     def _build(self, nodes: tuple[str, ...]) -> Reft:
         if self._context.run_dir is None:
-            raise ProtectionError("no snapshot process: start the job with ft-run instead of torchrun or python")
+            flags = " ".join(f"--{name}" for name in self._config.systems)
+            raise ProtectionError(
+                "no snapshot process: start the job with ft-run instead of torchrun or python; "
+                f"if it was, ft-run did not see this block: give {flags} as well"
+            )
         context = self._context
         return Reft(
             self._host, self._config, self._collective, nodes, self._context.run_dir, context.token, self._events,

@@ -96,6 +96,6 @@ class _CallingLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        for callback in self._finder.callbacks[module.__name__]:
+        for callback in self._finder.callbacks.get(module.__name__, []):  # none: this spec was wrapped twice
             callback(module)
-        del self._finder.callbacks[module.__name__]  # only now: another attempt after an error fails likewise
+        self._finder.callbacks.pop(module.__name__, [])  # only now: another attempt after an error fails likewise

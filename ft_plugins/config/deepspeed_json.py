@@ -19,6 +19,7 @@ from .schema import Config
 
 BLOCK = "ft_plugins"
 _FLAGS = ("--deepspeed_config", "--deepspeed-config")
+_SWITCH_OR_FLAG = "--deepspeed"  # DeepSpeed's switch; with a file it is the flag of Hugging Face's Trainer
 
 
 def path_in(arguments: Sequence[str]) -> str | None:
@@ -26,10 +27,10 @@ def path_in(arguments: Sequence[str]) -> str | None:
     found = None
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
-        if name in _FLAGS and equals:
+        if not equals:
+            value = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if value and name in _FLAGS or name == _SWITCH_OR_FLAG and value.endswith(".json"):
             found = value
-        elif name in _FLAGS and index + 1 < len(arguments):
-            found = arguments[index + 1]
     return found
 
 
@@ -45,7 +46,7 @@ def from_file(path: Path) -> Config:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"--deepspeed_config {path}: cannot be read ({reason}); name a JSON file") from error
+        raise ConfigError(f"the DeepSpeed configuration {path}: cannot be read ({reason}); name a JSON file") from error
     return _checked(_parse(text, str(path)), str(path))
 
 

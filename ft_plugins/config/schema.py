@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, ValidationError
 
 from .. import faults as fault_points
 from ..errors import ConfigError
@@ -196,6 +196,7 @@ class Config(_Block):
         description="switch on BAFT: snapshots copied to the node of the pipeline stage before, sent in the bubbles of "
         "the pipeline; with --reft its keys hold for the snapshots",
     )
+    _waiting: dict[KeyPath, Any] = PrivateAttr(default_factory=dict)  # of systems that another source may switch on
 
     @classmethod
     def from_json(cls, block: Mapping[str, Any], whole: bool = True) -> Config:
@@ -243,7 +244,7 @@ class Config(_Block):
 
     def given(self) -> dict[KeyPath, Any]:
         """What was given, by path; under a system's own path whether it is on."""
-        return {path: value for path, (value, given) in self._values().items() if given}
+        return {path: value for path, (value, given) in self._values().items() if given} | self._waiting
 
     def block(self) -> dict[str, Any]:
         """What was given, as a JSON block: `from_json(config.block())` equals `config`."""
@@ -320,12 +321,15 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
     """Check `values` against types, ranges and each other. Raises ConfigError in the spelling of their source."""
     known = {key.path: key for key in keys()}
     nested: dict[str, Any] = {}
+    waiting: dict[KeyPath, Any] = {}
     for path in sorted(values, key=len):
         key = known[path]
         if key.system:
             nested[path[0]] = {} if values[path] is True else None
         elif len(path) == 1:
             nested[path[0]] = values[path]
+        elif nested.get(path[0]) is None and not whole:
+            waiting[path] = values[path]
         elif nested.get(path[0]) is None:
             switch = known[path[:1]]
             raise ConfigError(f"{spell(key)}: has no effect while {spell(switch)} is off; add {switch.flag} or drop it")
@@ -337,12 +341,14 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
         problem = error.errors()[0]
         key = known[tuple(str(step) for step in problem["loc"][: 2 if problem["loc"][:2] in known else 1])]
         raise ConfigError(f"{spell(key)}: {key.complaint(problem)}") from error
+    config._waiting.update(waiting)
+    _require_no_contradiction(config, spell)
     if whole:
         _require_effect(config, spell)
     return config
 
 
-def _require_effect(config: Config, spell: Spelling) -> None:
+def _require_no_contradiction(config: Config, spell: Spelling) -> None:
     redundancy = config.reft.redundancy if config.reft else None
     if config.baft is not None and redundancy not in (None, "neighbour"):
         known = {key.path: key for key in keys()}
@@ -351,6 +357,9 @@ def _require_effect(config: Config, spell: Spelling) -> None:
             f"{spell(first)}: {redundancy} contradicts {spell(second)}, which keeps a copy on the stage before "
             "(neighbour); drop one of the two"
         )
+
+
+def _require_effect(config: Config, spell: Spelling) -> None:
     for key in keys():
         if key.needs_system and not config.protects and config.given().get(key.path, key.default) != key.default:
             switches = " or ".join(key.flag for key in keys() if key.system)

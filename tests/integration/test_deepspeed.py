@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -21,18 +22,24 @@ SMALLEST = Configuration(2, 1)
 LINE = Path(__file__).with_name("deepspeed_line.py")
 BOUND = 280
 FT_RUN = ("-m", "ft_plugins.launcher.command")
+DEEPSPEED = ("-m", "deepspeed.launcher.runner")  # what the command `deepspeed` is
 TORCHRUN = ("-m", "torch.distributed.run")
 
 
-def launched(run: DeepSpeedRun, launcher: tuple[str, ...], script: Path, ranks: int = 2) -> Any:
-    """The run as a command of its own, in its folder."""
-    words = [sys.executable, *launcher, "--nproc-per-node", str(ranks), str(script), *run.spec().argv]
+def launched(run: DeepSpeedRun, launcher: tuple[str, ...], script: Path, ranks: int = 2, **more: str) -> Any:
+    """The run as a command of its own, in its folder, with `more` in its environment."""
+    number = [] if launcher[:2] == DEEPSPEED else ["--nproc-per-node", str(ranks)]
+    words = [sys.executable, *launcher, *number, str(script), *run.spec().argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(run.folder)}
     # else torchrun's workers find the addresses of the incarnation before in its store, and hang in gloo (torch 2.13)
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return subprocess.run(
-        words, cwd=run.folder, env=environment, capture_output=True, text=True, timeout=BOUND, check=False
-    )
+    environment |= more
+    told, alarms = run.folder / "out", run.folder / "err"  # no pipes: an SMP that stays has the launcher's open
+    with told.open("w") as out, alarms.open("w") as err:
+        done = subprocess.run(
+            words, cwd=run.folder, env=environment, stdout=out, stderr=err, timeout=BOUND, check=False
+        )
+    return subprocess.CompletedProcess(words, done.returncode, told.read_text(), alarms.read_text())
 
 
 @pytest.fixture
@@ -68,24 +75,90 @@ def test_ft_run_and_the_one_line_under_torchrun_survive_a_kill_and_end_alike(sho
     assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
 
 
+def test_the_one_line_changes_nothing_under_an_ft_run_that_protects_nothing(short: Path) -> None:
+    run = DeepSpeedRun("n", short, SMALLEST, iterations=1)
+    done = launched(run, FT_RUN, LINE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "no system is on, nothing is protected" in done.stderr
+    assert len(run.loss_log.read_text().splitlines()) == 1
+
+
+def test_a_script_that_leaves_the_process_group_up_ends_in_order_too(short: Path) -> None:
+    script = short / "left_up.py"
+    script.write_text(
+        LINE.read_text()
+        .replace("Path(__file__).resolve()", f"Path({str(LINE)!r})")
+        .replace("import main", "import dist, main")
+        .replace("    main(", "    sys.modules['deepspeed_gpt'].dist = LeftUp()\n    main(")
+        .replace(
+            "if __name__",
+            "class LeftUp:\n"
+            "    def __getattr__(self, name):\n"
+            "        return (lambda: None) if name == 'destroy_process_group' else getattr(dist, name)\n\n\n"
+            "if __name__",
+        )
+    )
+    run = DeepSpeedRun("u", short, SMALLEST, {"reft": {}, "orphan_seconds": 60.0}, iterations=2)
+    done = launched(run, (*TORCHRUN, "--standalone"), script)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [told] = [path.read_text().splitlines() for path in run.folder.glob("ft_plugins/*/*/events.jsonl")]
+    assert any(event["name"] == "capture.commit" for event in map(json.loads, told))
+    assert not list(Path("/dev/shm").glob(f"ftp-{script.stem}-*")), done.stderr
+
+
+@pytest.mark.all_configurations
+def test_deepspeeds_own_launcher_given_the_same_command_again_resumes(short: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launcher = (*DEEPSPEED, "--num_gpus", "2", "--master_port", str(port))
+    run = DeepSpeedRun("l", short, SMALLEST, {"reft": {}, "orphan_seconds": 120.0})
+    killed = launched(
+        run.armed("update.middle@iteration=4,rank=1:kill"), launcher, LINE, DS_ACCELERATOR="cpu"
+    )
+    assert killed.returncode != 0
+    done = launched(run, launcher, LINE, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [told] = [path.read_text().splitlines() for path in run.folder.glob("ft_plugins/*/*/events.jsonl")]
+    restored = [event for event in map(json.loads, told) if event["name"] == "restore.done"]
+    assert [event["iteration"] for event in restored] == [3, 3]
+    logged = [json.loads(line)["iteration"] for line in run.loss_log.read_text().splitlines()]
+    assert logged == [1, 2, 3, 4, 5, 6]
+    assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
+
+
+def test_a_job_builds_nothing_and_needs_no_compiler(short: Path) -> None:
+    commands, built = short / "bin", short / "built"
+    commands.mkdir()
+    for name in ("sh", "uname", "env"):
+        (commands / name).symlink_to(f"/bin/{name}")
+    run = DeepSpeedRun("c", short, SMALLEST, {"reft": {}}, iterations=1)
+    done = launched(
+        *(run, FT_RUN, EXAMPLE), PATH=str(commands), CC="/bin/false", CXX="/bin/false", TORCH_EXTENSIONS_DIR=str(built)
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(run.loss_log.read_text().splitlines()) == 1
+    assert not built.exists() or not [path for path in built.rglob("*") if path.is_file()]
+
+
 @pytest.mark.parametrize(
-    "launcher, script, block, message",
+    "launcher, script, block, message, ranks",
     [
-        (FT_RUN, EXAMPLE, {"reft": {}}, "ft_plugins.reft: the job has a single rank"),
-        (FT_RUN, EXAMPLE, {"reft": {"intervall": 2}}, "unknown key; did you mean ft_plugins.reft.interval?"),
-        (TORCHRUN, LINE, {"reft": {}}, "ft_plugins.reft: the job has a single rank"),
-        (TORCHRUN, LINE, {"reft": 3}, "ft_plugins.reft: expected"),
-        (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system is on"),
+        (FT_RUN, EXAMPLE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
+        (FT_RUN, EXAMPLE, {"reft": {"intervall": 2}}, "unknown key; did you mean ft_plugins.reft.interval?", 1),
+        (TORCHRUN, LINE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
+        (TORCHRUN, LINE, {"reft": 3}, "ft_plugins.reft: expected", 2),
+        (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system is on", 1),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(
-    short: Path, launcher: tuple[str, ...], script: Path, block: dict[str, Any], message: str
+    short: Path, launcher: tuple[str, ...], script: Path, block: dict[str, Any], message: str, ranks: int
 ) -> None:
-    run = DeepSpeedRun("bad", short, Configuration(1, 1))
+    """One line of ours: what torchrun and DeepSpeed say beside it about ranks that failed is their own."""
+    run = DeepSpeedRun("bad", short, Configuration(ranks, 1))
     argv = run.spec().argv
     written = json.loads((short / "ds.json").read_text())
     (short / "ds.json").write_text(json.dumps({**written, "ft_plugins": block}))
-    words = [sys.executable, *launcher, "--nproc-per-node", "1", str(script), *argv]
+    words = [sys.executable, *launcher, "--nproc-per-node", str(ranks), str(script), *argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(short)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=BOUND, check=False)
     assert done.returncode != 0

@@ -22,7 +22,11 @@ def write(folder: Path, text: str) -> str:
         (["--deepspeed_config", "a.json"], "a.json"),
         (["--deepspeed_config=a.json", "--x"], "a.json"),
         (["--deepspeed-config", "a.json", "--deepspeed_config", "b.json"], "b.json"),
-        (["--deepspeed", "a.json"], None),
+        (["--deepspeed", "a.json"], "a.json"),
+        (["--deepspeed=a.json", "--x"], "a.json"),
+        (["--deepspeed", "--deepspeed_config", "b.json"], "b.json"),
+        (["--deepspeed", "corpus"], None),
+        (["--deepspeed"], None),
         (["--deepspeed_config"], None),
     ],
 )
@@ -52,6 +56,10 @@ def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> N
         ('{"ft_plugins": {"reft": 3}}', "ds.json: ft_plugins.reft: expected .*found 3"),
         ('{"ft_plugins": {"reft": {"interval": "4"}}}', "ds.json: ft_plugins.reft.interval: expected an integer >= 1"),
         ('{"ft_plugins": {"reft": {"intervall": 4}}}', "unknown key; did you mean ft_plugins.reft.interval"),
+        (
+            '{"ft_plugins": {"reft": {"redundancy": "raim5"}, "baft": {}}}',
+            "ds.json: ft_plugins.reft.redundancy: raim5 contradicts ft_plugins.baft",
+        ),
         ('{"ft_plugins": {"reft": {}}, "ft_plugins": {"reft": false}}', "'ft_plugins' is given twice"),
     ],
 )
@@ -89,6 +97,23 @@ def test_ft_run_refuses_a_block_that_contradicts_its_flags(tmp_path: Path) -> No
     words = ["train.py", "--deepspeed_config", name, "--reft", "--reft-interval", "2"]
     with pytest.raises(ConfigError, match="the command line says 2, the DeepSpeed configuration says 4; give it once"):
         command.plan(words, 1, str(tmp_path), "host")
+
+
+def test_a_key_on_the_command_line_has_effect_where_the_block_switches_its_system_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+
+    def planned(block: str) -> Config:
+        name = write(tmp_path, block)
+        words = ["train.py", "--deepspeed_config", name, "--reft-interval", "3"]
+        return command.plan(words, 1, str(tmp_path), "host").config
+
+    found = planned('{"ft_plugins": {"reft": {"bucket_mib": 8}}}')
+    assert found == Config.from_flags(["--reft", "--reft-interval", "3", "--reft-bucket-mib", "8"])[0]
+    for block in ("{}", '{"ft_plugins": {"reft": false}}', '{"ft_plugins": {"baft": {}}}'):
+        with pytest.raises(ConfigError, match="--reft-interval: has no effect while --reft is off"):
+            planned(block)
+    with pytest.raises(ConfigError, match="the command line says 3, the DeepSpeed configuration says 4; give it once"):
+        planned('{"ft_plugins": {"reft": {"interval": 4}}}')
 
 
 def test_a_key_beside_no_system_has_no_effect_and_says_so(tmp_path: Path) -> None:

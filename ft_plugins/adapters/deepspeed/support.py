@@ -26,6 +26,7 @@ _OFFLOAD_NOWHERE = ("none", None)
 def require_supported(engine: Any, rank: int) -> None:
     """Raises UnsupportedError that names every feature in use that cannot be followed."""
     found = [*_of_engine(engine), *_of_zero(engine), *_of_optimizer(engine.optimizer), *_of_curricula(engine)]
+    found += _of_compression(engine)
     if found:
         raise UnsupportedError(
             f"rank {rank}: cannot protect this job: {'; '.join(dict.fromkeys(found))}. "
@@ -103,6 +104,15 @@ def _of_curricula(engine: Any) -> Iterator[str]:
     for name, words in asked.items():
         if _asked(engine, name, False):
             yield f"{words} keeps counters of its own"
+
+
+def _of_compression(engine: Any) -> Iterator[str]:
+    """Older versions step the schedule of compression, and MoQ's quantizer, with the engine."""
+    methods = getattr(getattr(engine, "compression_scheduler", None), "different_compression_methods", {})
+    for name in (name for name, method in methods.items() if method.get("enabled")):
+        yield f"compression (compression_training.{name}) keeps counters of its own"
+    if getattr(engine, "quantizer", None) is not None:
+        yield "MoQ (compression_training.weight_quantization) keeps counters of its own"
 
 
 def _asked(engine: Any, name: str, usual: Any) -> Any:

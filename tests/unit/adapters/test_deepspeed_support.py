@@ -55,6 +55,22 @@ def test_what_cannot_be_followed_is_named(refused: dict[str, Any], words: str) -
     assert words in str(told.value) and "Drop the option" in str(told.value)
 
 
+def test_compression_is_refused_where_it_is_on() -> None:
+    found = engine()
+    methods = {"sparse_pruning": {"enabled": False}, "row_pruning": {"enabled": False}}
+    found.compression_scheduler = SimpleNamespace(different_compression_methods=methods, training_steps=0)
+    found.quantizer = None
+    require_supported(found, 0)
+    methods["sparse_pruning"]["enabled"] = True
+    with pytest.raises(UnsupportedError, match="compression_training.sparse_pruning") as told:
+        require_supported(found, 0)
+    assert "row_pruning" not in str(told.value)
+    methods["sparse_pruning"]["enabled"] = False
+    found.quantizer = object()
+    with pytest.raises(UnsupportedError, match="MoQ"):
+        require_supported(found, 0)
+
+
 def test_all_of_it_is_named_at_once() -> None:
     with pytest.raises(UnsupportedError, match="DualPipeV.*hpZ"):
         require_supported(engine("DualPipeVEngine", zero_hpz_partition_size=2), 0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from ft_plugins.adapters.imports import instead_of_import, on_import
+from ft_plugins.adapters.imports import PostImportFinder, instead_of_import, on_import
+from ft_plugins.launcher.hooks import FirstImport
 
 
 @pytest.fixture
@@ -55,6 +56,25 @@ def test_callbacks_run_in_the_order_in_which_they_were_registered(package: str) 
     on_import(f"{package}.maker", lambda module: order.append(2))
     importlib.import_module(f"{package}.maker")
     assert order == [1, 2]
+
+
+def test_a_finder_that_asks_all_finders_anew_has_callbacks_run_once(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    sys.meta_path.insert(0, FirstImport(f"{package}.maker", lambda: on_import(f"{package}.maker", register(2))))
+
+    def register(number: int) -> Callable[[ModuleType], None]:
+        return lambda module: called.append(number)
+
+    on_import(f"{package}.maker", register(1))
+    finder = next(one for one in sys.meta_path if isinstance(one, PostImportFinder))
+    sys.meta_path.remove(finder)
+    sys.meta_path.insert(0, finder)  # in front, as when it was put there last
+    module = importlib.import_module(f"{package}.maker")
+    assert called == [1, 2]
+    assert type(module.__spec__.loader).__name__ == "SourceFileLoader"  # type: ignore[union-attr]
 
 
 def test_an_error_in_a_callback_fails_the_import(package: str) -> None:
