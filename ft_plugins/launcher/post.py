@@ -164,9 +164,7 @@ class Line:
 
     def close(self) -> None:
         """Close the connection, also for processes that were forked with it. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        _hang_up(self._socket)
 
 
 def ask(endpoint: str, message: Message, seconds: float) -> Message:
@@ -315,9 +313,7 @@ class Post:
 
     def _drop(self, connection: socket.socket, peer: _Peer) -> None:
         self._selector.unregister(connection)
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-        connection.close()
+        _hang_up(connection)
         self._gone(peer.number)
 
     def _close_idle(self) -> None:
@@ -327,12 +323,20 @@ class Post:
                 self._drop(key.fileobj, key.data)  # type: ignore[arg-type]
 
     def _close_all(self) -> None:
+        """Nobody is told who has gone: that may be what has failed."""
         self._listener.close()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Peer):
-                self._drop(key.fileobj, key.data)  # type: ignore[arg-type]
+                _hang_up(key.fileobj)  # type: ignore[arg-type]
         self._selector.close()
         self._woken.close()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection, also for processes that were forked with it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _next_frame(received: bytearray) -> Message | None:

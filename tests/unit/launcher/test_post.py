@@ -61,10 +61,17 @@ def test_where_answering_fails_all_connections_end_and_it_is_said_here() -> None
     def fail(request: dict[str, Any], connection: int) -> dict[str, Any]:
         raise KeyError("an error of ours")
 
-    broken = Post(post.listen_anywhere("127.0.0.1"), fail, lambda connection: None, lambda: 0.1)
+    def gone(connection: int) -> None:
+        raise KeyError("as well, for every connection that ends")
+
+    broken = Post(post.listen_anywhere("127.0.0.1"), fail, gone, lambda: 0.1)
     broken.check()
+    others = [socket.create_connection(("127.0.0.1", broken.port), WAIT) for _ in range(3)]
     with pytest.raises(ConnectionError, match="closed the connection|reset"):
         post.ask(f"127.0.0.1:{broken.port}", {}, WAIT)
+    for other in others:
+        with other:
+            assert other.recv(1) == b""
     broken.close()  # waits for the thread
     with pytest.raises(RuntimeError, match="not answered any more") as found:
         broken.check()
