@@ -128,7 +128,10 @@ class BaftConfig(SystemConfig):
         json_schema_extra=_more("milliseconds"),
     )
     profile_iterations: int = Field(
-        6, ge=1, description="measure so many iterations before bubbles are planned", json_schema_extra=_more()
+        6,
+        ge=1,
+        description="measure so many before bubbles are planned",
+        json_schema_extra=_more("iterations"),
     )
 
 
@@ -259,9 +262,11 @@ class Config(_Block):
 
     def table(self) -> str:
         """The effective configuration, one key a line, to be printed once."""
-        found = self._values()
+        given = self.given()
+        found = self.model_copy(update={"reft": self.capture})._values()  # also where another system takes them
+        found["reft",] = (self.reft is not None, self.reft is not None)
         rows = [
-            (key.flag, f"{key.shown(found[key.path][0])} {key.unit}".strip(), "" if found[key.path][1] else "default")
+            (key.flag, f"{key.shown(found[key.path][0])} {key.unit}".strip(), "" if key.path in given else "default")
             for key in keys()
             if key.path in found
         ]

@@ -135,6 +135,15 @@ def test_what_is_captured_follows_from_the_systems_that_are_on() -> None:
         Config.from_json({"reft": {"redundancy": "raim5"}, "baft": True})
 
 
+def test_the_table_shows_how_snapshots_are_taken_whichever_system_wants_them() -> None:
+    rows = [line.split() for line in Config.from_json({"baft": True}).table().splitlines()]
+    assert ["--reft", "off", "default"] in rows and ["--baft", "on"] in rows
+    assert ["--reft-redundancy", "neighbour", "default"] in rows
+    assert ["--reft-interval", "1", "iterations", "default"] in rows
+    rows = [line.split() for line in Config.from_json({"reft": True}).table().splitlines()]
+    assert ["--reft-redundancy", "raim5", "default"] in rows
+
+
 def test_the_table_leaves_out_the_keys_of_a_system_that_is_off() -> None:
     table = Config().table()
     assert "--reft-interval" not in table and "off" in table
