@@ -26,7 +26,9 @@ BEGUN, ITERATIONS = 3, 6  # an epoch of the script with loaders of its own has t
 OWN_LOADER = f"{Path(__file__).with_name('own_loader.py')}:main"
 LOADS = f"{Path(__file__).with_name('loads_deepspeed_export.py')}:main"
 NOT_IN_DEEPSPEEDS = ("/small/rng/", "/small/position/", "/small/counters/micro_steps")
-UNUSED = "/tied_modules.embedding.place"  # the last stage's copy, which nothing reads: of tied layers one is saved
+# The last stage has the tied layer as a function of it, which DeepSpeed does not save: its table of positions is read
+# by nothing there, but decays, as parameters without a gradient are given an empty one. The first stage's is compared.
+UNUSED = "/tied_modules.embedding.place"
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
@@ -75,7 +77,7 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
     found = [
         line
         for line in state_differences(loaded.digests, golden.digests, configuration.ranks)
-        if not any(place in line for place in (*NOT_IN_DEEPSPEEDS, UNUSED))
+        if not any(place in line for place in NOT_IN_DEEPSPEEDS) and not unused(line, configuration)
     ]
     assert not found, explain(found)
     wanted = losses(golden.loss_log)
@@ -89,6 +91,13 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
     assert refused.returncode == 1 and not (tmp_path / "damaged").exists()
     (line,) = refused.stderr.splitlines()
     assert path.name in line
+
+
+def unused(line: str, configuration: Configuration) -> bool:
+    """Whether a difference is in what the last stage has and does not read."""
+    stage = configuration.ranks // max(1, configuration.pp)  # the pipeline is the outermost axis
+    last = range(configuration.ranks - stage, configuration.ranks) if configuration.pp else ()
+    return UNUSED in line and any(line.startswith(f"rank {rank}: ") for rank in last)
 
 
 def exported(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:

@@ -51,11 +51,15 @@ def test_the_newest_version_that_every_rank_holds_whole_is_taken(
     plan = plan_recovery(facts, corrupt, banned=banned)
 
     assert plan.version == (common[-1] if common else None)
-    opened = max(rank.lineage for rank in facts)
-    held = [version.lineage for version in every for rank in facts if has(rank, version)]
     # not below any version: one that was taken over from another size bears the lineage that is opened now
-    assert opened + 1 <= plan.lineage <= max([opened + 1, *held])
-    assert plan.version is None or plan.version.lineage <= plan.lineage
+    whole = [
+        version
+        for version in every
+        for rank in facts
+        if version not in banned and has(rank, version) and (rank.rank, version) not in corrupt
+    ]
+    opened = max(rank.lineage for rank in facts)
+    assert plan.lineage == max([opened + 1, *(version.lineage for version in whole)])
     # a rank whose segment was made just now has completed nothing, and says nothing about the others
     assert plan.completed == min((rank.completed for rank in facts if rank.lineage or rank.completed), default=0)
     assert plan.lost == max(0, plan.completed - (plan.version.iteration if plan.version else 0))
