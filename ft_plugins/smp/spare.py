@@ -159,7 +159,7 @@ class Asked:
             except ProtocolError as error:
                 if not isinstance(error.__cause__, ConnectionError) or time.monotonic() > deadline:
                     raise
-            threading.Event().wait(_AGAIN_SECONDS)
+            time.sleep(_AGAIN_SECONDS)
 
     def keep(self, where: Sequence[Endpoint]) -> None:
         """These are to be released when the job can do without them."""
@@ -201,7 +201,7 @@ class Asked:
             where = left
             if not where:
                 break
-            threading.Event().wait(_PAUSE_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
         else:
             self._events.emit("spare.unreached", spares=[list(one) for one in where], reason=reason)
         with self._lock:
