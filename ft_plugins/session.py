@@ -98,7 +98,17 @@ class Session:
             print(f"ft_plugins: where an iteration's time goes\n{profile.table()}", flush=True)
             for rank, steps in left_out.items():
                 print(f"ft_plugins: rank {rank}: iterations {steps} were unlike the others: left out", flush=True)
-        plan = self._baft.plan(profile) if self._baft else None
+        if self._baft is not None:
+            self._plan_bubbles(self._baft, profile)
+
+    def _plan_bubbles(self, baft: Baft, profile: Profile) -> None:
+        """At the end of an iteration: whatever goes wrong, training goes on, and copies go by rate."""
+        try:
+            plan = baft.plan(profile)
+        except Exception as error:
+            baft.let_go()
+            self._report_no_profile(f"bubbles could not be planned: {type(error).__name__}: {error}")
+            return
         if plan is not None and self._host.rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
 
@@ -311,6 +321,8 @@ class Session:
     def _degrade(self, error: Exception) -> None:
         self._reft = None
         self._unprotected = 0
+        if self._baft is not None:
+            self._baft.let_go()  # it holds the memory
         self._events.emit(
             "protection.lost",
             reason=str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}",

@@ -43,6 +43,12 @@ class Baft:
         gate.close()
         self._gate, self._copies, self._keeper = gate, copies, None
 
+    def let_go(self) -> None:
+        """No more: the gate is closed, and copies go by rate, if any do."""
+        if self._gate is not None:
+            self._gate.close()
+        self._gate = self._copies = self._keeper = None
+
     def plan(self, profile: Profile) -> BubblePlan | None:
         """Plan anew; every rank of the job finds the same. None while nothing is guarded."""
         if self._gate is None or self._copies is None:

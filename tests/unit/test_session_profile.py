@@ -6,17 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.bubbles.gate import GATE_BYTES, Gate
+from ft_plugins.bubbles.plan import BubblePlan
 from ft_plugins.bubbles.profile import Profiling
-from ft_plugins.config import Config, LaunchContext
+from ft_plugins.config import BaftConfig, Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
-from ft_plugins.events import read
+from ft_plugins.events import Events, read
 from ft_plugins.model.host import Edges
 from ft_plugins.model.timeline import Kind, Profile
+from ft_plugins.redundancy.neighbour import plan_neighbours
 from ft_plugins.session import attach
+from ft_plugins.systems.baft import Baft
 
 Ranks = Callable[..., list[Any]]
 SETTINGS = Profiling(warmup=1, iterations=2)
@@ -81,3 +86,28 @@ def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
     assert session.profiler is None and session.edges is None
     session.iteration_begin(1)
     session.iteration_end(1)
+
+
+class Unplannable(Baft):
+    """Its bubbles cannot be planned."""
+
+    def plan(self, profile: Profile) -> BubblePlan | None:
+        raise IndexError("no such slot")
+
+
+def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Path) -> None:
+    host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
+    session = attach(host, Config(), LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0), SETTINGS)
+    gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
+    baft = Unplannable(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
+    baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
+    session._baft = baft
+    session.resume()
+    for step in range(1, 6):
+        session.iteration_begin(step)
+        host.iterate()
+        session.iteration_end(step)
+    session.shutdown()
+    (lost,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
+    assert "IndexError: no such slot" in lost.fields["reason"]
+    assert gate.read() is None

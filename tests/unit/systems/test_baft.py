@@ -1,0 +1,129 @@
+"""When a rank's gate is open: by the plan that all ranks make of one profile, and by nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ft_plugins.bubbles.gate import GATE_BYTES, Gate
+from ft_plugins.config import BaftConfig
+from ft_plugins.errors import ConfigError
+from ft_plugins.events import Event, Events
+from ft_plugins.model.timeline import Kind, Profile, Span, Timeline
+from ft_plugins.redundancy.neighbour import NeighbourPlan, plan_neighbours
+from ft_plugins.systems.baft import Baft
+
+NODES = ("n0", "n1", "n2", "n3")  # two stages on n0 and n2, and on n1 and n3
+STAGES = ((0, 2), (1, 3))
+NBYTES = (10_000_000, 8_000_000, 9_000_000, 7_000_000)
+CONFIG = BaftConfig(link_mbps=8_000.0, reserve_ms=1.0)  # 1 GB/s
+ROOM = GATE_BYTES + 8
+
+
+def copies() -> NeighbourPlan:
+    return plan_neighbours(NODES, STAGES, NBYTES)
+
+
+def timeline(rank: int, *spans: tuple[Kind, float, float]) -> Timeline:
+    return Timeline(rank, 1.0, tuple(Span(kind, begin, end) for kind, begin, end in spans))
+
+
+def idle_together() -> Profile:
+    """All ranks wait from 0.2 to 0.6 s, in a receive that begins a little later."""
+    return Profile(
+        tuple(
+            timeline(
+                rank, (Kind.FORWARD, 0.0, 0.2), (Kind.RECV, 0.25, 0.6), (Kind.BACKWARD, 0.6, 0.9),
+                (Kind.UPDATE, 0.9, 1.0),
+            )  # fmt: skip
+            for rank in range(4)
+        )
+    )
+
+
+class Rank:
+    """One rank's BAFT, with its gate in memory of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.written: list[Event] = []
+        events = Events("n", rank)
+        events.subscribe(self.written.append)
+        self.baft = Baft(rank, CONFIG, events)
+        self.gate = Gate(np.zeros(ROOM, dtype=np.uint8))
+        self.baft.guard(self.gate, copies())
+
+    @property
+    def open(self) -> bool:
+        return self.gate.read() is not None
+
+    def play(self) -> list[bool]:
+        """Whether the gate is open after each edge of an iteration as profiled."""
+        seen = []
+        self.baft.iteration_begin()
+        seen.append(self.open)
+        for kind in (Kind.FORWARD, Kind.RECV, Kind.BACKWARD, Kind.UPDATE):
+            self.baft.begin(kind)
+            seen.append(self.open)
+            self.baft.end(kind)
+            seen.append(self.open)
+        self.baft.iteration_end()
+        return [*seen, self.open]
+
+
+def test_a_gate_is_open_in_its_bubble_and_nowhere_else() -> None:
+    rank = Rank(2)
+    assert rank.play() == [False] * 10, "nothing is planned yet"
+    plan = rank.baft.plan(idle_together())
+    assert plan is not None and not plan.paced_by_rate and plan.iterations == 1
+    # after forward, through the receive, until backward begins
+    assert rank.play() == [False, False, True, True, True, False, False, False, False, False]
+
+
+def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends() -> None:
+    rank = Rank(2)
+    rank.baft.plan(idle_together())
+    rank.baft.iteration_begin()
+    rank.baft.begin(Kind.FORWARD)
+    rank.baft.end(Kind.FORWARD)
+    found = rank.gate.read()
+    assert found is not None and len(found.windows) == 1
+    ((begin, deadline, nbytes),) = found.windows
+    assert deadline - begin == pytest.approx(398e6, abs=2)  # 400 ms of bubble, 1 ms at both ends; ns are rounded
+    assert nbytes == pytest.approx(398e6, abs=1)  # at 1 byte a nanosecond; its node sends nothing else
+
+
+def test_all_ranks_find_the_same_plan() -> None:
+    plans = [Rank(rank).baft.plan(idle_together()) for rank in range(4)]
+    assert plans[0] is not None and all(plan == plans[0] for plan in plans)
+    assert [one.transfer.nbytes for one in plans[0].senders] == list(NBYTES)
+
+
+def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
+    busy = [timeline(rank, (Kind.FORWARD, 0.0, 0.5), (Kind.BACKWARD, 0.5, 1.0)) for rank in range(4)]
+    rank = Rank(0)
+    plan = rank.baft.plan(Profile(tuple(busy)))
+    assert plan is not None and len(plan.paced_by_rate) == 4
+    rank.baft.iteration_begin()
+    rank.baft.begin(Kind.FORWARD)
+    found = rank.gate.read()
+    assert found is not None, "computing does not close it"
+    assert found.windows[0][2] == NBYTES[0]
+    (event,) = rank.written
+    assert event.name == "baft.plan" and "no bubbles" in event.fields["reason"]
+
+
+def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
+    rank = Rank(2)
+    rank.baft.plan(idle_together())
+    rank.baft.iteration_begin()
+    rank.baft.begin(Kind.FORWARD)
+    rank.baft.end(Kind.FORWARD)
+    assert rank.open
+    rank.baft.let_go()
+    assert not rank.open and rank.play() == [False] * 10
+    assert rank.baft.plan(idle_together()) is None
+
+
+def test_a_profile_without_a_rank_is_refused_and_not_guessed() -> None:
+    with pytest.raises(ConfigError, match="rank 2 has no timeline"):
+        Rank(0).baft.plan(Profile(idle_together().timelines[:2]))
