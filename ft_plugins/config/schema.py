@@ -69,7 +69,7 @@ class ReftConfig(SystemConfig):
     redundancy: Literal["raim5", "raim6", "neighbour", "none"] | None = Field(
         None,
         description="with several nodes: parity over the nodes of a sharding group, against the loss of one of them "
-        "(raim5) or of any two (raim6); a copy on the node of the pipeline stage before (neighbour); or nothing; "
+        "(raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); or nothing; "
         "unset: raim5, with BAFT neighbour",
     )
     exchange_interval: int = Field(
@@ -113,7 +113,7 @@ class ReftConfig(SystemConfig):
 
 
 class BaftConfig(SystemConfig):
-    """BAFT: snapshots are copied to the node of the pipeline stage before, while the pipeline is idle anyway."""
+    """BAFT: snapshots are copied to the node of a neighbouring pipeline stage, while the pipeline is idle anyway."""
 
     link_mbps: float = Field(
         10_000.0,
@@ -196,8 +196,8 @@ class Config(_Block):
     )
     baft: BaftConfig | None = Field(
         None,
-        description="switch on BAFT: snapshots copied to the node of the pipeline stage before, sent in the bubbles of "
-        "the pipeline; with --reft its keys hold for the snapshots",
+        description="switch on BAFT: snapshots copied to the node of a neighbouring pipeline stage, sent in the "
+        "bubbles of the pipeline; with --reft its keys hold for the snapshots",
     )
     _waiting: dict[KeyPath, Any] = PrivateAttr(default_factory=dict)  # of systems that another source may switch on
 
@@ -359,7 +359,7 @@ def _require_no_contradiction(config: Config, spell: Spelling) -> None:
         known = {key.path: key for key in keys()}
         first, second = known["reft", "redundancy"], known[("baft",)]
         raise ConfigError(
-            f"{spell(first)}: {redundancy} contradicts {spell(second)}, which keeps a copy on the stage before "
+            f"{spell(first)}: {redundancy} contradicts {spell(second)}, which keeps a copy on a neighbouring stage "
             "(neighbour); drop one of the two"
         )
 

@@ -23,6 +23,7 @@ from enum import Enum
 from typing import Protocol
 
 from ..model.timeline import Timeline, bubbles, busy_share
+from ..redundancy.neighbour import partner
 
 Gap = tuple[float, float]  # begin and end
 
@@ -58,12 +59,7 @@ def destination(rank: int, ranks: int, per_node: int = 1, placement: Placement =
     nodes, node = -(-ranks // per_node), rank // per_node
     if nodes < 2:
         return None
-    to = (node - 1) % nodes
-    if placement is Placement.PAIRS:
-        if nodes % 2 == 0 or node < nodes - 3:
-            to = node ^ 1
-        elif node == nodes - 3:
-            to = nodes - 1
+    to = partner(node, nodes) if placement is Placement.PAIRS else (node - 1) % nodes
     return to * per_node if to > node and to - node < nodes - 1 else min((to + 1) * per_node, ranks) - 1
 
 

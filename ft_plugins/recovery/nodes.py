@@ -36,7 +36,7 @@ class NodeTierConfig:
     """What the user decided about the node tier, and where this rank's SMP is."""
 
     losses: int  # 0 where nodes only reach each other
-    stages: tuple[tuple[int, ...], ...]  # pipelines, where copies go to the stage before; else ()
+    stages: tuple[tuple[int, ...], ...]  # pipelines, where copies go to a neighbouring stage; else ()
     interval: int  # iterations
     exchange_mbps: float
     detect_seconds: float

@@ -1,16 +1,19 @@
-"""Whose copy lives where: each rank's slot, whole, on the node of its nearest earlier pipeline stage. Pure.
+"""Whose copy lives where: each rank's slot, whole, on the node of a neighbouring pipeline stage. Pure.
 
-The receiver of a rank is the rank at its own tp, cp, dp of the nearest earlier stage that stands *on another node*; the
-first stage goes on at the last one, as a ring (BAFT, section 4.2.1). Its bubbles lie closest to those of the sender.
-What is copied is the rank's slot: its part of the state that n replicas hold (each of them carries 1/n) and all of what
-it alone holds, so every byte of the job is copied once.
+The nodes of a pipeline, in the order of its stages, keep each other's copies in pairs; of an odd number the last three
+are a ring. The receiver of a rank is the rank at its own tp, cp, dp of the nearest stage on that node. What is copied
+is the rank's slot: its part of the state that n replicas hold (each of them carries 1/n) and all of what it alone
+holds, so every byte of the job is copied once.
 
-    node  0        1        2        3         stages 0 1 | 2 3 | 4 5 | 6 7 of one pipeline
-          0 1  <-- 2 3  <-- 4 5  <-- 6 7       2 and 3 go to 1, 4 and 5 to 3, 6 and 7 to 5; 0 and 1 go round to 7
-           `----------------------------^
+    node  0         1         2         3         stages 0 1 | 2 3 | 4 5 | 6 7 of one pipeline
+          0 1  <->  2 3       4 5  <->  6 7       0 and 1 go to 2, 2 and 3 to 1; 4 and 5 to 6, 6 and 7 to 5
+
+BAFT (section 4.2.1) sends to the stage before, and from the first to the last, as a ring. These two hardly ever idle at
+once, so the first stage decides how rare checkpoints are: in pairs they come about twice as often, as often as the
+others of the ring had them (planner.idle has both). A copy is lost with one other node instead of one of two.
 
 Invariant: no copy is on the node of what it copies. Lost nodes are survived exactly when none of them keeps a copy of
-what another of them held; so any one node may be lost, and of several those of which no two are neighbours.
+what another of them held; so any one node may be lost, and of several those of which no two are partners.
 
 To the executor a copy is parity of one source: a `Section` for each rank, of two nodes, whose second keeps a `Mirror`
 of the stream of the first. So SMPs carry it out, seal it, let it count, and rebuild from it, as they do for RAIM5.
@@ -31,7 +34,7 @@ from .parity import ALIGNMENT, OnDemand, Piece, Placement, Stripe
 from .plan import ExchangePlan, positions
 from .sections import Extent, Section
 
-NAME = "a copy on the stage before"
+NAME = "a copy on the neighbouring stage"
 LOSSES = 1  # of a rank's two nodes: its own, or the one that keeps its copy
 VERSIONS = 2  # that a node keeps of what it receives: the one that counts, and the one that is being received
 TABLE_COPIES = 64
@@ -63,7 +66,7 @@ class Mirror(Placement):
 class Copy:
     """`nbytes` of slot data of `rank`, whose node stands at `source`, are kept at `target`, where `receiver` runs.
 
-    `stages_back`: how many pipeline stages lie between the two, as a ring; 1 for the previous one.
+    `stages_back`: how many pipeline stages earlier that is; 1 for the previous one, -1 for the next one.
     """
 
     rank: int
@@ -155,7 +158,7 @@ class NeighbourPlan:
         pairs = [f"{self.nodes[a]}+{self.nodes[b]}" for a, b in self.fatal_pairs]
         shown = ", ".join(pairs[:_PAIRS]) + (f" and {len(pairs) - _PAIRS} more" if len(pairs) > _PAIRS else "")
         lines = [
-            f"copies on the nearest earlier stage of another node, {len(self.nodes)} nodes: any one may be lost; "
+            f"copies on the nearest stage of the partner node, {len(self.nodes)} nodes: any one may be lost; "
             f"of several, all but those with {shown}"
         ]
         for position, node in enumerate(self.nodes):
@@ -165,7 +168,8 @@ class NeighbourPlan:
                 f"{self.kept_bytes(position)} bytes of others, {self.budget_bytes(position)} for {VERSIONS} versions"
             )
         for copy in self.copies[:TABLE_COPIES]:
-            back = f"{copy.stages_back} stage{'s' if copy.stages_back > 1 else ''} back"
+            away = abs(copy.stages_back)
+            back = f"{away} stage{'s' if away > 1 else ''} {'back' if copy.stages_back > 0 else 'on'}"
             lines.append(
                 f"  rank {copy.rank} on {self.nodes[copy.source]}: {copy.nbytes} bytes to {self.nodes[copy.target]} "
                 f"(rank {copy.receiver}, {back})"
@@ -209,7 +213,7 @@ def unplaced(nodes: Sequence[str], stages: Sequence[Sequence[int]]) -> str:
             ranks = f"rank {pipeline[0]} has" if len(pipeline) == 1 else f"ranks {', '.join(map(str, pipeline))} have"
             why = "no other stage" if len(pipeline) == 1 else f"all their stages on node {min(there)}"
             return (
-                f"a copy goes to an earlier pipeline stage on another node, but {ranks} {why}; spread the pipeline "
+                f"a copy goes to a pipeline stage on another node, but {ranks} {why}; spread the pipeline "
                 "over the nodes (Megatron-LM: an order with pp last), or protect with parity (raim5)"
             )
     return ""
@@ -231,11 +235,21 @@ def plan_neighbours(
     at = {name: position for position, name in enumerate(names)}
     copies: dict[int, Copy] = {}
     for pipeline in stages:
+        there = list(dict.fromkeys(nodes[rank] for rank in pipeline))
+        keeper = {node: there[partner(place, len(there))] for place, node in enumerate(there)}
         for stage, rank in enumerate(pipeline):
-            back = next(back for back in range(1, len(pipeline)) if nodes[pipeline[stage - back]] != nodes[rank])
-            receiver = pipeline[stage - back]
-            copies[rank] = Copy(rank, at[nodes[rank]], receiver, at[nodes[receiver]], nbytes[rank], back)
+            kept = [other for other, held in enumerate(pipeline) if nodes[held] == keeper[nodes[rank]]]
+            nearest = min(kept, key=lambda other: (abs(stage - other), other))  # noqa: B023
+            receiver = pipeline[nearest]
+            copies[rank] = Copy(rank, at[nodes[rank]], receiver, at[nodes[receiver]], nbytes[rank], stage - nearest)
     return NeighbourPlan(names, ranks, tuple(copies[rank] for rank in range(len(nodes))))
+
+
+def partner(node: int, nodes: int) -> int:
+    """Which of a pipeline's `nodes`, two or more, counted in the order of its stages, keeps the copy of `node`."""
+    if nodes % 2 == 0 or node < nodes - 3:
+        return node ^ 1
+    return nodes - 1 if node == nodes - 3 else node - 1
 
 
 def _aligned(nbytes: int) -> int:

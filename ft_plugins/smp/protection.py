@@ -40,7 +40,7 @@ class Protection:
     exchange_mbps: float  # megabits per second that this node sends at most; 0: no limit
     detect_seconds: float
     replicated: tuple[tuple[Extent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
-    stages: tuple[tuple[int, ...], ...] = ()  # pipelines, where each rank's copy is on the node of the stage before
+    stages: tuple[tuple[int, ...], ...] = ()  # pipelines, where each rank's copy is on that of a neighbouring stage
     counted: Version | None = None  # the newest that counts on any node: kept on all of them until a newer one does
 
     def plan(self) -> ExchangePlan:

@@ -1,4 +1,4 @@
-"""BAFT: copies on the node of the stage before, sent while the pipeline is idle; as one rank composes it.
+"""BAFT: copies on the node of a neighbouring stage, sent while the pipeline is idle; as one rank composes it.
 
     profile of all ranks -> bubbles -> plan (the same on every rank) -> this rank's gate, opened and closed at edges
 

@@ -1,4 +1,4 @@
-A node is killed; copies had gone to the stage before while the pipeline was idle
+A node is killed; copies had gone to the neighbouring stage while the pipeline was idle
 
 job   megatron or deepspeed, tp2 pp2 dp2, 4 nodes, distributed optimizer, 40 iterations
 flags --baft

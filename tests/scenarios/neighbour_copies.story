@@ -1,4 +1,4 @@
-A node is killed; what its ranks had captured lies, whole, on the node of the pipeline stage before
+A node is killed; what its ranks had captured lies, whole, on the node of the neighbouring stage
 
 job   megatron or deepspeed, tp2 pp2 dp2, 4 nodes, distributed optimizer, 20 iterations
 flags --reft-redundancy neighbour

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError, TopologyError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.model.topology import Topology
-from ft_plugins.redundancy.neighbour import NeighbourPlan, pipelines, plan_neighbours, unplaced
+from ft_plugins.redundancy.neighbour import NeighbourPlan, partner, pipelines, plan_neighbours, unplaced
 from ft_plugins.redundancy.plan import ExchangePlan
 from ft_plugins.redundancy.sections import Extent
 from ft_plugins.smp.frames import Parity, decoded
@@ -94,24 +94,37 @@ def test_no_copy_is_on_the_node_of_what_it_copies_and_every_rank_has_one(job: Jo
 
 @settings(max_examples=200)
 @given(either)
-def test_it_goes_to_the_nearest_earlier_stage_that_stands_elsewhere_round_the_ring(job: Job) -> None:
+def test_it_goes_to_the_nearest_stage_of_the_partner_node(job: Job) -> None:
     plan = job.plan()
     for pipeline in job.pipelines:
+        there = list(dict.fromkeys(job.nodes[rank] for rank in pipeline))
         for stage, rank in enumerate(pipeline):
-            ring = [pipeline[(stage - back) % len(pipeline)] for back in range(1, len(pipeline))]
-            passed = list(itertools.takewhile(lambda other: job.nodes[other] == job.nodes[rank], ring))  # noqa: B023
             copy = plan.copies[rank]
-            assert copy.receiver == ring[len(passed)] and copy.stages_back == len(passed) + 1
+            found = pipeline.index(copy.receiver)
+            assert there.index(job.nodes[copy.receiver]) == partner(there.index(job.nodes[rank]), len(there))
+            assert copy.stages_back == stage - found
+            same = [at for at, other in enumerate(pipeline) if job.nodes[other] == job.nodes[copy.receiver]]
+            assert abs(stage - found) == min(abs(stage - at) for at in same)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "partners"),
+    [(2, [1, 0]), (3, [2, 0, 1]), (4, [1, 0, 3, 2]), (5, [1, 0, 4, 2, 3]), (6, [1, 0, 3, 2, 5, 4])],
+)
+def test_nodes_are_partners_in_pairs_and_the_last_three_of_an_odd_number_in_a_ring(
+    nodes: int, partners: list[int]
+) -> None:
+    assert [partner(node, nodes) for node in range(nodes)] == partners
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_in_the_paper_s_shapes_each_node_keeps_the_copies_of_the_next_one(name: str) -> None:
+def test_in_the_paper_s_shapes_two_nodes_keep_the_copies_of_each_other(name: str) -> None:
     plan = PAPER[name].plan()
     for copy in plan.copies:
-        assert copy.target == (copy.source - 1) % 4
+        assert copy.target == copy.source ^ 1
     assert [len(kept) for kept in plan.kept_on] == [4, 4, 4, 4]
-    assert {copy.stages_back for copy in plan.copies} == ({1, 2} if name.endswith("p8") else {1})
-    assert plan.fatal_pairs == ((0, 1), (0, 3), (1, 2), (2, 3))
+    assert {copy.stages_back for copy in plan.copies} == ({1, 2, -1, -2} if name.endswith("p8") else {1, -1})
+    assert plan.fatal_pairs == ((0, 1), (2, 3))
 
 
 @settings(max_examples=200)
@@ -315,13 +328,13 @@ def test_8192_ranks_are_planned_in_seconds() -> None:
 def test_the_table_says_who_may_be_lost_and_whose_copy_lives_where() -> None:
     plan = plan_neighbours(["a", "a", "b", "c"], [(0, 1, 2, 3)], [1000, 100, 64, 1])
     assert plan.table().splitlines() == [
-        "copies on the nearest earlier stage of another node, 3 nodes: any one may be lost; of several, all but those "
-        "with a+b, a+c, b+c",
+        "copies on the nearest stage of the partner node, 3 nodes: any one may be lost; of several, all but those with "
+        "a+b, a+c, b+c",
         "  a: sends 1100 bytes per version to c; keeps 64 bytes of others, 128 for 2 versions",
         "  b: sends 64 bytes per version to a; keeps 64 bytes of others, 128 for 2 versions",
         "  c: sends 1 bytes per version to b; keeps 1152 bytes of others, 2304 for 2 versions",
-        "  rank 0 on a: 1000 bytes to c (rank 3, 1 stage back)",
-        "  rank 1 on a: 100 bytes to c (rank 3, 2 stages back)",
+        "  rank 0 on a: 1000 bytes to c (rank 3, 3 stages on)",
+        "  rank 1 on a: 100 bytes to c (rank 3, 2 stages on)",
         "  rank 2 on b: 64 bytes to a (rank 1, 1 stage back)",
         "  rank 3 on c: 1 bytes to b (rank 2, 1 stage back)",
     ]
