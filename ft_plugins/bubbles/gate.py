@@ -42,6 +42,7 @@ GATE_BYTES = 8 * (_SEAL + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
+NO_BUBBLE = _NUMBERS  # as the number of one: what is granted is a rate
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -151,11 +152,13 @@ class Gatekeeper:
 
 
 class GatePacer:
-    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline.
+    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline;
+    what is granted in no bubble evenly over its time.
 
     `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was opened for
     `patience_seconds`: a trainer that is dead, evaluation.
-    `inside_bytes` went in their window, `late_bytes` were through after it.
+    `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was closed;
+    `rate_bytes` by a rate.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class GatePacer:
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self.inside_bytes = 0
         self.late_bytes = 0
+        self.rate_bytes = 0
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
@@ -196,9 +200,13 @@ class GatePacer:
     def ended(self, allowed: Allowance) -> None:
         """Count a frame that is through."""
         if allowed.deadline_ns == NO_DEADLINE:
+            with self._lock:
+                self.rate_bytes += allowed.nbytes
             return
+        opening = self._gate.read()  # None when the bubble has ended before its time
+        stands = opening is not None and any(deadline == allowed.deadline_ns for _, deadline, _ in opening.windows)
         with self._lock:
-            if self._clock_ns() <= allowed.deadline_ns:
+            if stands and self._clock_ns() <= allowed.deadline_ns:
                 self.inside_bytes += allowed.nbytes
             else:
                 self.late_bytes += allowed.nbytes
@@ -218,9 +226,12 @@ class GatePacer:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
             in_time = planned * (deadline - now) // (deadline - begin)
             room = min(self._left[place], in_time)
+            if opening.bubble == NO_BUBBLE:  # a rate: as time passes, and no burst
+                due = planned * (now - begin) // (deadline - begin) + self._least
+                room = min(room, due - (planned - self._left[place]))
             # a window that holds less than is worth a frame is taken where half of it gets through
-            if room and room >= min(nbytes, self._least, (planned + 1) // 2):
+            if room > 0 and room >= min(nbytes, self._least, (planned + 1) // 2):
                 allowed = min(nbytes, room)
                 self._left[place] -= allowed
-                return Allowance(allowed, deadline), 0.0
+                return Allowance(allowed, NO_DEADLINE if opening.bubble == NO_BUBBLE else deadline), 0.0
         return None, self._poll

@@ -212,11 +212,13 @@ class NodeTier:
             }
 
     def _in_bubbles(self) -> dict[str, int]:
-        """Bytes of copies that went in their bubble, and that were through after it, since the job was protected."""
+        """Bytes of copies that went in their bubble, that were through after it, and that went by a rate, since the job
+        was protected."""
         pacers = self._pacers.values()
         return {
             "in_bubbles": sum(pacer.inside_bytes for pacer in pacers),
             "late": sum(pacer.late_bytes for pacer in pacers),
+            "by_rate": sum(pacer.rate_bytes for pacer in pacers),
         }
 
     def _reader(self, where: tuple[str, int], timeout: float) -> Reader:

@@ -16,7 +16,7 @@ In: the spans of this rank as the host tells them, the job's profile, its copies
 from __future__ import annotations
 
 from ..bubbles.filling import Grant, transfers_of
-from ..bubbles.gate import Gate, Gatekeeper
+from ..bubbles.gate import NO_BUBBLE, Gate, Gatekeeper
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig
@@ -96,5 +96,5 @@ class Baft:
 
 def _steady(sender: SenderPlan, seconds: float) -> SenderPlan:
     """A plan for one that no bubble carries: its rate, over the whole of each iteration."""
-    grant = Grant(0, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
+    grant = Grant(NO_BUBBLE, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
     return SenderPlan(sender.transfer, (), (grant,), sender.idle_seconds, sender.shared_seconds, sender.snapshot)

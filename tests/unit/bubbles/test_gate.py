@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.filling import Grant, Transfer
-from ft_plugins.bubbles.gate import GATE_BYTES, Gate, Gatekeeper, GatePacer, Opening
+from ft_plugins.bubbles.gate import GATE_BYTES, NO_BUBBLE, Gate, Gatekeeper, GatePacer, Opening
 from ft_plugins.bubbles.plan import SenderPlan
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.pacer import Allowance
@@ -431,3 +431,34 @@ def test_a_new_trainer_begins_with_a_closed_gate_whatever_the_one_before_it_left
     keeper.iteration_begin(9)
     found = Gate(memory).read()
     assert found is not None and found.bubble == 4
+
+
+def test_what_is_through_after_the_bubble_has_ended_early_is_late() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 1.0, 1000)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=1, clock_ns=clock), Stop(clock, 100 * MS)
+    first, second = pacer.take(10, stop), pacer.take(20, stop)
+    pacer.ended(first)
+    gate.close()
+    pacer.ended(second)
+    assert (pacer.inside_bytes, pacer.late_bytes) == (10, 20)
+    third = (gate.open([grant(2, 0, 1.0, 1000)], 0, 0), pacer.take(30, stop))[1]
+    gate.open([grant(3, 0.5, 1.5, 1000)], 0, 5 * MS)
+    pacer.ended(third)
+    assert (pacer.inside_bytes, pacer.late_bytes) == (10, 50), "another bubble is not the one it was planned for"
+
+
+def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(NO_BUBBLE, 0, 0.100, 1000)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=100, clock_ns=clock), Stop(clock, 1000 * MS)
+    went = []
+    while sum(one for _, one in went) < 1000 and not stop.is_set():
+        allowed = pacer.take(10_000, stop)
+        pacer.ended(allowed)
+        went.append((clock.now, allowed.nbytes))
+    assert sum(one for _, one in went) == 1000
+    for number, (now, _) in enumerate(went):
+        passed = sum(one for _, one in went[: number + 1])
+        assert passed <= 1000 * now // (100 * MS) + 100, "one frame ahead of its time at most"
+    assert (pacer.inside_bytes, pacer.late_bytes, pacer.rate_bytes) == (0, 0, 1000)

@@ -1,0 +1,151 @@
+"""The emulated cluster: 4 nodes of 4 ranks in the shapes that BAFT was measured in, links throttled to scale.
+
+How it is scaled. The paper's testbed: 4 servers of 4 A40, 10 Gb/s between them; batches of 128 and of 64 with 8 to a
+microbatch. It names GPT-2 and not its size, and what it sends are parameters: assumed are GPT-2 of 345 M, 1,024
+tokens, 25 Tflop/s of a rank in a pass (what lets iterations take 0.6 to 1.9 s; the paper loses 0.6 to 5.5 s with 1 to 3
+iterations), and 2 bytes a parameter. From these follow forward and backward of each stage (planner.jobs; the last one
+has the head), which stages sleep for; and with SCALE, by which both are divided,
+
+    link of a node    10 Gb/s / SCALE      bytes of a rank    2 x parameters / ranks / SCALE
+
+so that transfer time over bubble time is the testbed's. What a rank sends there are 12 bytes for each of fewer
+parameters: the whole state of a float32 Adam. A *whole* state of mixed precision at the testbed's size is six times as
+much, and takes six times as many iterations.
+
+Not to scale: messages between stages, whose bytes the paper does not tell. They are real, of MESSAGE_BYTES each.
+
+Invariant: ranks of a node share a network namespace and its throttled link. In: shape, batch, schedule. Out: a running
+job, and what its ranks and SMPs have written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..bubbles.profile import unpack
+from ..events import Event, read
+from ..model.timeline import Profile
+from ..planner.jobs import A40, PAPER_SHAPES, Job
+from ..planner.pipeline import Pipeline
+from . import emulated, gpt_runs
+from .emulated import StageSpec
+from .forkserver import ForkServer, JobSpec, RunningJob
+from .nodes import Place
+
+NODES, RANKS_OF_NODE = 4, 4
+SCALE = 25
+LINK_MBPS = 10_000 // SCALE
+MESSAGE_BYTES = 64 << 10
+PRELOAD = (*gpt_runs.PRELOAD, "ft_plugins.rig.emulated")
+_HIDDEN, _MICRO_BATCH = 64, 8
+_STATE_OF_PARAMETER = 12  # bytes: float32 parameter, two moments
+_PORT = 29750
+_BURST_BYTES = 64 << 10
+_START = 120.0  # seconds beside iterations
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A job on the cluster. `job` is the one of the testbed that it stands for."""
+
+    job: Job
+
+    @property
+    def name(self) -> str:
+        return f"{self.job.name}b{self.job.batch}" + (f"v{self.job.chunks}" if self.job.chunks > 1 else "")
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.job.pipeline()
+
+    @cached_property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """By pipeline rank."""
+        chunks, times = self.pipeline.chunks, self.job.times(self.pipeline)
+        parameters = round(self.job.rank_bytes / SCALE * self.job.dp / _STATE_OF_PARAMETER)
+        return tuple(
+            StageSpec(
+                sum(times.forward[chunk * self.job.pp + rank] for chunk in range(chunks)),
+                sum(times.backward[chunk * self.job.pp + rank] for chunk in range(chunks)),
+                parameters,
+            )
+            for rank in range(self.job.pp)
+        )
+
+    def spec(self, folder: Path, blocks: Sequence[tuple[str, int]], runtime: Path) -> JobSpec:
+        """The job of one node; which one, `start` says."""
+        (folder / "blocks.json").write_text(json.dumps(blocks))
+        job, words = self.job, []
+        words += ["--stages", json.dumps([asdict(stage) for stage in self.stages])]
+        words += ["--blocks", str(folder / "blocks.json"), "--out", str(folder)]
+        sequence = MESSAGE_BYTES // (4 * _HIDDEN * _MICRO_BATCH)
+        for flag, value in (
+            ("tp", job.tp), ("pp", job.pp), ("virtual-stages", self.pipeline.chunks), ("hidden", _HIDDEN),
+            ("layers", job.pp * self.pipeline.chunks), ("heads", 4), ("sequence", sequence),
+            ("global-batch", job.batch), ("micro-batch", _MICRO_BATCH),
+            ("iterations", sum(count + 1 for _, count in blocks)),
+        ):  # fmt: skip
+            words += [f"--{flag}", str(value)]
+        return JobSpec(
+            f"{emulated.__name__}:main", tuple(words), f"cluster-{self.name}", str(folder), RANKS_OF_NODE,
+            runtime=str(runtime), nnodes=NODES, rendezvous="ft_plugins",
+        )  # fmt: skip
+
+
+def shapes(batch: int, chunks: int = 1) -> tuple[Emulated, ...]:
+    """The paper's five, those that can be interleaved where there are several chunks."""
+    machine = replace(A40, flops=25e12)
+    found = [
+        Job(
+            f"d{dp}m{tp}p{pp}", machine, 345e6, 1024, 1024, dp, tp, pp, batch, micro_batch=_MICRO_BATCH, chunks=chunks,
+            vocabulary=50257, state_bytes=2.0,
+        )
+        for dp, tp, pp in PAPER_SHAPES
+        if chunks == 1 or batch // dp // _MICRO_BATCH % pp == 0
+    ]  # fmt: skip
+    return tuple(map(Emulated, found))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a job that is over. `blocks[rank]` are modes and seconds of counted iterations."""
+
+    blocks: tuple[tuple[tuple[str, tuple[float, ...]], ...], ...]
+    profile: Profile
+    events: tuple[tuple[Event, ...], ...]  # by node
+
+
+def run(server: ForkServer, one: Emulated, places: Sequence[Place], folder: Path, blocks: Sequence[tuple[str, int]],
+        seconds: float, *flags: str) -> Outcome:  # fmt: skip
+    """Run the job to its end. Raises AssertionError with the output of a node that has not ended in order."""
+    secret = folder / "secret"
+    secret.write_text("what the nodes of this job know")
+    secret.chmod(0o600)
+    spec = one.spec(folder, blocks, folder)
+    jobs: list[RunningJob] = []
+    try:
+        for number, place in enumerate(places):
+            place.throttle(LINK_MBPS, _BURST_BYTES)
+            words = (
+                "--baft", "--baft-link-mbps", str(LINK_MBPS), "--ftp-node-name", f"n{number}", "--ftp-secret-file",
+                str(secret), *flags,
+            )  # fmt: skip
+            fields: dict[str, Any] = {**place.fields(), "endpoint": f"{places[0].address}:{_PORT}"}
+            jobs.append(server.start(replace(spec, node=f"n{number}", flags=words, **fields)))
+        for job in jobs:
+            outcome = job.wait(_START + seconds)
+            assert outcome["status"] == "succeeded", job.tail()
+    finally:
+        for job in jobs:
+            job.kill()
+    told = [json.loads((folder / f"rank-{rank:05d}.json").read_text()) for rank in range(NODES * RANKS_OF_NODE)]
+    return Outcome(
+        tuple(tuple((mode, tuple(each)) for mode, each in one["blocks"]) for one in told),
+        Profile(tuple(unpack(packed) for packed in told[0]["profile"])),
+        tuple(tuple(read(job.spec.run_dir / "events.jsonl")) for job in jobs),
+    )

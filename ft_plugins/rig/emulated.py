@@ -1,0 +1,237 @@
+"""One rank of the emulated cluster: Megatron's own pipeline, whose stages sleep instead of computing.
+
+Real are megatron-core's schedule, its messages between stages, DDP, gradient reduction, clipping and optimizer, the
+adapter, the session, capture, SMP and exchange; of a forward or backward pass only its length is left. A stage's state
+has as many bytes as it is told to, in `LAYERS` layers; a message between stages is sequence x micro batch x hidden
+float32.
+
+Iterations are run in blocks, each in one mode, so that modes are compared within one run:
+
+    on      protected: captured after each iteration, copies go in bubbles
+    once    protected, and copies go at once, whatever the pipeline does: the gate is open from begin to end
+    off     nothing of this package is called: no spans, no capture, and the gate stays closed
+
+Invariant: what is off is off on all ranks alike, by counting iterations; the first iteration of a block belongs to what
+was before (its capture, its frames in flight) and is not counted. The host counts protected iterations only, so that
+versions follow each other without holes.
+
+In: the example's flags, and `--stages` (a JSON list of `StageSpec`), `--blocks`, `--out`. Out: a JSON file for each
+rank with seconds of each counted iteration, by block, and from rank 0 the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..bubbles.filling import Grant
+from ..bubbles.gate import Gatekeeper
+from ..bubbles.plan import SenderPlan
+from ..bubbles.profile import pack
+from ..config import launch_context
+from ..model.host import Edges
+from ..model.timeline import Kind
+from ..session import Session, attach
+from . import gpt_runs
+from .forkserver import load
+
+ON, ONCE, OFF = "on", "once", "off"
+LAYERS = 6  # of a stage
+_ALL_OF_IT = 3600.0  # seconds that an open gate is open
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What a stage is: seconds of a pass through a rank's chunks, and float32 parameters of a rank."""
+
+    forward: float
+    backward: float
+    parameters: int
+
+
+class Switch:
+    """Edges that are told only while it is `on`."""
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+        self.on = True
+
+    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        if self.on:
+            self._edges.begin(kind, microbatch, chunk)
+
+    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+        if self.on:
+            self._edges.end(kind, microbatch, chunk)
+
+
+class _Sleep(torch.autograd.Function):
+    """Hands on what it gets, after so many seconds; every parameter gets a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, spec: StageSpec, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.spec, ctx.like = spec, parameters
+        time.sleep(spec.forward)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        time.sleep(ctx.spec.backward)
+        return (gradient, None, *(torch.full_like(one, 1e-3) for one in ctx.like))
+
+
+def _stage_class() -> type[torch.nn.Module]:
+    from megatron.core.transformer.module import MegatronModule
+
+    class SleepingStage(MegatronModule):  # type: ignore[misc]
+        """A model chunk: Megatron's schedule hands it what came from the stage before."""
+
+        share_embeddings_and_output_weights = False
+
+        def __init__(self, config: Any, spec: StageSpec, shape: tuple[int, ...], first: bool, last: bool) -> None:
+            super().__init__(config)
+            self.pre_process, self.post_process = first, last
+            self._spec, self._shape = spec, shape
+            self._input: torch.Tensor | None = None
+            sizes = [spec.parameters // LAYERS + (number < spec.parameters % LAYERS) for number in range(LAYERS)]
+            self.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.rand(size)) for size in sizes)
+
+        def set_input_tensor(self, given: Any) -> None:
+            self._input = given[0] if isinstance(given, list) else given
+
+        def forward(self) -> torch.Tensor:
+            hidden = torch.zeros(self._shape) if self.pre_process else self._input
+            return _Sleep.apply(hidden, self._spec, *self.layers)  # type: ignore[no-any-return]
+
+    return SleepingStage
+
+
+def _job_class(stages: Sequence[StageSpec]) -> type:
+    """The example's job with another model and no data."""
+    from gpt_job import Job  # type: ignore[import-not-found]
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+
+    class EmulatedJob(Job):  # type: ignore[misc]
+        """Everything but model and data is the example's."""
+
+        protected = 0  # iterations
+
+        def _build_chunks(self) -> list[Any]:
+            real = super()._build_chunks()  # for its configurations
+            count, stage = len(real), stages[parallel_state.get_pipeline_model_parallel_rank()]
+            part = StageSpec(stage.forward / count, stage.backward / count, stage.parameters // count)
+            shape = (self.args.sequence, self.args.micro_batch, self.args.hidden)
+            chunks = []
+            for index, chunk in enumerate(real):
+                place = {"ignore_virtual": False, "vp_stage": index} if count > 1 else {}
+                ends = (
+                    parallel_state.is_pipeline_first_stage(**place), parallel_state.is_pipeline_last_stage(**place),
+                )  # fmt: skip
+                model = _stage_class()(self.config, part, shape, *ends)
+                wrapped = DistributedDataParallel(
+                    self.config, chunk.ddp_config, model, disable_bucketing=index > 0
+                )
+                chunks.append(wrapped)
+            return chunks
+
+        def _samplers(self, text: Any) -> list[None]:
+            return [None] * len(self.chunks)
+
+        def _forward_step(self, samplers: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                mean = output.float().mean()
+                return mean, {"lm loss": mean.detach().clone()}
+
+            return chunk(), loss
+
+    return EmulatedJob
+
+
+def main(argv: Sequence[str]) -> None:
+    """One rank."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--stages", required=True, help="JSON: what each stage is")
+    parser.add_argument("--blocks", type=Path, required=True, help="JSON: lists of a mode and a count of iterations")
+    parser.add_argument("--out", type=Path, required=True, help="folder")
+    own, rest = parser.parse_known_args(argv)
+    example, context = load(str(gpt_runs.EXAMPLE)), launch_context()
+    args = example.parse(rest)
+    torch.set_num_threads(1)
+    torch.cuda.set_device(context.local_rank)
+    dist.init_process_group("gloo")
+    job = _job_class([StageSpec(**one) for one in json.loads(own.stages)])(args, context)
+    host = job.host()
+    switch: list[Switch] = []
+    install = host.install_edges
+
+    def switched(edges: Edges) -> None:
+        switch.append(Switch(edges))
+        install(switch[0])
+
+    host.install_edges = switched
+    assert context.config is not None
+    session = attach(host, context.config, context)
+    session.resume()
+    blocks = _run(job, host, session, switch[0], json.loads(own.blocks.read_text()))
+    _write(session, context.rank, blocks, own.out)
+    session.shutdown()
+    dist.barrier()
+    job.close()
+    dist.destroy_process_group()
+
+
+def _run(
+    job: Any, host: Any, session: Session, switch: Switch, blocks: Sequence[tuple[str, int]]
+) -> list[tuple[str, list[float]]]:
+    """Seconds of each iteration of each block, without its first."""
+    found = []
+    for mode, count in blocks:
+        seconds = []
+        switch.on = mode != OFF
+        _open_at_once(session, mode == ONCE)
+        for _ in range(count + 1):
+            begun = time.perf_counter()
+            step = job.iteration + 1
+            if mode == OFF:
+                job.train_step(skip=partial(host.skip_update, session))
+                job.iteration = step - 1  # not a protected one
+            else:
+                session.iteration_begin(step)
+                job.train_step(skip=partial(host.skip_update, session))
+                session.iteration_end(step)
+            seconds.append(time.perf_counter() - begun)
+        found.append((mode, seconds[1:]))
+    return found
+
+
+def _open_at_once(session: Session, at_once: bool) -> None:
+    """Have this rank's gate open as it is planned to, or all of the time."""
+    baft: Any = session._baft
+    if baft is None or baft._keeper is None:
+        return
+    planned = getattr(baft, "_planned", baft._keeper)
+    baft._planned = planned
+    if not at_once:
+        baft._keeper = planned
+        return
+    transfer = baft._copies.copies[session._host.rank]
+    grant = Grant(0, -1, 0.0, _ALL_OF_IT, 1 << 40)
+    plan = SenderPlan(planned._plan.transfer, (), (grant,), 0.0, 0.0)
+    assert transfer.rank == plan.transfer.sender
+    baft._keeper = Gatekeeper(baft._gate, plan, steady=True)
+
+
+def _write(session: Session, rank: int, blocks: list[tuple[str, list[float]]], out: Path) -> None:
+    profile = session.profiler.profile if session.profiler is not None else None
+    timelines = [pack(one) for one in profile.timelines] if profile is not None and rank == 0 else []
+    (out / f"rank-{rank:05d}.json").write_text(json.dumps({"blocks": blocks, "profile": timelines}))
