@@ -132,6 +132,24 @@ def draw_overheads(shapes: Sequence[Shape], path: Path) -> None:
     figure.savefig(path)
 
 
+def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -> None:
+    """Of each shape its name, overhead in bubbles, the upper end of its interval, overhead of sending at once."""
+    figure = _figure(path, 11, 4.5)
+    left, right = figure.subplots(1, 2)
+    names = [name for name, *_ in rows]
+    means = [100 * mean for _, mean, _, _ in rows]
+    errors = [max(0.0, 100 * upper - mean) for (_, _, upper, _), mean in zip(rows, means, strict=True)]
+    left.bar(names, means, color="#2c8a4b", yerr=[[0.0] * len(errors), errors], capsize=4)
+    left.axhline(1.0, color="#c8322b", linewidth=1, linestyle="--")
+    left.set_title("copies in bubbles", loc="left", fontweight="bold")
+    right.bar(names, [100 * share for *_, share in rows], color="#d98e04")
+    right.set_title("copies at once, in the iteration that sends", loc="left", fontweight="bold")
+    for axes in (left, right):
+        axes.set_ylabel("% of an iteration without protection")
+        _plain(axes)
+    figure.savefig(path)
+
+
 def _goodput(axes: Axes, plans: Sequence[GoodputPlan], sizes: Sequence[int], unit: str) -> None:
     for protection, colour in PROTECTIONS.items():
         lost = [max(1e-6, 1 - plan.of(protection).goodput) for plan in plans]

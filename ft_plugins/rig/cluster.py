@@ -112,10 +112,26 @@ def shapes(batch: int, chunks: int = 1) -> tuple[Emulated, ...]:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of a job that is over. `blocks[rank]` are modes and seconds of counted iterations."""
+class Block:
+    """Iterations in one mode, without the one before which the mode was changed: when each began, by `time.time`, and
+    its seconds. `completed` iterations had been protected at its end."""
 
-    blocks: tuple[tuple[tuple[str, tuple[float, ...]], ...], ...]
+    mode: str
+    begun: tuple[float, ...]
+    seconds: tuple[float, ...]
+    completed: int
+
+    @classmethod
+    def read(cls, told: dict[str, Any]) -> Block:
+        """Of what a rank has written."""
+        return cls(told["mode"], tuple(told["begun"][1:]), tuple(told["seconds"][1:]), told["completed"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a job that is over. `blocks` are those of rank 0, which meets all ranks in every update."""
+
+    blocks: tuple[Block, ...]
     profile: Profile
     events: tuple[tuple[Event, ...], ...]  # by node
 
@@ -143,9 +159,9 @@ def run(server: ForkServer, one: Emulated, places: Sequence[Place], folder: Path
     finally:
         for job in jobs:
             job.kill()
-    told = [json.loads((folder / f"rank-{rank:05d}.json").read_text()) for rank in range(NODES * RANKS_OF_NODE)]
+    told = json.loads((folder / "rank-00000.json").read_text())
     return Outcome(
-        tuple(tuple((mode, tuple(each)) for mode, each in one["blocks"]) for one in told),
-        Profile(tuple(unpack(packed) for packed in told[0]["profile"])),
+        tuple(map(Block.read, told["blocks"])),
+        Profile(tuple(unpack(packed) for packed in told["profile"])),
         tuple(tuple(read(job.spec.run_dir / "events.jsonl")) for job in jobs),
     )

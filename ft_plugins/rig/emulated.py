@@ -124,8 +124,6 @@ def _job_class(stages: Sequence[StageSpec]) -> type:
     class EmulatedJob(Job):  # type: ignore[misc]
         """Everything but model and data is the example's."""
 
-        protected = 0  # iterations
-
         def _build_chunks(self) -> list[Any]:
             real = super()._build_chunks()  # for its configurations
             count, stage = len(real), stages[parallel_state.get_pipeline_model_parallel_rank()]
@@ -192,15 +190,16 @@ def main(argv: Sequence[str]) -> None:
 
 def _run(
     job: Any, host: Any, session: Session, switch: Switch, blocks: Sequence[tuple[str, int]]
-) -> list[tuple[str, list[float]]]:
-    """Seconds of each iteration of each block, without its first."""
+) -> list[dict[str, Any]]:
+    """Each block: its mode, when its iterations began (`time.time`), the first included, and seconds they took."""
     found = []
     for mode, count in blocks:
-        seconds = []
+        begun, seconds = [], []
         switch.on = mode != OFF
         _open_at_once(session, mode == ONCE)
         for _ in range(count + 1):
-            begun = time.perf_counter()
+            begun.append(time.time())
+            began = time.perf_counter()
             step = job.iteration + 1
             if mode == OFF:
                 job.train_step(skip=partial(host.skip_update, session))
@@ -209,8 +208,8 @@ def _run(
                 session.iteration_begin(step)
                 job.train_step(skip=partial(host.skip_update, session))
                 session.iteration_end(step)
-            seconds.append(time.perf_counter() - begun)
-        found.append((mode, seconds[1:]))
+            seconds.append(time.perf_counter() - began)
+        found.append({"mode": mode, "begun": begun, "seconds": seconds, "completed": job.iteration})
     return found
 
 
@@ -231,7 +230,7 @@ def _open_at_once(session: Session, at_once: bool) -> None:
     baft._keeper = Gatekeeper(baft._gate, plan, steady=True)
 
 
-def _write(session: Session, rank: int, blocks: list[tuple[str, list[float]]], out: Path) -> None:
+def _write(session: Session, rank: int, blocks: list[dict[str, Any]], out: Path) -> None:
     profile = session.profiler.profile if session.profiler is not None else None
     timelines = [pack(one) for one in profile.timelines] if profile is not None and rank == 0 else []
     (out / f"rank-{rank:05d}.json").write_text(json.dumps({"blocks": blocks, "profile": timelines}))

@@ -1,0 +1,295 @@
+"""What copies cost training that go out in bubbles, on the emulated cluster: 16 ranks in the paper's shapes.
+
+    python benchmarks/bubble_overhead.py [--quick] [--batch 128] [--shapes d2m2p4 ...] [--plot FILE] [--cluster FILE]
+
+Megatron's own schedule between 4 nodes with throttled links, compute replaced by sleeping (ft_plugins/rig/cluster.py
+says how it is scaled). Blocks of 5 iterations in one run, in random order, each after one that is not counted:
+
+    on      captured after every iteration, copies in bubbles           off, null    nothing of this package is called
+    once    captured as often, and copies go at once (the last rounds): what FTPipeHD does
+
+    overhead      mean over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval
+    null          off against null: what such a difference is when there is none
+    unplanned     once / off - 1, of the iterations in which a transfer began
+    in_bubble     of all bytes of copies: what was through within the bubble that it was planned for
+    fill          how full the planned windows are: by bytes, and by whole layers
+    iterations    per checkpoint: from one version that counted to the next, mean; `full_state` as planned for the whole
+                  state of mixed precision, six times the bytes
+
+Claims: overhead_worst <= 0.01, null_difference <= 0.005, unplanned_overhead_worst >= 0.1, in_bubble_share >= 0.9,
+fill_share_bytes >= 0.95, iterations_per_checkpoint_worst <= 3.
+
+--cluster FILE: writes what `benchmarks/simulate.py --cluster FILE` compares the simulator with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ft_plugins.bubbles.filling import Granularity, Transfer
+from ft_plugins.bubbles.plan import BubblePlan, plan_bubbles
+from ft_plugins.bubbles.windows import Reserve
+from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
+from ft_plugins.model.topology import Topology
+from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
+from ft_plugins.rig import cluster
+from ft_plugins.rig.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Block, Emulated, Outcome
+from ft_plugins.rig.emulated import LAYERS, OFF, ON, ONCE
+from ft_plugins.rig.figures import line
+from ft_plugins.rig.forkserver import ForkServer
+from ft_plugins.rig.nodes import network
+
+BLOCK = 5  # iterations
+PAIRS, QUICK_PAIRS = 40, 6
+ONCE_ROUNDS = 6
+SETTLE = 16  # iterations before the first block: profile, plan, the first copies
+RESERVE_MS = 4.0  # a message of 64 KiB takes 1.3 ms of the link, and four ranks may send one
+FULL_STATE = 6  # times the bytes that the paper sends
+RESAMPLES = 10_000
+NULL = "null"  # as off
+EACH = ("overhead", "overhead_upper", "null", "unplanned", "in_bubble", "iterations", "bubbles", "seconds")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One shape. Shares of an iteration without protection."""
+
+    name: str
+    seconds: float  # of an iteration without protection
+    overhead: float
+    overhead_upper: float
+    null: float
+    unplanned: float
+    in_bubble: float
+    fill_bytes: float
+    fill_layers: float
+    iterations: float
+    full_state: int
+    bubbles: float  # share of the iteration, over all ranks
+
+    def row(self) -> str:
+        shares = (self.overhead, self.overhead_upper, self.null, self.unplanned, self.in_bubble, self.fill_bytes)
+        return (
+            f"{self.name:<12} {self.seconds:6.3f} s {self.bubbles:8.1%} "
+            + " ".join(f"{share:9.2%}" for share in (*shares, self.fill_layers))
+            + f" {self.iterations:10.2f} {self.full_state:10d}"
+        )
+
+
+HEAD = (
+    f"{'':<12} {'off':>8} {'bubbles':>8} {'overhead':>9} {'upper':>9} {'null':>9} {'unplanned':>9} {'in bubble':>9} "
+    f"{'bytes':>9} {'layers':>9} {'iterations':>10} {'full state':>10}"
+)
+
+
+def rounds(pairs: int, once: int, order: random.Random) -> list[tuple[str, int]]:
+    """The modes of all blocks. `null` is written as off: which is which, their order says."""
+    found = [(ON, SETTLE)]
+    for _ in range(pairs):
+        modes = [ON, OFF, NULL]
+        order.shuffle(modes)
+        found += [(mode, BLOCK) for mode in modes]
+    for _ in range(once):
+        modes = [ONCE, OFF]
+        order.shuffle(modes)
+        found += [(mode, BLOCK) for mode in modes]
+    return found
+
+
+def upper(ratios: Sequence[float], seed: int = 1) -> float:
+    """The upper end of the 95% bootstrap interval of the mean."""
+    draws = np.random.default_rng(seed).choice(np.array(ratios), (RESAMPLES, len(ratios)))
+    return float(np.quantile(draws.mean(axis=1), 0.975))
+
+
+def evaluate(one: Emulated, outcome: Outcome, modes: Sequence[str], pairs: int) -> Measured:
+    """Figures of a run."""
+    told = [replace(block, mode=mode) for block, mode in zip(outcome.blocks, modes, strict=True)][1:]
+    compared, at_once = told[: 3 * pairs], told[3 * pairs :]
+    triples = [{block.mode: statistics.mean(block.seconds) for block in compared[at : at + 3]}
+               for at in range(0, len(compared), 3)]  # fmt: skip
+    overheads = [each[ON] / each[OFF] - 1 for each in triples]
+    off = statistics.mean(each[OFF] for each in triples)
+    begun, through = outcome.blocks[0].completed, compared[-1].completed
+    counted = counts(outcome, begun, through)
+    planned, by_layers = (plan(one, outcome.profile, granularity) for granularity in Granularity)
+    return Measured(
+        one.name, off, statistics.mean(overheads), upper(overheads),
+        statistics.mean(each[NULL] / each[OFF] - 1 for each in triples),
+        unplanned(outcome, at_once),
+        in_bubble(outcome, begun, through),
+        planned.fill_bytes or 0.0, by_layers.fill_layers or 0.0,
+        statistics.mean(b - a for a, b in zip(counted, counted[1:], strict=False)),
+        plan(one, outcome.profile, Granularity.BYTES, FULL_STATE).iterations,
+        1 - statistics.mean(busy_share(each, outcome.profile.reduce_work) for each in outcome.profile.timelines),
+    )  # fmt: skip
+
+
+def counts(outcome: Outcome, begun: int, through: int) -> list[int]:
+    """The versions that counted between these."""
+    found = sorted(
+        event.fields["iteration"] for event in outcome.events[0]
+        if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
+    )  # fmt: skip
+    assert len(found) > 1, f"{len(found)} versions counted of {through - begun} iterations"
+    return found
+
+
+def in_bubble(outcome: Outcome, begun: int, through: int) -> float:
+    """Of all bytes of copies."""
+    inside = total = 0
+    for events in outcome.events:
+        told = [
+            event.fields for event in events
+            if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
+        ]  # fmt: skip
+        first, last = told[0], told[-1]
+        inside += last["in_bubbles"] - first["in_bubbles"]
+        total += sum(last[name] - first[name] for name in ("in_bubbles", "late", "by_rate"))
+    return inside / total if total else 0.0
+
+
+def unplanned(outcome: Outcome, blocks: Sequence[Block]) -> float:
+    """Iterations in which a transfer began, against those without protection around them."""
+    off = statistics.mean(seconds for block in blocks if block.mode == OFF for seconds in block.seconds)
+    starts = [event.time for events in outcome.events for event in events if event.name == "exchange.begin"]
+    sending = [
+        seconds
+        for block in blocks
+        if block.mode == ONCE
+        for begin, seconds in zip(block.begun, block.seconds, strict=True)
+        if any(begin <= at < begin + seconds for at in starts)
+    ]
+    return statistics.mean(sending) / off - 1
+
+
+def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int = 1) -> BubblePlan:
+    """What the ranks have planned, also by layers; or of a state so many times as large."""
+    job = one.job
+    nodes = tuple(f"n{rank // RANKS_OF_NODE}" for rank in range(NODES * RANKS_OF_NODE))
+    topology = Topology(tp=job.tp, pp=job.pp, dp=job.dp, nodes=nodes)
+    layer = round(job.rank_bytes / SCALE / LAYERS) * times
+    copies = plan_neighbours(nodes, pipelines(topology), [LAYERS * layer] * len(nodes)).copies
+    transfers = [
+        Transfer(copy.rank, copy.source, copy.receiver, copy.target, copy.nbytes, (layer,) * LAYERS) for copy in copies
+    ]
+    ranks = range(len(nodes))
+    return plan_bubbles(
+        transfers, dict(enumerate(profile.timelines)), {rank: profile.bubbles(rank) for rank in ranks},
+        LINK_MBPS * 1e6 / 8, Reserve(RESERVE_MS / 1e3, RESERVE_MS / 1e3), granularity,
+    )  # fmt: skip
+
+
+def for_simulator(one: Emulated, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """One line of --cluster: the times of the first pipeline's ranks, and what came of them."""
+    profile, job = outcome.profile, one.job
+    ranks = pipelines(Topology(tp=job.tp, pp=job.pp, dp=job.dp))[0]
+    chosen = [profile.timelines[rank] for rank in ranks]
+    middle = lambda of, kind: statistics.median(lengths(of, kind)) if lengths(of, kind) else 0.0  # noqa: E731
+    pipeline = one.pipeline
+    shares = [1 - busy_share(timeline, profile.reduce_work) for timeline in chosen]
+    return {
+        "shape": one.name, "schedule": pipeline.schedule.value, "ranks": pipeline.ranks,
+        "microbatches": pipeline.microbatches, "chunks": pipeline.chunks, "overlap": pipeline.overlap,
+        "forward": [middle(of, Kind.FORWARD) for of in chosen],
+        "backward": [middle(of, Kind.BACKWARD) for of in chosen],
+        "reduce": [sum(profile.reduce_work)], "update": [sum(lengths(of, Kind.UPDATE)) for of in chosen],
+        "latency": latency(chosen), "bandwidth": LINK_MBPS * 1e6 / 8, "message_bytes": MESSAGE_BYTES, "joint": True,
+        "iteration_seconds": seconds, "bubble_share": statistics.mean(shares),
+    }  # fmt: skip
+
+
+def lengths(timeline: Timeline, kind: Kind) -> list[float]:
+    """Seconds of its spans of one kind."""
+    return [span.end - span.begin for span in timeline.spans if span.kind is kind]
+
+
+def latency(pipeline: Sequence[Timeline]) -> float:
+    """Least seconds from the end of a forward to the begin of the same one on the next rank, less the message's bytes
+    on the link: the median over neighbours."""
+    found = []
+    for ours, theirs in zip(pipeline, pipeline[1:], strict=False):
+        ends = {span.microbatch: span.end for span in ours.spans if span.kind is Kind.FORWARD and span.chunk == 0}
+        begins = {span.microbatch: span.begin for span in theirs.spans if span.kind is Kind.FORWARD and span.chunk == 0}
+        found.append(min(begins[at] - ends[at] for at in ends if at in begins))
+    return max(0.0, statistics.median(found) - MESSAGE_BYTES / (LINK_MBPS * 1e6 / 8))
+
+
+def measure(chosen: Sequence[Emulated], pairs: int, seed: int, written: Path | None) -> list[Measured]:
+    """One shape after the other."""
+    found = []
+    hosts = range(1, NODES + 1)
+    with ForkServer(cluster.PRELOAD) as server:
+        for one in chosen:
+            blocks = rounds(pairs, ONCE_ROUNDS, random.Random(seed))
+            modes = [mode for mode, _ in blocks]
+            run = [(OFF if mode == NULL else mode, count) for mode, count in blocks]
+            with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(hosts) as places:
+                seconds = 4.0 * sum(count + 1 for _, count in run)
+                outcome = cluster.run(
+                    server, one, places, Path(folder), run, seconds, "--baft-reserve-ms", str(RESERVE_MS)
+                )
+            found.append(evaluate(one, outcome, modes, pairs))
+            print(found[-1].row(), flush=True)
+            if written is not None:
+                with written.open("a") as lines:
+                    lines.write(json.dumps(for_simulator(one, outcome, found[-1].seconds)) + "\n")
+    return found
+
+
+def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
+    """For the last line."""
+    told: dict[str, float | bool] = {
+        "overhead_worst": max(one.overhead_upper for one in found),
+        "unplanned_overhead_worst": min(one.unplanned for one in found),
+        "null_difference": max((one.null for one in found), key=abs),
+        "in_bubble_share": min(one.in_bubble for one in found),
+        "fill_share_bytes": min(one.fill_bytes for one in found),
+        "fill_share_layers": min(one.fill_layers for one in found),
+        "iterations_per_checkpoint_worst": max(one.iterations for one in found),
+        "iterations_full_state_worst": max(one.full_state for one in found),
+    }
+    for one in found:
+        for name in EACH:
+            told[f"{name}_{one.name}"] = getattr(one, name)
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one shape, six pairs")
+    parser.add_argument("--batch", type=int, default=128, choices=(128, 64))
+    parser.add_argument("--chunks", type=int, default=1, help="above 1: the interleaved schedule")
+    parser.add_argument("--shapes", nargs="+", help="those alone")
+    parser.add_argument("--pairs", type=int, help=f"of blocks of {BLOCK} iterations (default {PAIRS})")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--cluster", type=Path, help="write measured iterations for benchmarks/simulate.py")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    chosen = cluster.shapes(args.batch, args.chunks)[: 1 if args.quick else None]
+    if args.shapes:
+        chosen = tuple(one for one in cluster.shapes(args.batch, args.chunks) if one.job.name in args.shapes)
+    print(HEAD, flush=True)
+    found = measure(chosen, args.pairs or (QUICK_PAIRS if args.quick else PAIRS), args.seed, args.cluster)
+    if args.plot is not None:
+        from ft_plugins.rig.bubble_pictures import draw_measured
+
+        draw_measured([(one.name, one.overhead, one.overhead_upper, one.unplanned) for one in found], args.plot)
+    print(line("bubble_overhead", figures(found)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
