@@ -23,6 +23,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,8 @@ _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
 _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
 GATE_BYTES = 8 * (_SEAL + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
+FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
+_RATES = 4  # of frames, of which the best is what the link carries
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
 NO_BUBBLE = _NUMBERS  # as the number of one: what is granted is a rate
@@ -152,8 +155,9 @@ class Gatekeeper:
 
 
 class GatePacer:
-    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline;
-    what is granted in no bubble evenly over its time.
+    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline,
+    by the rate that was planned or the one that is seen, if that is less; what is granted in no bubble evenly over its
+    time.
 
     `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was opened for
     `patience_seconds`: a trainer that is dead, evaluation.
@@ -180,6 +184,7 @@ class GatePacer:
         self._number: int | None = None  # the opening that was seen last
         self._seen_ns = clock_ns()  # when it was
         self._left: list[int] = []  # of it: bytes that may still go in each window
+        self._rates: deque[float] = deque(maxlen=_RATES)  # bytes per nanosecond, of the last frames in windows
         self.inside_bytes = 0
         self.late_bytes = 0
         self.rate_bytes = 0
@@ -203,10 +208,11 @@ class GatePacer:
             with self._lock:
                 self.rate_bytes += allowed.nbytes
             return
-        opening = self._gate.read()  # None when the bubble has ended before its time
+        now, opening = self._clock_ns(), self._gate.read()  # None when the bubble has ended before its time
         stands = opening is not None and any(deadline == allowed.deadline_ns for _, deadline, _ in opening.windows)
         with self._lock:
-            if stands and self._clock_ns() <= allowed.deadline_ns:
+            self._rates.append(allowed.nbytes / max(1, now - allowed.since_ns))
+            if stands and now <= allowed.deadline_ns:
                 self.inside_bytes += allowed.nbytes
             else:
                 self.late_bytes += allowed.nbytes
@@ -224,14 +230,18 @@ class GatePacer:
                 continue
             if now < begin:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
-            in_time = planned * (deadline - now) // (deadline - begin)
-            room = min(self._left[place], in_time)
+            rate = planned / (deadline - begin)
+            if len(self._rates) == _RATES:  # the plan may have another link in mind
+                rate = min(rate, max(self._rates))
+            room = min(self._left[place], int(rate * (deadline - now) + 1e-6))
             if opening.bubble == NO_BUBBLE:  # a rate: as time passes, and no burst
                 due = planned * (now - begin) // (deadline - begin) + self._least
                 room = min(room, due - (planned - self._left[place]))
-            # a window that holds less than is worth a frame is taken where half of it gets through
-            if room > 0 and room >= min(nbytes, self._least, (planned + 1) // 2):
-                allowed = min(nbytes, room)
+            # a window that carries less than is worth a frame is taken where half of it gets through
+            carried = min(planned, int(rate * (deadline - begin)))
+            if room > 0 and room >= min(nbytes, self._least, (carried + 1) // 2):
+                longest = max(self._least, int(rate * FRAME_SECONDS * 1e9))
+                allowed = min(nbytes, room, longest)
                 self._left[place] -= allowed
-                return Allowance(allowed, NO_DEADLINE if opening.bubble == NO_BUBBLE else deadline), 0.0
+                return Allowance(allowed, NO_DEADLINE if opening.bubble == NO_BUBBLE else deadline, now), 0.0
         return None, self._poll

@@ -12,7 +12,7 @@ Nothing that was allowed is taken back: who is late stops at the end of its fram
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 NO_DEADLINE = 0
@@ -20,10 +20,12 @@ NO_DEADLINE = 0
 
 @dataclass(frozen=True)
 class Allowance:
-    """`nbytes` may go now; by `deadline_ns` (CLOCK_MONOTONIC) they should be through, NO_DEADLINE for whenever."""
+    """`nbytes` may go, from `since_ns` (CLOCK_MONOTONIC) on; by `deadline_ns` they should be through, NO_DEADLINE for
+    whenever."""
 
     nbytes: int
     deadline_ns: int = NO_DEADLINE
+    since_ns: int = field(default=0, compare=False)
 
 
 class Pacer(Protocol):

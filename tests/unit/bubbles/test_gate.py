@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.filling import Grant, Transfer
-from ft_plugins.bubbles.gate import GATE_BYTES, NO_BUBBLE, Gate, Gatekeeper, GatePacer, Opening
+from ft_plugins.bubbles.gate import FRAME_SECONDS, GATE_BYTES, NO_BUBBLE, Gate, Gatekeeper, GatePacer, Opening
 from ft_plugins.bubbles.plan import SenderPlan
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.pacer import Allowance
@@ -435,17 +435,45 @@ def test_a_new_trainer_begins_with_a_closed_gate_whatever_the_one_before_it_left
 
 def test_what_is_through_after_the_bubble_has_ended_early_is_late() -> None:
     clock, gate = Clock(), Gate(empty())
-    gate.open([grant(1, 0, 1.0, 1000)], 0, 0)
+    gate.open([grant(1, 0, 1.0, 100_000)], 0, 0)
     pacer, stop = GatePacer(gate, least_bytes=1, clock_ns=clock), Stop(clock, 100 * MS)
     first, second = pacer.take(10, stop), pacer.take(20, stop)
     pacer.ended(first)
     gate.close()
     pacer.ended(second)
     assert (pacer.inside_bytes, pacer.late_bytes) == (10, 20)
-    third = (gate.open([grant(2, 0, 1.0, 1000)], 0, 0), pacer.take(30, stop))[1]
-    gate.open([grant(3, 0.5, 1.5, 1000)], 0, 5 * MS)
+    third = (gate.open([grant(2, 0, 1.0, 100_000)], 0, 0), pacer.take(30, stop))[1]
+    gate.open([grant(3, 0.5, 1.5, 100_000)], 0, 5 * MS)
     pacer.ended(third)
     assert (pacer.inside_bytes, pacer.late_bytes) == (10, 50), "another bubble is not the one it was planned for"
+
+
+def test_a_frame_is_no_longer_than_it_may_outlast_its_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 1.0, 100_000)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 2000 * MS)
+    assert pacer.take(50_000, stop).nbytes == 100_000 * FRAME_SECONDS
+
+
+def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late() -> None:
+    """A tenth of what was planned with: after a few frames no more is let go than gets through."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    link = 100 / MS / 10  # bytes per nanosecond
+    late = []
+    for bubble in range(20):
+        begin = bubble * 200 * MS
+        clock.now = max(clock.now, begin)
+        gate.open([grant(bubble, 0, 0.1, 10_000)], bubble, begin)
+        stop = Stop(clock, begin + 150 * MS, {begin + 100 * MS: gate.close})
+        while (allowed := pacer.take(100_000, stop)).nbytes:
+            clock.now += int(allowed.nbytes / link)
+            if clock.now > begin + 100 * MS:
+                gate.close()
+            pacer.ended(allowed)
+        late.append(pacer.late_bytes)
+    assert late[-1] == late[2], "once the link is known, nothing more is late"
+    assert pacer.inside_bytes >= 0.7 * 20 * 100 * MS * link, "and it is used"
 
 
 def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
