@@ -19,6 +19,10 @@ says how it is scaled). Blocks of 5 iterations in one run, in random order, each
 Claims: overhead_worst <= 0.01, null_difference <= 0.005, unplanned_overhead_worst >= 0.1, in_bubble_share >= 0.9,
 fill_share_bytes >= 0.95, iterations_per_checkpoint_worst <= 3.
 
+--disturb: the same, for `overhead` and `iterations`, when what was planned with is no longer so: `slow`: links carry a
+tenth from the first plan on; `jitter`: each pass of the second stage takes up to 30% more or less; `drift`: a minute
+after the begin it gets 1.5 times as slow. Claim: overhead_worst <= 0.01, and iterations get more.
+
 --cluster FILE: writes what `benchmarks/simulate.py --cluster FILE` compares the simulator with.
 """
 
@@ -58,6 +62,7 @@ SETTLE = 16  # iterations before the first block: profile, plan, the first copie
 RESERVE_MS = 4.0  # a message of 64 KiB takes 1.3 ms of the link, and four ranks may send one
 FULL_STATE = 6  # times the bytes that the paper sends
 RESAMPLES = 10_000
+SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 60.0
 NULL = "null"  # as off
 EACH = ("overhead", "overhead_upper", "null", "unplanned", "in_bubble", "iterations", "bubbles", "seconds")
 
@@ -227,19 +232,29 @@ def latency(pipeline: Sequence[Timeline]) -> float:
     return max(0.0, statistics.median(found) - MESSAGE_BYTES / (LINK_MBPS * 1e6 / 8))
 
 
-def measure(chosen: Sequence[Emulated], pairs: int, seed: int, written: Path | None) -> list[Measured]:
+def disturbed(one: Emulated, how: str) -> tuple[Emulated, int]:
+    """The job, and how many times slower its links get."""
+    if how == "jitter":
+        return replace(one, jitter=JITTER), 1
+    if how == "drift":
+        return replace(one, drift=DRIFT, drift_after=DRIFT_AFTER), 1
+    return one, SLOWER if how == "slow" else 1
+
+
+def measure(chosen: Sequence[Emulated], pairs: int, seed: int, how: str, written: Path | None) -> list[Measured]:
     """One shape after the other."""
     found = []
     hosts = range(1, NODES + 1)
     with ForkServer(cluster.PRELOAD) as server:
-        for one in chosen:
+        for each in chosen:
+            one, slower = disturbed(each, how)
             blocks = rounds(pairs, ONCE_ROUNDS, random.Random(seed))
             modes = [mode for mode, _ in blocks]
             run = [(OFF if mode == NULL else mode, count) for mode, count in blocks]
             with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(hosts) as places:
                 seconds = 4.0 * sum(count + 1 for _, count in run)
                 outcome = cluster.run(
-                    server, one, places, Path(folder), run, seconds, "--baft-reserve-ms", str(RESERVE_MS)
+                    server, one, places, Path(folder), run, seconds, "--baft-reserve-ms", str(RESERVE_MS), slower=slower
                 )
             found.append(evaluate(one, outcome, modes, pairs))
             print(found[-1].row(), flush=True)
@@ -274,6 +289,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1, help="above 1: the interleaved schedule")
     parser.add_argument("--shapes", nargs="+", help="those alone")
     parser.add_argument("--pairs", type=int, help=f"of blocks of {BLOCK} iterations (default {PAIRS})")
+    parser.add_argument("--disturb", default="", choices=("slow", "jitter", "drift"), help="see above")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--cluster", type=Path, help="write measured iterations for benchmarks/simulate.py")
@@ -283,7 +299,7 @@ def main() -> None:
     if args.shapes:
         chosen = tuple(one for one in cluster.shapes(args.batch, args.chunks) if one.job.name in args.shapes)
     print(HEAD, flush=True)
-    found = measure(chosen, args.pairs or (QUICK_PAIRS if args.quick else PAIRS), args.seed, args.cluster)
+    found = measure(chosen, args.pairs or (QUICK_PAIRS if args.quick else PAIRS), args.seed, args.disturb, args.cluster)
     if args.plot is not None:
         from ft_plugins.rig.bubble_pictures import draw_measured
 

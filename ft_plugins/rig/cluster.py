@@ -35,6 +35,7 @@ from ..planner.pipeline import Pipeline
 from . import emulated, gpt_runs
 from .emulated import StageSpec
 from .forkserver import ForkServer, JobSpec, RunningJob
+from .journal import wait_for
 from .nodes import Place
 
 NODES, RANKS_OF_NODE = 4, 4
@@ -51,9 +52,12 @@ _START = 120.0  # seconds beside iterations
 
 @dataclass(frozen=True)
 class Emulated:
-    """A job on the cluster. `job` is the one of the testbed that it stands for."""
+    """A job on the cluster. `job` is the one of the testbed that it stands for; its second stage may be disturbed."""
 
     job: Job
+    jitter: float = 0.0
+    drift: float = 1.0
+    drift_after: float = 0.0
 
     @property
     def name(self) -> str:
@@ -73,6 +77,7 @@ class Emulated:
                 sum(times.forward[chunk * self.job.pp + rank] for chunk in range(chunks)),
                 sum(times.backward[chunk * self.job.pp + rank] for chunk in range(chunks)),
                 parameters,
+                *((self.jitter, self.drift, self.drift_after) if rank == 1 else ()),
             )
             for rank in range(self.job.pp)
         )
@@ -136,9 +141,21 @@ class Outcome:
     events: tuple[tuple[Event, ...], ...]  # by node
 
 
-def run(server: ForkServer, one: Emulated, places: Sequence[Place], folder: Path, blocks: Sequence[tuple[str, int]],
-        seconds: float, *flags: str) -> Outcome:  # fmt: skip
-    """Run the job to its end. Raises AssertionError with the output of a node that has not ended in order."""
+def run(
+    server: ForkServer,
+    one: Emulated,
+    places: Sequence[Place],
+    folder: Path,
+    blocks: Sequence[tuple[str, int]],
+    seconds: float,
+    *flags: str,
+    slower: int = 1,
+) -> Outcome:
+    """Run the job to its end, which takes `seconds` at most. Raises AssertionError with the output of a node that has
+    not ended in order.
+
+    `slower`: from the first plan on links carry so many times less than what was planned with.
+    """
     secret = folder / "secret"
     secret.write_text("what the nodes of this job know")
     secret.chmod(0o600)
@@ -153,6 +170,11 @@ def run(server: ForkServer, one: Emulated, places: Sequence[Place], folder: Path
             )  # fmt: skip
             fields: dict[str, Any] = {**place.fields(), "endpoint": f"{places[0].address}:{_PORT}"}
             jobs.append(server.start(replace(spec, node=f"n{number}", flags=words, **fields)))
+        if slower > 1:
+            told = jobs[0].spec.run_dir / "events.jsonl"
+            wait_for(told, lambda lines: any(event["name"] == "baft.plan" for event in lines), _START)
+            for place in places:
+                place.throttle(LINK_MBPS // slower, _BURST_BYTES)
         for job in jobs:
             outcome = job.wait(_START + seconds)
             assert outcome["status"] == "succeeded", job.tail()

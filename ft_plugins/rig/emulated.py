@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,32 @@ _ALL_OF_IT = 3600.0  # seconds that an open gate is open
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What a stage is: seconds of a pass through a rank's chunks, and float32 parameters of a rank."""
+    """What a stage is: seconds of a pass through a rank's chunks, and float32 parameters of a rank. `jitter`: each pass
+    takes up to so much more or less, as a share of it. After `drift_after` seconds of training all take `drift` times
+    as long."""
 
     forward: float
     backward: float
     parameters: int
+    jitter: float = 0.0
+    drift: float = 1.0
+    drift_after: float = 0.0
+
+
+class Sleeper:
+    """Sleeps as a stage computes; the same every time for one seed."""
+
+    def __init__(self, spec: StageSpec, seed: int) -> None:
+        self._spec, self._random = spec, random.Random(seed)
+        self._began = time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        spec = self._spec
+        if spec.jitter:
+            seconds *= 1 + self._random.uniform(-spec.jitter, spec.jitter)
+        if spec.drift != 1.0 and time.monotonic() - self._began > spec.drift_after:
+            seconds *= spec.drift
+        time.sleep(seconds)
 
 
 class Switch:
@@ -78,15 +100,17 @@ class _Sleep(torch.autograd.Function):
     """Hands on what it gets, after so many seconds; every parameter gets a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, spec: StageSpec, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.spec, ctx.like = spec, parameters
-        time.sleep(spec.forward)
+    def forward(
+        ctx: Any, hidden: torch.Tensor, spec: StageSpec, sleeper: Sleeper, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.spec, ctx.sleeper, ctx.like = spec, sleeper, parameters
+        sleeper.sleep(spec.forward)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        time.sleep(ctx.spec.backward)
-        return (gradient, None, *(torch.full_like(one, 1e-3) for one in ctx.like))
+        ctx.sleeper.sleep(ctx.spec.backward)
+        return (gradient, None, None, *(torch.full_like(one, 1e-3) for one in ctx.like))
 
 
 def _stage_class() -> type[torch.nn.Module]:
@@ -101,6 +125,7 @@ def _stage_class() -> type[torch.nn.Module]:
             super().__init__(config)
             self.pre_process, self.post_process = first, last
             self._spec, self._shape = spec, shape
+            self._sleeper = Sleeper(spec, torch.distributed.get_rank())
             self._input: torch.Tensor | None = None
             sizes = [spec.parameters // LAYERS + (number < spec.parameters % LAYERS) for number in range(LAYERS)]
             self.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.rand(size)) for size in sizes)
@@ -110,7 +135,7 @@ def _stage_class() -> type[torch.nn.Module]:
 
         def forward(self) -> torch.Tensor:
             hidden = torch.zeros(self._shape) if self.pre_process else self._input
-            return _Sleep.apply(hidden, self._spec, *self.layers)  # type: ignore[no-any-return]
+            return _Sleep.apply(hidden, self._spec, self._sleeper, *self.layers)  # type: ignore[no-any-return]
 
     return SleepingStage
 
@@ -127,7 +152,12 @@ def _job_class(stages: Sequence[StageSpec]) -> type:
         def _build_chunks(self) -> list[Any]:
             real = super()._build_chunks()  # for its configurations
             count, stage = len(real), stages[parallel_state.get_pipeline_model_parallel_rank()]
-            part = StageSpec(stage.forward / count, stage.backward / count, stage.parameters // count)
+            part = replace(
+                stage,
+                forward=stage.forward / count,
+                backward=stage.backward / count,
+                parameters=stage.parameters // count,
+            )
             shape = (self.args.sequence, self.args.micro_batch, self.args.hidden)
             chunks = []
             for index, chunk in enumerate(real):
