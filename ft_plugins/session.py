@@ -27,7 +27,7 @@ from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
 from .model.host import Edges, Host
-from .model.timeline import Profile
+from .model.timeline import Profile, SenderFacts
 from .recovery.collective import Collective
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
@@ -75,15 +75,24 @@ class Session:
 
     def _profile(self, profiling: Profiling) -> None:
         """Measure where the bubbles are, on the clock of the device that holds the parameters."""
-        device = next((tensor.device for tensor in self._host.tensors().values()), torch.device("cpu"))
-        recorder = Recorder(self._host.rank, clock_of(device))
+        self._device = next((tensor.device for tensor in self._host.tensors().values()), torch.device("cpu"))
+        recorder = Recorder(self._host.rank, clock_of(self._device))
         self.edges = recorder
         if self._config.baft is not None:
             self._baft = Baft(self._host.rank, self._config.baft, self._events)
             self.edges = Several(self._baft, recorder)
         self.profiler = Profiler(
-            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile
-        )
+            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile,
+            self._sender_facts,
+        )  # fmt: skip
+
+    def _sender_facts(self) -> SenderFacts:
+        """What only this rank knows of what bubbles are planned with."""
+        if self._reft is None:
+            return SenderFacts()
+        cuda = self._device.type == "cuda"
+        memory = torch.cuda.get_device_properties(self._device).total_memory if cuda else 0
+        return SenderFacts(self._reft.capture_seconds, self._reft.beside_bytes, memory)
 
     def _report_profile(self, profile: Profile) -> None:
         assert self.profiler is not None

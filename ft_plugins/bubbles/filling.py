@@ -175,9 +175,12 @@ def offers(
         times = [shared(bubbles[transfers[at].sender], bubbles[transfers[at].receiver], reserve) for at in members]
         needs = [transfers[at].nbytes for at in members]
         for at, windows, rates in zip(members, times, share(times, needs, links[pair]), strict=True):
-            every = _worth(rates.carried(len(windows.begin)).tolist(), least)
+            room = rates.carried(len(windows.begin)).tolist()
+            worth = min(least, transfers[at].nbytes)
+            worth = worth if max(room, default=0) >= worth else 0  # where none is, all of them: bubbles all the same
+            every = _worth(room, worth)
             late = rates.carried(len(windows.begin), ready_seconds).tolist() if ready_seconds else every
-            first = _worth(late, least) if ready_seconds else every
+            first = _worth(late, worth) if ready_seconds else every
             own, seconds = bubbles[transfers[at].sender], sum(needs) / links[pair]
             edges = _edges(timelines[transfers[at].sender], own)
             found[at] = Offer(transfers[at], own, edges, windows, first, every, most, seconds)
@@ -214,7 +217,7 @@ def _links(
 
 
 def _worth(carried: Sequence[int], least: int) -> list[int]:
-    """Without windows that carry less than a frame."""
+    """Without windows that carry less than is worth a frame."""
     return [nbytes if nbytes >= least else 0 for nbytes in carried]
 
 

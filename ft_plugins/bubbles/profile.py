@@ -13,22 +13,23 @@ no rank waits for a word that another does not send. A message has a whole itera
 met all ranks: nothing waits in the step path but for a rank that is late anyway; `waited` says how long. An error
 here ends the profile, never training.
 
-In: a `Recorder` that the host tells of spans, begin and end of iterations, a collective. Out: `profile`, and
-`on_profile` for each new one; `on_failure`.
+In: a `Recorder` that the host tells of spans, begin and end of iterations, a collective; what this rank knows of the
+copies that it sends, which the others are told with its timeline. Out: `profile`, and `on_profile` for each new one;
+`on_failure`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import Enum
 from typing import Protocol
 
 import msgpack
 
 from ..errors import FtError
-from ..model.timeline import Kind, Misses, Profile, Span, Timeline, median, strays
+from ..model.timeline import Kind, Misses, Profile, SenderFacts, Span, Timeline, median, strays
 from .record import Recorder
 
 _ATTEMPTS = 3  # at a profile for which a rank has recorded nothing
@@ -99,13 +100,16 @@ class Profiler:
         settings: Profiling = Profiling(),  # noqa: B008  frozen
         on_profile: Callable[[Profile], None] = _nothing,
         on_failure: Callable[[str], None] = _nothing,
+        sender: Callable[[], SenderFacts] = SenderFacts,
     ) -> None:
+        """`sender` is asked once for each profile."""
         self._rank = rank
         self._recorder = recorder
         self._collective = collective
         self._settings = settings
         self._on_profile = on_profile
         self._on_failure = on_failure
+        self._sender = sender
         self.profile: Profile | None = None
         self.left_out: dict[int, tuple[int, ...]] = {}  # by rank: iterations of another shape than the others
         self.phase = Phase.WARMING
@@ -186,20 +190,28 @@ class Profiler:
             elif self.profile is not None:
                 self._misses = self._misses.seen(self.profile.timelines[self._rank], measured)
         except Exception as error:
-            self._failure = f"rank {self._rank}: {type(error).__name__}: {error}"
+            self._failure = self._words(error)
 
     def _own(self) -> bytes:
         """What this rank tells the others."""
+        facts = None
+        try:
+            facts = astuple(self._sender())
+        except Exception as error:
+            self._failure = self._failure or self._words(error)
         if self._failure or not self._recorded:
-            return bytes(msgpack.packb([self._failure or None, [], None]))
+            return bytes(msgpack.packb([self._failure or None, [], None, None]))
         timelines = [timeline for _, timeline in self._recorded]
         stray = [self._recorded[index][0] for index in strays(timelines)]
-        return bytes(msgpack.packb([None, stray, pack(median(timelines))]))
+        return bytes(msgpack.packb([None, stray, pack(median(timelines)), facts]))
+
+    def _words(self, error: Exception) -> str:
+        return f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _shared(self, parts: Sequence[bytes]) -> Phase:
-        told = [msgpack.unpackb(part) for part in parts]
-        failure = next((failure for failure, _, _ in told if failure), None)
-        empty = [rank for rank, (_, _, packed) in enumerate(told) if packed is None]
+        told = [msgpack.unpackb(part, use_list=False) for part in parts]
+        failure = next((failure for failure, *_ in told if failure), None)
+        empty = [rank for rank, (_, _, packed, _) in enumerate(told) if packed is None]
         self._attempts += 1
         if failure is None and empty:
             if self._attempts < _ATTEMPTS:
@@ -208,8 +220,9 @@ class Profiler:
         if failure is not None:
             return self._off(failure)
         self._attempts = 0
-        self.left_out = {rank: tuple(stray) for rank, (_, stray, _) in enumerate(told) if stray}
-        self.profile = Profile(tuple(unpack(packed) for _, _, packed in told))
+        self.left_out = {rank: tuple(stray) for rank, (_, stray, *_) in enumerate(told) if stray}
+        timelines = tuple(unpack(packed) for _, _, packed, _ in told)
+        self.profile = Profile(timelines, tuple(SenderFacts(*facts) for *_, facts in told))
         self._misses = Misses(self._settings.tolerance, self._settings.misses)
         self._on_profile(self.profile)
         return Phase.WATCHING

@@ -16,12 +16,12 @@ In: the spans of this rank as the host tells them, the job's profile, its copies
 from __future__ import annotations
 
 from ..bubbles.filling import Grant, transfers_of
-from ..bubbles.gate import Gate, Gatekeeper
+from ..bubbles.gate import LEAST_BYTES, Gate, Gatekeeper
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig
 from ..events import Events
-from ..model.timeline import Kind, Profile
+from ..model.timeline import Kind, Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan
 
 _ANY = 1 << 30  # an iteration beyond those that are planned one by one: which version is under way, only SMPs know
@@ -54,12 +54,17 @@ class Baft:
         if self._gate is None or self._copies is None:
             return None
         ranks = range(len(profile.timelines))
+        known = dict(enumerate(profile.senders))
+        told = [known.get(copy.rank, SenderFacts()) for copy in self._copies.copies]  # all ranks plan with the same
         found = plan_bubbles(
-            transfers_of(self._copies),
+            transfers_of(self._copies, [one.beside_bytes for one in told]),
             dict(enumerate(profile.timelines)),
             {rank: profile.bubbles(rank) for rank in ranks},
             self._config.link_mbps * 1e6 / 8,
             Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3),
+            ready_seconds=max(one.ready_seconds for one in told),  # a version goes out when all ranks have captured it
+            device_bytes=min(one.device_bytes for one in told),
+            least_bytes=LEAST_BYTES,
         )
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
         by_rate = bool(own.reason)

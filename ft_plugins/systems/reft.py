@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -46,6 +48,7 @@ from .reft_nodes import ReftNodes
 
 DEGRADED = "degraded"  # the word that a rank leaves for the others when it can capture no more
 _ASK_SECONDS = 1.0  # for an SMP to answer a rank that has lost its protection
+_CAPTURES = 9  # of late, by which it is judged how long one takes
 _SMALL_FLOOR = 64 << 10  # bytes claimed for small state at least; twice its first size otherwise
 
 
@@ -87,6 +90,8 @@ class Reft:
         self._peer_degraded = False
         self._alarm = ""  # printed last
         self._waits: list[tuple[int, float]] = []  # fences not yet reported: that is left to the capture thread
+        self._captures: deque[float] = deque(maxlen=_CAPTURES)  # seconds until they were sealed
+        self._small_bytes = 0  # of the newest version
 
     @cached_property
     def shape(self) -> Shape:
@@ -113,6 +118,16 @@ class Reft:
     def gate(self) -> Gate:
         """By which this rank's trainer says when its copy may go."""
         return Gate(self._mapped().gate)
+
+    @property
+    def capture_seconds(self) -> float:
+        """From the end of an iteration until what is captured of it is sealed; 0 before any was."""
+        return statistics.median(tuple(self._captures) or (0.0,))  # the capture thread adds to them
+
+    @property
+    def beside_bytes(self) -> int:
+        """What goes to other nodes with each version beside its slot's data: small state and digest table."""
+        return self._small_bytes + 8 * (len(self.layout.ranges) + self.layout.checks)
 
     @property
     def claimed(self) -> bool:
@@ -282,7 +297,9 @@ class Reft:
         if self._peer_degraded:
             raise PeerDegraded("another rank lost its protection: what all ranks still hold is kept, nothing is added")
         if self._capture is not None and step % self._config.interval == 0:
-            self._capture.start(Version(self._lineage, step), self._small())
+            small = self._small()
+            self._small_bytes = len(small)
+            self._capture.start(Version(self._lineage, step), small)
 
     def reached(self, step: int) -> None:
         """Iteration `step` is over, whether it is captured or not: a recovery tells from it what is lost."""
@@ -361,6 +378,7 @@ class Reft:
 
     def _committed(self, commit: Commit) -> None:
         self._report_waits()
+        self._captures.append(commit.seconds)
         self._events.emit(
             "capture.commit", lineage=commit.version.lineage, iteration=commit.version.iteration,
             seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,

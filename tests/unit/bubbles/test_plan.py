@@ -436,6 +436,6 @@ def test_the_table_says_who_sends_what_when() -> None:
     plan, _ = planned()
     assert plan.table().splitlines() == [
         "a checkpoint every 2 iteration(s) of 10.000 s, bubbles filled by bytes (100.0% by bytes)",
-        "  rank     to          bytes   idle shared  bubbles    n  snapshot",
-        "     0      1            250  30.0%  19.0%        2    2  host",
+        "  rank     to          bytes   idle shared  bubbles    n",
+        "     0      1            250  30.0%  19.0%        2    2",
     ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.gate import GATE_BYTES, Gate
+from ft_plugins.bubbles.gate import GATE_BYTES, LEAST_BYTES, Gate
 from ft_plugins.config import BaftConfig
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Event, Events
-from ft_plugins.model.timeline import Kind, Profile, Span, Timeline
+from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 from ft_plugins.redundancy.neighbour import NeighbourPlan, plan_neighbours
 from ft_plugins.systems.baft import Baft
 
@@ -96,6 +98,40 @@ def test_all_ranks_find_the_same_plan() -> None:
     plans = [Rank(rank).baft.plan(idle_together()) for rank in range(4)]
     assert plans[0] is not None and all(plan == plans[0] for plan in plans)
     assert [one.transfer.nbytes for one in plans[0].senders] == list(NBYTES)
+
+
+def test_what_the_ranks_tell_each_other_enters_the_plan_of_all() -> None:
+    facts = tuple(SenderFacts(0.3 + rank / 100, 1000 * rank, 10**9) for rank in range(4))
+    timelines = tuple(replace(one, memory=(10**8,)) for one in idle_together().timelines)
+    plan = Rank(0).baft.plan(Profile(timelines, facts))
+    assert plan is not None
+    assert [one.transfer.nbytes for one in plan.senders] == [nbytes + 1000 * r for r, nbytes in enumerate(NBYTES)]
+    # the slowest capture is through at 0.33 s of a bubble from 0.2 to 0.6: what fits behind it is less
+    quick = Rank(0).baft.plan(Profile(timelines, (replace(facts[0], ready_seconds=0.0),) * 4))
+    assert quick is not None
+    (first, early) = (one.senders[0].iterations[0][0].nbytes for one in (plan, quick))
+    assert first == early == plan.senders[0].transfer.nbytes, "there is room enough behind it"
+    late = Rank(0).baft.plan(Profile(timelines, (*facts[:3], replace(facts[3], ready_seconds=0.5985))))
+    assert late is not None and late.iterations == 2, "0.5 ms are left of the first bubble"
+    assert "devices of 4 of 4 ranks would have room" in plan.table()
+    one_small = (*facts[:3], replace(facts[3], device_bytes=10**8))
+    small = Rank(0).baft.plan(Profile(timelines, one_small))
+    assert small is not None and "would have room" not in small.table()
+
+
+def test_a_window_that_carries_less_than_is_worth_a_frame_is_left_alone_unless_there_are_no_others() -> None:
+    def idle(*ends: float) -> Profile:
+        """All wait from 0.2 to 0.2 + end, from 0.5 to 0.5 + end, ..."""
+        edges = [(0.2 + 0.3 * place, 0.2 + 0.3 * place + end) for place, end in enumerate(ends)]
+        computed = zip([0.0, *(end for _, end in edges)], [*(begin for begin, _ in edges), 1.0], strict=True)
+        spans = [(Kind.FORWARD, begin, end) for begin, end in computed]
+        return Profile(tuple(timeline(rank, *spans) for rank in range(4)))
+
+    short, long = 2e-3 + 0.9 * LEAST_BYTES / 1e9, 0.02  # at 1 GB/s, beside 1 ms at both ends
+    mixed = Rank(0).baft.plan(idle(short, long))
+    assert mixed is not None and [grant.bubble for grant in mixed.senders[0].every] == [1]
+    only = Rank(0).baft.plan(idle(short, short))
+    assert only is not None and [grant.bubble for grant in only.senders[0].every] == [0, 1]
 
 
 def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
