@@ -29,6 +29,7 @@ from .events import Event, Events, file_sink
 from .model.host import Edges, Host
 from .model.timeline import Profile, SenderFacts
 from .recovery.collective import Collective
+from .snapshot.layout import layer_bytes
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
 from .systems.baft import Baft
@@ -92,7 +93,8 @@ class Session:
             return SenderFacts()
         cuda = self._device.type == "cuda"
         memory = torch.cuda.get_device_properties(self._device).total_memory if cuda else 0
-        return SenderFacts(self._reft.capture_seconds, self._reft.beside_bytes, memory)
+        reft = self._reft
+        return SenderFacts(reft.capture_seconds, reft.beside_bytes, memory, layer_bytes(reft.layout))
 
     def _report_profile(self, profile: Profile) -> None:
         assert self.profiler is not None

@@ -49,12 +49,20 @@ class Transfer:
             )
 
 
-def transfers_of(neighbours: NeighbourPlan, beside: Sequence[int] | None = None) -> tuple[Transfer, ...]:
-    """What each rank sends, by rank: its slot, and what goes out `beside` it in bytes (small state, digest table)."""
-    return tuple(
-        Transfer(one.rank, one.source, one.receiver, one.target, one.nbytes + (beside[one.rank] if beside else 0))
-        for one in neighbours.copies
-    )
+def transfers_of(
+    neighbours: NeighbourPlan,
+    beside: Sequence[int] | None = None,
+    layers: Sequence[Sequence[int]] | None = None,
+) -> tuple[Transfer, ...]:
+    """What each rank sends, by rank: its slot, and what goes out `beside` it in bytes (small state, digest table), like
+    one layer more. `layers`: of each rank those of its slot; empty for one whose are not known."""
+    found = []
+    for one in neighbours.copies:
+        more = beside[one.rank] if beside else 0
+        known = tuple(layers[one.rank]) if layers else ()
+        whole = (*known, more) if known and more else known
+        found.append(Transfer(one.rank, one.source, one.receiver, one.target, one.nbytes + more, whole))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,12 @@ class Offer:
     @cached_property
     def _layers(self) -> list[list[tuple[Part, ...]]]:
         return fill(self.transfer.layers, self.first, self.every, self.most)
+
+    def offered(self, granularity: Granularity) -> Grants:
+        """What any iteration offers: what its windows carry, by layers the most that one of a period sends in each."""
+        if granularity is Granularity.BYTES:
+            return self.grants(self.every)
+        return self.grants([max(turn[place] for turn in self.by_layers) for place in range(len(self.every))])
 
     def filled(self, turns: Sequence[Sequence[int]]) -> tuple[int, int]:
         """Bytes that go out, and bytes that the windows carry up to the last that is needed; of that, what goes out."""

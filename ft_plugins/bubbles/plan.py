@@ -61,7 +61,8 @@ class SenderPlan:
 
     @property
     def order(self) -> tuple[Part, ...]:
-        """The parts of the slot in the order in which they go out."""
+        """The parts of the slot in the order in which they are planned. What is sent are bytes, in the order in which
+        they lie in the slot: of the parts of a window only how many bytes they have (`smp.exchange`)."""
         parts = tuple(part for grants in self.iterations for grant in grants for part in grant.parts)
         return parts or (Part(0, self.transfer.nbytes),)
 
@@ -178,7 +179,7 @@ def plan_bubbles(
         idle = sum(bubble.end - bubble.begin for bubble in offer.own)
         snapshot = choose_snapshot(timelines[one.sender].memory, one.nbytes, device_bytes)
         rate = one.nbytes / (slowest * seconds) if reason else 0.0
-        every = () if reason else offer.grants(offer.every)
+        every = () if reason or not one.nbytes else offer.offered(granularity)
         senders.append(SenderPlan(one, grants, every, idle, offer.windows.seconds, snapshot, reason, rate))
     carried = [offer for offer, (_, reason) in zip(found, planned, strict=True) if not reason and offer.transfer.nbytes]
     by_bytes = _share([offer.filled(offer.by_bytes) for offer in carried])

@@ -127,6 +127,10 @@ class BaftConfig(SystemConfig):
         description="at both ends of a bubble nothing is sent for so long: the pipeline's own messages come first",
         json_schema_extra=_more("milliseconds"),
     )
+    granularity: Literal["bytes", "layer"] = Field(
+        "bytes",
+        description="how full a bubble is planned: to the byte, or by what whole layers of the model have",
+    )
     profile_iterations: int = Field(
         6,
         ge=1,

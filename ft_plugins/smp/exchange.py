@@ -6,6 +6,10 @@ that captured the same bytes says whether it has the same.
 What goes to a node goes in lanes, a thread and a connection each: one for every rank that has a pacer of its own (its
 bubbles are not those of another), one for all else.
 
+A pacer says how many bytes may go, never which: frames are consecutive bytes of a stream, in its order. So where
+bubbles are planned by whole layers, a window carries as many bytes as the layers chosen for it have, and not those
+layers: a version is of use only when all of it is there, whatever came first, and a receiver needs to know no plan.
+
 Invariant: nothing of it is in the step path; it is paced, and gets slower, never wrong. What a receiver says it has
 taken decides what is sent next, so a broken connection, a frame that came twice or a receiver that was replaced costs
 time only. Bytes leave a slot only after its digests have been verified, and only while the slot is pinned.

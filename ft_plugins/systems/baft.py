@@ -15,7 +15,7 @@ In: the spans of this rank as the host tells them, the job's profile, its copies
 
 from __future__ import annotations
 
-from ..bubbles.filling import Grant, transfers_of
+from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import LEAST_BYTES, Gate, Gatekeeper
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
@@ -57,11 +57,12 @@ class Baft:
         known = dict(enumerate(profile.senders))
         told = [known.get(copy.rank, SenderFacts()) for copy in self._copies.copies]  # all ranks plan with the same
         found = plan_bubbles(
-            transfers_of(self._copies, [one.beside_bytes for one in told]),
+            transfers_of(self._copies, [one.beside_bytes for one in told], [one.layers for one in told]),
             dict(enumerate(profile.timelines)),
             {rank: profile.bubbles(rank) for rank in ranks},
             self._config.link_mbps * 1e6 / 8,
             Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3),
+            Granularity(self._config.granularity),
             ready_seconds=max(one.ready_seconds for one in told),  # a version goes out when all ranks have captured it
             device_bytes=min(one.device_bytes for one in told),
             least_bytes=LEAST_BYTES,
@@ -72,7 +73,7 @@ class Baft:
         self._events.emit(
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,
-            reason=own.reason,
+            fill_layers=found.fill_layers, granularity=found.granularity.value, reason=own.reason,
         )  # fmt: skip
         return found
 

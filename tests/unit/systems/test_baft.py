@@ -46,11 +46,11 @@ def idle_together() -> Profile:
 class Rank:
     """One rank's BAFT, with its gate in memory of its own."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, config: BaftConfig = CONFIG) -> None:
         self.written: list[Event] = []
         events = Events("n", rank)
         events.subscribe(self.written.append)
-        self.baft = Baft(rank, CONFIG, events)
+        self.baft = Baft(rank, config, events)
         self.gate = Gate(np.zeros(ROOM, dtype=np.uint8))
         self.baft.guard(self.gate, copies())
 
@@ -132,6 +132,23 @@ def test_a_window_that_carries_less_than_is_worth_a_frame_is_left_alone_unless_t
     assert mixed is not None and [grant.bubble for grant in mixed.senders[0].every] == [1]
     only = Rank(0).baft.plan(idle(short, short))
     assert only is not None and [grant.bubble for grant in only.senders[0].every] == [0, 1]
+
+
+@pytest.mark.parametrize(("granularity", "nbytes"), [("bytes", 398_000_000), ("layer", 300_000_000)])
+def test_by_layers_the_gate_lets_through_what_whole_layers_have(granularity: str, nbytes: int) -> None:
+    """398 MB fit into the bubble; layers of 300 and 100 MB and more."""
+    layers = (300_000_000, 100_000_000)
+    rank = Rank(2, BaftConfig(link_mbps=8_000.0, granularity=granularity))  # type: ignore[arg-type]
+    rank.baft.guard(rank.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
+    plan = rank.baft.plan(replace(idle_together(), senders=(SenderFacts(layers=layers),) * 4))
+    assert plan is not None and not plan.paced_by_rate and plan.granularity.value == granularity
+    rank.baft.iteration_begin()
+    rank.baft.begin(Kind.FORWARD)
+    rank.baft.end(Kind.FORWARD)
+    found = rank.gate.read()
+    assert found is not None and found.windows[0][2] == pytest.approx(nbytes, abs=1)
+    (event,) = rank.written
+    assert event.fields["granularity"] == granularity and event.fields["fill_layers"] == plan.fill_layers
 
 
 def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
