@@ -21,7 +21,7 @@ import torch
 
 from . import faults
 from .bubbles.clock import clock_of
-from .bubbles.profile import Profiler, Profiling
+from .bubbles.profile import Phase, Profiler, Profiling
 from .bubbles.record import Recorder, Several
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
@@ -84,8 +84,11 @@ class Session:
             self.edges = Several(self._baft, recorder)
         self.profiler = Profiler(
             self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile,
-            self._sender_facts,
+            self._sender_facts, self._traffic,
         )  # fmt: skip
+
+    def _traffic(self) -> int:
+        return self._baft.moved if self._baft is not None else 0
 
     def _sender_facts(self) -> SenderFacts:
         """What only this rank knows of what bubbles are planned with."""
@@ -108,7 +111,8 @@ class Session:
         if self._host.rank == 0:
             print(f"ft_plugins: where an iteration's time goes\n{profile.table()}", flush=True)
             for rank, steps in left_out.items():
-                print(f"ft_plugins: rank {rank}: iterations {steps} were unlike the others: left out", flush=True)
+                why = "were unlike the others, or copies went in them"
+                print(f"ft_plugins: rank {rank}: iterations {steps} {why}: left out", flush=True)
         if self._baft is not None:
             self._plan_bubbles(self._baft, profile)
 
@@ -265,10 +269,10 @@ class Session:
     def iteration_begin(self, step: int) -> None:
         """The first one puts data position and RNG in place."""
         self._restore_position()
+        if self._baft is not None:
+            self._baft.iteration_begin(held=self.profiler is not None and self.profiler.phase is Phase.RECORDING)
         if self.profiler is not None:
             self.profiler.iteration_begin(step)
-        if self._baft is not None:
-            self._baft.iteration_begin()
 
     def before_update(self, step: int) -> None:
         """The fence."""

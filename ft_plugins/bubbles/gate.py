@@ -2,9 +2,12 @@
 
 A trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame.
 
-    word   0        1        2           3        4       5 ..                                 29
-           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal
+    word   0        1        2           3        4       5 ..                                 29     30
+           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | moved
                     `------------------ covered by the seal --------------------------------'
+
+`moved` is the SMP's, all else the trainer's: it changes when a frame begins to move and when it is through, so that a
+trainer knows of a time whether copies went in it.
 
 Invariant: what is read is what was written by one `open`, or nothing: the seal, a digest written last, fits no mixture
 of two openings, whatever order a machine makes stores visible in. Closing is one store of 8 bytes: an opening is over
@@ -38,7 +41,8 @@ from .windows import WINDOWS
 
 _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
 _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
-GATE_BYTES = 8 * (_SEAL + 1)
+_MOVED = _SEAL + 1
+GATE_BYTES = 8 * (_MOVED + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
@@ -57,7 +61,8 @@ class Opening:
 
 
 class Gate:
-    """One rank's. Its trainer alone opens and closes; anyone reads. `buffer` has GATE_BYTES, aligned to 8."""
+    """One rank's. Its trainer alone opens and closes, its node's SMP alone counts what moves; anyone reads. `buffer`
+    has GATE_BYTES, aligned to 8."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._words = buffer[:GATE_BYTES].view(np.uint64)
@@ -77,9 +82,22 @@ class Gate:
         self._bytes[:] = sealed
         self._words[_SEAL] = xxhash.xxh3_64_intdigest(sealed)
 
+    def hold(self, seconds: float, now_ns: int) -> None:
+        """Nothing may go until it is closed, for so long at most: an opening for no bytes."""
+        self.open((Grant(0, -1, 0.0, seconds, 0),), 0, now_ns)
+
     def close(self) -> None:
         """The bubble is over, or a trainer has come that has not opened anything yet."""
         self._words[_CLOSED] = self._words[_NUMBER]
+
+    @property
+    def moved(self) -> int:
+        """A number that is another one when a frame has begun to move, or is through."""
+        return int(self._words[_MOVED])
+
+    def count_move(self) -> None:
+        """A frame begins to move, or is through."""
+        self._words[_MOVED] = (int(self._words[_MOVED]) + 1) % _NUMBERS
 
     def read(self) -> Opening | None:
         """The opening that stands, whether its time has come, is or is over; None for a gate that is closed."""
@@ -153,7 +171,7 @@ class Gatekeeper:
 class GatePacer:
     """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline.
 
-    `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was opened for
+    `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was open for
     `patience_seconds`: a trainer that is dead, evaluation.
     `inside_bytes` went in their window, `late_bytes` were through after it.
     """
@@ -175,7 +193,7 @@ class GatePacer:
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
         self._number: int | None = None  # the opening that was seen last
-        self._seen_ns = clock_ns()  # when it was
+        self._seen_ns = clock_ns()  # when one was open
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self.inside_bytes = 0
         self.late_bytes = 0
@@ -186,30 +204,36 @@ class GatePacer:
             with self._lock:
                 allowed, wait = self._look(nbytes)
                 silent = self._number is None or self._clock_ns() - self._seen_ns > self._patience_ns
+            if allowed is None and silent and self._otherwise is not None:
+                allowed = self._otherwise.take(nbytes, stop)
             if allowed is not None:
+                with self._lock:
+                    self._gate.count_move()
                 return allowed
-            if silent and self._otherwise is not None:
-                return self._otherwise.take(nbytes, stop)
             stop.wait(wait)
         return Allowance(0)
 
-    def ended(self, allowed: Allowance) -> None:
+    def ended(self, allowed: Allowance) -> bool | None:
         """Count a frame that is through."""
-        if allowed.deadline_ns == NO_DEADLINE:
-            return
         with self._lock:
-            if self._clock_ns() <= allowed.deadline_ns:
+            self._gate.count_move()
+            if allowed.deadline_ns == NO_DEADLINE:
+                return None
+            inside = self._clock_ns() <= allowed.deadline_ns
+            if inside:
                 self.inside_bytes += allowed.nbytes
             else:
                 self.late_bytes += allowed.nbytes
+            return inside
 
     def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
         """What may go now, or for how many seconds there is nothing to look for."""
         opening, now = self._gate.read(), self._clock_ns()
         if opening is None or all(now >= deadline for _, deadline, _ in opening.windows):
             return None, self._poll  # closed, or left open by a trainer that is dead
+        self._seen_ns = now
         if opening.number != self._number:
-            self._number, self._seen_ns = opening.number, now
+            self._number = opening.number
             self._left = [window[2] for window in opening.windows]
         for place, (begin, deadline, planned) in enumerate(opening.windows):
             if now >= deadline:

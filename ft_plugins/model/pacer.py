@@ -33,6 +33,6 @@ class Pacer(Protocol):
         """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
         ...
 
-    def ended(self, allowed: Allowance) -> None:
-        """The frame of that allowance has been taken by its receiver."""
+    def ended(self, allowed: Allowance) -> bool | None:
+        """The frame of that allowance has been taken by its receiver; whether in time, None where any time will do."""
         ...

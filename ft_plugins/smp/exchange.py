@@ -67,8 +67,9 @@ class RatePacer:
             stop.wait(wait)
         return Allowance(0 if stop.is_set() else nbytes)
 
-    def ended(self, allowed: Allowance) -> None:
+    def ended(self, allowed: Allowance) -> bool | None:
         """A frame of the rate has no time by which it has to be through."""
+        return None
 
 
 @dataclass(frozen=True, order=True)

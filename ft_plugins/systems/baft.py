@@ -3,17 +3,25 @@
     profile of all ranks -> bubbles -> plan (the same on every rank) -> this rank's gate, opened and closed at edges
 
 Where what lives, how it is sent, counts and comes back is REFT's machinery with another placement
-(redundancy.neighbour); this decides only when. Until there is a plan no gate is opened, and copies go by rate
-(bubbles.gate).
+(redundancy.neighbour); this decides only when.
+
+Until there is a plan no gate is opened, and copies go by rate (bubbles.gate): what was restored, or captured first, is
+protected as soon as can be. Only while iterations are recorded for a profile, the first or another one, copies are
+held, on all ranks at once: what they do to the link and to the processor is not to be taken for the pipeline's own. So
+protection is late by the iterations that are recorded, `profile_iterations`, and by two in which the ranks tell each
+other; and where one of them takes longer than HOLD_SECONDS, copies go on in it all the same.
 
 Invariant: in the step path there is no send, no lock and no process group: a count at each edge, and at the edges of
-bubbles a few stores into shared memory. A plan changes nothing but when bytes go.
+bubbles a few stores into shared memory. A plan changes nothing but when bytes go. While a plan no longer fits, the gate
+is open when the host is at the edges that were planned, for no longer than was planned: late, or less, never more.
 
 In: the spans of this rank as the host tells them, the job's profile, its copies. Out: openings of the gate; a
 `baft.plan` event for each plan.
 """
 
 from __future__ import annotations
+
+import time
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import LEAST_BYTES, Gate, Gatekeeper
@@ -24,6 +32,7 @@ from ..events import Events
 from ..model.timeline import Kind, Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan
 
+HOLD_SECONDS = 600.0
 _ANY = 1 << 30  # an iteration beyond those that are planned one by one: which version is under way, only SMPs know
 
 
@@ -37,6 +46,7 @@ class Baft:
         self._gate: Gate | None = None
         self._copies: NeighbourPlan | None = None
         self._keeper: Gatekeeper | None = None
+        self._held = False
 
     def guard(self, gate: Gate, copies: NeighbourPlan) -> None:
         """From now on the copies of this rank go when `gate` says so."""
@@ -48,6 +58,11 @@ class Baft:
         if self._gate is not None:
             self._gate.close()
         self._gate = self._copies = self._keeper = None
+
+    @property
+    def moved(self) -> int:
+        """Another number when copies of this rank went since it was asked last."""
+        return self._gate.moved if self._gate is not None else 0
 
     def plan(self, profile: Profile) -> BubblePlan | None:
         """Plan anew; every rank of the job finds the same. None while nothing is guarded."""
@@ -79,24 +94,29 @@ class Baft:
 
     # ---- what the host tells ----
 
-    def iteration_begin(self) -> None:
-        """An iteration begins."""
-        if self._keeper is not None:
+    def iteration_begin(self, held: bool = False) -> None:
+        """An iteration begins; `held`: nothing is to go in it."""
+        self._held = held and self._gate is not None
+        if self._held and self._gate is not None:
+            self._gate.hold(HOLD_SECONDS, time.monotonic_ns())
+        elif self._keeper is not None:
             self._keeper.iteration_begin(_ANY)
 
     def iteration_end(self) -> None:
         """Its last bubble is over."""
-        if self._keeper is not None:
+        if self._held and self._gate is not None:
+            self._gate.close()
+        elif self._keeper is not None:
             self._keeper.iteration_end()
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """A span begins."""
-        if self._keeper is not None:
+        if self._keeper is not None and not self._held:
             self._keeper.begin(kind, microbatch, chunk)
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """The span that has begun last ends."""
-        if self._keeper is not None:
+        if self._keeper is not None and not self._held:
             self._keeper.end(kind, microbatch, chunk)
 
 

@@ -88,6 +88,32 @@ def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
     session.iteration_end(1)
 
 
+def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_they_went_is_left_out(
+    tmp_path: Path,
+) -> None:
+    host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
+    place = LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0)
+    session = attach(host, Config(), place, Profiling(warmup=2, iterations=3))
+    gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
+    session._baft = Baft(0, BaftConfig(), Events("n", 0))
+    session._baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
+    session.resume()
+    seen = []
+    for step in range(1, 8):
+        session.iteration_begin(step)
+        found = gate.read()
+        seen.append(None if found is None else found.windows[0][2])
+        host.iterate()
+        if step == 4:
+            gate.count_move()  # a frame that the snapshot process had taken before
+        session.iteration_end(step)
+        assert gate.read() is None
+    session.shutdown()
+    assert seen == [None, None, 0, 0, 0, None, None]
+    (done,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.done"]
+    assert done.fields["left_out"] == [4]
+
+
 class Unplannable(Baft):
     """Its bubbles cannot be planned."""
 

@@ -355,6 +355,41 @@ def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is(
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now - began > 99 * MS
 
 
+def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_over() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), patience_seconds=0.1, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, MS)).nbytes == 70, "there is no plan yet"
+    gate.hold(2.0, clock.now)
+    assert pacer.take(70, Stop(clock, 1900 * MS)) == Allowance(0), "longer than it has patience with a closed one"
+    assert pacer.take(70, Stop(clock, 9000 * MS)).nbytes == 70 and 2090 * MS < clock.now < 2200 * MS, "a dead trainer"
+    gate.hold(2.0, clock.now)
+    assert pacer.take(70, Stop(clock, clock.now + 50 * MS)) == Allowance(0)
+    gate.close()
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert pacer.take(70, Stop(clock, clock.now + 50 * MS)).nbytes == 50
+
+
+def test_a_trainer_sees_that_a_frame_has_begun_to_move_and_that_it_is_through() -> None:
+    clock, memory = Clock(), empty()
+    gate, pacer = Gate(memory), GatePacer(Gate(memory), Free(), least_bytes=1, clock_ns=clock)
+    seen = [gate.moved]
+    by_rate = pacer.take(70, Stop(clock, MS))
+    seen.append(gate.moved)
+    assert pacer.ended(by_rate) is None
+    seen.append(gate.moved)
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert gate.moved == seen[-1], "opening moves nothing"
+    first, second = (pacer.take(20, Stop(clock, MS)) for _ in range(2))
+    seen.append(gate.moved)
+    assert pacer.ended(first) is True
+    clock.now += 11 * MS
+    assert pacer.ended(second) is False, "late"
+    seen.append(gate.moved)
+    assert len(set(seen)) == len(seen)
+    assert (pacer.inside_bytes, pacer.late_bytes) == (20, 20)
+    assert pacer.take(70, Stop(clock, clock.now + MS)) == Allowance(0) and gate.moved == seen[-1]
+
+
 # the trainer's side: counting spans
 
 

@@ -165,6 +165,25 @@ def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
     assert event.name == "baft.plan" and "no bubbles" in event.fields["reason"]
 
 
+def test_while_iterations_are_recorded_nothing_goes_whatever_was_planned_before() -> None:
+    rank = Rank(2)
+    for planned in (False, True):
+        if planned:
+            rank.baft.plan(idle_together())
+        rank.baft.iteration_begin(held=True)
+        for kind in (Kind.FORWARD, Kind.RECV, Kind.BACKWARD, Kind.UPDATE):
+            rank.baft.begin(kind)
+            rank.baft.end(kind)
+            found = rank.gate.read()
+            assert found is not None and [window[2] for window in found.windows] == [0]
+        rank.baft.iteration_end()
+        assert not rank.open
+    assert rank.play() == [False, False, True, True, True, False, False, False, False, False], "as before"
+    rank.baft.let_go()
+    rank.baft.iteration_begin(held=True)
+    assert not rank.open and rank.baft.moved == 0, "its memory may be gone"
+
+
 def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
     rank = Rank(2)
     rank.baft.plan(idle_together())
