@@ -2,12 +2,13 @@
 
 A trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame.
 
-    word   0        1        2           3        4       5 ..                                 29     30
-           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | moved
+    word   0        1        2           3        4       5 ..                                 29     30      31
+           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | moved | planned
                     `------------------ covered by the seal --------------------------------'
 
 `moved` is the SMP's, all else the trainer's: it changes when a frame begins to move and when it is through, so that a
-trainer knows of a time whether copies went in it.
+trainer knows of a time whether copies went in it. `planned`: iterations within which its bubbles carry all, 0 for no
+plan; for people.
 
 Invariant: what is read is what was written by one `open`, or nothing: the seal, a digest written last, fits no mixture
 of two openings, whatever order a machine makes stores visible in. Closing is one store of 8 bytes: an opening is over
@@ -41,8 +42,8 @@ from .windows import WINDOWS
 
 _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
 _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
-_MOVED = _SEAL + 1
-GATE_BYTES = 8 * (_MOVED + 1)
+_MOVED, _PLANNED = _SEAL + 1, _SEAL + 2
+GATE_BYTES = 8 * (_PLANNED + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
@@ -98,6 +99,15 @@ class Gate:
     def count_move(self) -> None:
         """A frame begins to move, or is through."""
         self._words[_MOVED] = (int(self._words[_MOVED]) + 1) % _NUMBERS
+
+    @property
+    def planned(self) -> int:
+        """Iterations within which the bubbles of the plan carry all that is sent; 0 where there is none."""
+        return int(self._words[_PLANNED])
+
+    @planned.setter
+    def planned(self, iterations: int) -> None:
+        self._words[_PLANNED] = iterations
 
     def read(self) -> Opening | None:
         """The opening that stands, whether its time has come, is or is over; None for a gate that is closed."""
@@ -197,6 +207,11 @@ class GatePacer:
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self.inside_bytes = 0
         self.late_bytes = 0
+
+    @property
+    def planned(self) -> int:
+        """As the trainer says: `Gate.planned`."""
+        return self._gate.planned
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until some of `nbytes` may go; how many of them, none only when stopped."""

@@ -132,7 +132,7 @@ class Exchange:
         self._checks = checks.by_target(plan, plan.ranks[position], segments)
         self._unchecked = set(self._checks)  # positions that have not said yet that all is equal
         self._counting = threading.Lock()
-        self._sent_bytes = 0
+        self._sent_bytes = self._inside_bytes = self._late_bytes = 0
         self._announced = False
         self.differences: list[Difference] = []
         if not self._checks:  # also where there is parity, of nothing
@@ -241,8 +241,7 @@ class Exchange:
                 answer, _ = self._peers[lane].ask(
                     "take", frame, key=list(key), node=send.node, at=at, exponent=send.exponent, **fields
                 )
-                self._pacers[lane.rank].ended(allowed)
-                self._count(len(frame))
+                self._count(len(frame), self._pacers[lane.rank].ended(allowed))
                 at = int(answer["taken"])
         for rank in sorted(set(ranks) - set(reply["copies"])):
             self._done[lane] = False
@@ -290,18 +289,21 @@ class Exchange:
             bytes=check.source.nbytes, count=count, reason=str(found),
         )  # fmt: skip
 
-    def _count(self, nbytes: int) -> None:
+    def _count(self, nbytes: int, in_time: bool | None = None) -> None:
         with self._counting:
             self._sent_bytes += nbytes
+            self._inside_bytes += nbytes if in_time else 0
+            self._late_bytes += nbytes if in_time is False else 0
 
     def _announce(self) -> None:
-        """Say once what it took."""
+        """Say once what it took: of the bytes, how many were through within their bubble, and how many after it."""
         with self._counting:
             if self._announced or not self.done:
                 return
             self._announced = True
         self._events.emit(
             "exchange.sent", lineage=self._version.lineage, iteration=self._version.iteration, bytes=self._sent_bytes,
+            inside=self._inside_bytes, late=self._late_bytes,
             compared=sum(map(len, self._checks.values())), seconds=round(time.monotonic() - self._started, 3),
         )  # fmt: skip
 
@@ -328,6 +330,5 @@ class Exchange:
                     return
             part = whole[at : at + allowed.nbytes]
             answer, _ = self._peers[lane].ask("copy", part, rank=rank, at=at, total=len(whole), **fields)
-            self._pacers[lane.rank].ended(allowed)
-            self._count(len(part))
+            self._count(len(part), self._pacers[lane.rank].ended(allowed))
             at = int(answer["taken"])

@@ -51,12 +51,14 @@ class Baft:
     def guard(self, gate: Gate, copies: NeighbourPlan) -> None:
         """From now on the copies of this rank go when `gate` says so."""
         gate.close()
+        gate.planned = 0
         self._gate, self._copies, self._keeper = gate, copies, None
 
     def let_go(self) -> None:
         """No more: the gate is closed, and copies go by rate, if any do."""
         if self._gate is not None:
             self._gate.close()
+            self._gate.planned = 0
         self._gate = self._copies = self._keeper = None
 
     @property
@@ -85,6 +87,7 @@ class Baft:
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
         by_rate = bool(own.reason)
         self._keeper = Gatekeeper(self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate)
+        self._gate.planned = found.iterations
         self._events.emit(
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,

@@ -404,6 +404,9 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
 
     bubbles((0, 1, 2, 3), 0)  # from now on there is a plan, by which nothing may go now
     for node in job.nodes:
+        for segment in node.segments.values():
+            Gate(segment.gate).planned = 2
+    for node in job.nodes:
         node.write(2)
     wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
     bubbles((2,), 300_000)  # less than a frame
@@ -417,6 +420,16 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     bubbles((3,), 1 << 30)
     wait(lambda: all(node.tier.status()["counts"] == [1, 2] for node in job.nodes))
     assert all(node.tier.status()["late"] == 0 for node in job.nodes)
+    for node in job.nodes:
+        by_rate, sent_now = (event.fields for event in node.seen if event.name == "exchange.sent")
+        assert by_rate["inside"] == by_rate["late"] == 0 < by_rate["bytes"]
+        assert sent_now["inside"] == sent_now["bytes"] and sent_now["late"] == 0
+        counts = [event.fields for event in node.seen if event.name == "node.counts"]
+        assert [(one["iterations"], one["planned"]) for one in counts] == [(None, None), (1, 2)]
+        status = node.tier.status()
+        assert (status["iterations"], status["planned"], status["rarer"]) == (1, 2, False)
+        assert [one["rank"] for one in status["copies"]] == sorted(node.segments)
+        assert sum(one["in_bubbles"] for one in status["copies"]) == status["in_bubbles"] == sent_now["inside"]
     (fresh,) = job.substitute(1)
     job.rebuild(fresh, 3, Version(1, 2), (1,))
     assert fresh.holds(3, Version(1, 2)), "put together from frames of any length"

@@ -76,7 +76,7 @@ def test_a_gate_is_open_in_its_bubble_and_nowhere_else() -> None:
     rank = Rank(2)
     assert rank.play() == [False] * 10, "nothing is planned yet"
     plan = rank.baft.plan(idle_together())
-    assert plan is not None and not plan.paced_by_rate and plan.iterations == 1
+    assert plan is not None and not plan.paced_by_rate and plan.iterations == rank.gate.planned == 1
     # after forward, through the receive, until backward begins
     assert rank.play() == [False, False, True, True, True, False, False, False, False, False]
 
@@ -192,7 +192,7 @@ def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
     rank.baft.end(Kind.FORWARD)
     assert rank.open
     rank.baft.let_go()
-    assert not rank.open and rank.play() == [False] * 10
+    assert not rank.open and rank.play() == [False] * 10 and rank.gate.planned == 0
     assert rank.baft.plan(idle_together()) is None
 
 
