@@ -253,7 +253,7 @@ class Session:
         if self._host.rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
         if self._baft is not None and self._reft.copies is not None:
-            self._baft.guard(self._reft.gate, self._reft.copies)
+            self._baft.guard(self._reft.gate, self._reft.copies, self._reft.links)
         done = plan.version.iteration if plan.version else loaded
         if last is not None and done >= last:
             self._restore_position()

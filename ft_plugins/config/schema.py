@@ -115,11 +115,12 @@ class ReftConfig(SystemConfig):
 class BaftConfig(SystemConfig):
     """BAFT: snapshots are copied to the node of the pipeline stage before, while the pipeline is idle anyway."""
 
-    link_mbps: float = Field(
-        10_000.0,
+    link_mbps: float | None = Field(
+        None,
         gt=0,
-        description="what the link of a node carries, each way: by it the bytes of a bubble are planned",
-        json_schema_extra=_more("megabits per second"),
+        description="what the link of a node carries, each way: by it the bytes of a bubble are planned; unset: "
+        "measured at start",
+        json_schema_extra=_more("megabits per second", "a number > 0"),
     )
     reserve_ms: float = Field(
         1.0,

@@ -26,7 +26,7 @@ from ..events import Events
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.segment import Segment, vault_of
 from ..snapshot.slots import Pin, SlotState, Version
-from . import checks, protocol, wire
+from . import checks, probe, protocol, wire
 from .answers import Answers
 from .exchange import Exchange, RatePacer
 from .former import Former
@@ -104,10 +104,12 @@ class NodeTier:
         written(self._run_dir / "endpoint.json", where)
 
     def protect(self, told_now: Protection, token: int) -> dict[str, Any]:
-        """Protect the job as it is now. Returns the bytes that are claimed, and the kernel's figure.
+        """Protect the job as it is now. Returns the bytes that are claimed, the kernel's figure, and what the links
+        carry, where that is to be measured.
 
         Raises BudgetError, TopologyError, ProtocolError for a position that is not this node's.
         """
+        links = self._links(told_now) if told_now.measure else []  # nothing else moves now
         self.suspend()
         with self._lock:
             vault = self._begin(told_now, token)
@@ -115,7 +117,19 @@ class NodeTier:
             self._pace = Pace(told_now.interval, self._kept.counted)
             written(self._run_dir / _TOLD, {**told_now.block(), "token": token})  # what it says to be kept is
             self._run()
-            return {"bytes": vault.nbytes, "resident_bytes": vault.resident_bytes}
+            return {"bytes": vault.nbytes, "resident_bytes": vault.resident_bytes, "links": links}
+
+    def _links(self, told_now: Protection) -> list[tuple[int, float]]:
+        """Bytes per second to each position to which this node sends copies; none where that cannot be measured."""
+        plan = told_now.plan()
+        targets = [send.area.position for send in plan.sends[told_now.position]]
+        try:
+            return probe.measure(
+                targets, lambda at: self.peer(told_now.endpoints[at], told_now.detect_seconds)
+            )
+        except (FtError, OSError) as error:
+            self._events.emit("link.unmeasured", reason=str(error))
+            return []
 
     def _begin(self, told_now: Protection, token: int) -> Vault:
         plan = told_now.plan()

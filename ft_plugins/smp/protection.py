@@ -41,6 +41,7 @@ class Protection:
     detect_seconds: float
     replicated: tuple[tuple[Extent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
     stages: tuple[tuple[int, ...], ...] = ()  # pipelines, where each rank's copy is on the node of the stage before
+    measure: bool = False  # what the links carry by which copies go is wanted
     counted: Version | None = None  # the newest that counts on any node: kept on all of them until a newer one does
 
     def plan(self) -> ExchangePlan:

@@ -15,13 +15,14 @@ Invariant: in the step path there is no send, no lock and no process group: a co
 bubbles a few stores into shared memory. A plan changes nothing but when bytes go. While a plan no longer fits, the gate
 is open when the host is at the edges that were planned, for no longer than was planned: late, or less, never more.
 
-In: the spans of this rank as the host tells them, the job's profile, its copies. Out: openings of the gate; a
-`baft.plan` event for each plan.
+In: the spans of this rank as the host tells them, the job's profile, its copies, what links carry. Out: openings of the
+gate; a `baft.plan` event for each plan.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import LEAST_BYTES, Gate, Gatekeeper
@@ -33,6 +34,7 @@ from ..model.timeline import Kind, Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan
 
 HOLD_SECONDS = 600.0
+USUAL_MBPS = 10_000.0  # of a link that was neither named nor could be measured
 _ANY = 1 << 30  # an iteration beyond those that are planned one by one: which version is under way, only SMPs know
 
 
@@ -46,13 +48,16 @@ class Baft:
         self._gate: Gate | None = None
         self._copies: NeighbourPlan | None = None
         self._keeper: Gatekeeper | None = None
+        self._links: dict[int, float] = {}
         self._held = False
 
-    def guard(self, gate: Gate, copies: NeighbourPlan) -> None:
-        """From now on the copies of this rank go when `gate` says so."""
+    def guard(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float] | None = None) -> None:
+        """From now on the copies of this rank go when `gate` says so. `links`: bytes per second by position, as they
+        were measured; what is configured goes before it."""
         gate.close()
         gate.planned = 0
         self._gate, self._copies, self._keeper = gate, copies, None
+        self._links = dict(links or {})
 
     def let_go(self) -> None:
         """No more: the gate is closed, and copies go by rate, if any do."""
@@ -70,14 +75,14 @@ class Baft:
         """Plan anew; every rank of the job finds the same. None while nothing is guarded."""
         if self._gate is None or self._copies is None:
             return None
-        ranks = range(len(profile.timelines))
+        ranks, carried = range(len(profile.timelines)), self._carried()
         known = dict(enumerate(profile.senders))
         told = [known.get(copy.rank, SenderFacts()) for copy in self._copies.copies]  # all ranks plan with the same
         found = plan_bubbles(
             transfers_of(self._copies, [one.beside_bytes for one in told], [one.layers for one in told]),
             dict(enumerate(profile.timelines)),
             {rank: profile.bubbles(rank) for rank in ranks},
-            self._config.link_mbps * 1e6 / 8,
+            carried,
             Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3),
             Granularity(self._config.granularity),
             ready_seconds=max(one.ready_seconds for one in told),  # a version goes out when all ranks have captured it
@@ -92,8 +97,15 @@ class Baft:
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,
             fill_layers=found.fill_layers, granularity=found.granularity.value, reason=own.reason,
+            link_mbps=round(8e-6 * (carried if isinstance(carried, float) else carried[own.transfer.source]), 1),
         )  # fmt: skip
         return found
+
+    def _carried(self) -> float | dict[int, float]:
+        """Bytes per second of links: as configured, else as measured, else a usual one."""
+        if self._config.link_mbps is not None or not self._links:
+            return (self._config.link_mbps or USUAL_MBPS) * 1e6 / 8
+        return self._links
 
     # ---- what the host tells ----
 

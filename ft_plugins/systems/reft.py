@@ -83,6 +83,7 @@ class Reft:
         layout = plan_layout(host.inventory(), nodes, self._config.bucket_mib << 20)
         self.layout: Layout = self.nodes.with_parity(layout)
         self.copies: NeighbourPlan | None = None  # whose copy lives where, of this incarnation
+        self.links: dict[int, float] = {}  # bytes per second by position, where that was to be measured
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
@@ -236,6 +237,7 @@ class Reft:
         self._collective.barrier()  # every SMP has opened the lineage before anyone captures into it
         if isinstance(nodes, JobNodes):
             self._report_protection(nodes, nodes.protect(plan.lineage, plan.version))
+            self.links = nodes.links
             self.copies = nodes.exchange.neighbours if isinstance(nodes.exchange, CopyPlan) else None
         faults.reach("restore.end")
         self._lineage = plan.lineage
@@ -254,6 +256,8 @@ class Reft:
         print(nodes.exchange.table() if nodes.exchange else "")
         for name, nbytes in claimed:
             print(f"  {name}: {nbytes} bytes claimed for two versions of parity and copies")
+        for (name, _), rate in zip(claimed, nodes.links.values(), strict=False):
+            print(f"  {name}: its link carries {rate * 8e-6:.0f} megabits per second, as measured")
         sys.stdout.flush()
 
     def _choose(self, found: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:

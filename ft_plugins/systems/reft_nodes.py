@@ -123,6 +123,7 @@ class ReftNodes:
         return NodeTierConfig(
             self.losses, stages, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
             self._job.detect_seconds, secret_file, self._job.interface, self._towards, self._run_dir, self._token,
+            self._job.baft is not None and self._job.baft.link_mbps is None,
         )  # fmt: skip
 
     def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:

@@ -388,6 +388,23 @@ def test_neighbours_that_are_lost_together_are_refused(cluster: Callable[..., Cl
     assert not fresh[1].holds(4, Version(1, 1))
 
 
+def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
+    first, second = job.nodes
+    assert first.tier.protect(replace(job.protection, position=0), 1)["links"] == []
+    wanted = replace(job.protection, measure=True)
+    assert Protection.read(wanted.block()) == wanted
+    ((target, rate),) = first.tier.protect(replace(wanted, position=0), 1)["links"]
+    assert target == 1 and 1e6 < rate < 1e12, "a loopback"
+    assert second.tier.status()["counts"] is None and not second.tier.inventory()["parity"], "nothing of it is kept"
+    second.tier._server.close()  # type: ignore[union-attr]
+    gone = replace(wanted, position=0, endpoints=(first.endpoint, ("127.0.0.1", 1)))
+    assert first.tier.protect(gone, 1)["links"] == []
+    (event,) = [event for event in first.seen if event.name == "link.unmeasured"]
+    assert "127.0.0.1" in event.fields["reason"]
+
+
 def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
     job.protection = replace(job.protection, stages=((0, 2), (1, 3)))

@@ -94,6 +94,20 @@ def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends() ->
     assert nbytes == pytest.approx(398e6, abs=1)  # at 1 byte a nanosecond; its node sends nothing else
 
 
+def test_the_link_is_what_was_named_else_what_was_measured_else_a_usual_one() -> None:
+    def planned(mbps: float | None, links: dict[int, float]) -> tuple[int, float]:
+        rank = Rank(2, BaftConfig(link_mbps=mbps))
+        rank.baft.guard(rank.gate, copies(), links)
+        plan = rank.baft.plan(idle_together())
+        assert plan is not None
+        return plan.senders[2].every[0].nbytes, rank.written[-1].fields["link_mbps"]
+
+    measured = {0: 5e8, 1: 4e8, 2: 3e8, 3: 2e8}  # rank 2 stands on position 2, its copy goes to position 0
+    assert planned(8_000.0, measured) == (pytest.approx(398e6, abs=1), 8_000.0)
+    assert planned(None, measured) == (pytest.approx(0.3 * 398e6, abs=1), 2_400.0)
+    assert planned(None, {}) == (pytest.approx(1.25 * 398e6, abs=1), 10_000.0)
+
+
 def test_all_ranks_find_the_same_plan() -> None:
     plans = [Rank(rank).baft.plan(idle_together()) for rank in range(4)]
     assert plans[0] is not None and all(plan == plans[0] for plan in plans)
