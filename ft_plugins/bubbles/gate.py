@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
 _MOVED, _PLANNED = _SEAL + 1, _SEAL + 2
 GATE_BYTES = 8 * (_PLANNED + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
+MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
+_FADES = 0.9  # what frames before still count for, one later
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
 
@@ -179,7 +181,9 @@ class Gatekeeper:
 
 
 class GatePacer:
-    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline.
+    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline: at
+    the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
+    of what was planned delays nothing but copies; only the first frame of a window goes in any case, or nothing would.
 
     `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was open for
     `patience_seconds`: a trainer that is dead, evaluation.
@@ -205,6 +209,8 @@ class GatePacer:
         self._number: int | None = None  # the opening that was seen last
         self._seen_ns = clock_ns()  # when one was open
         self._left: list[int] = []  # of it: bytes that may still go in each window
+        self._moved = 0.0  # bytes of the frames before, the last ones most
+        self._took = 0.0  # nanoseconds, likewise
         self.inside_bytes = 0
         self.late_bytes = 0
 
@@ -224,7 +230,7 @@ class GatePacer:
             if allowed is not None:
                 with self._lock:
                     self._gate.count_move()
-                return allowed
+                return replace(allowed, began_ns=self._clock_ns())
             stop.wait(wait)
         return Allowance(0)
 
@@ -232,9 +238,13 @@ class GatePacer:
         """Count a frame that is through."""
         with self._lock:
             self._gate.count_move()
+            now = self._clock_ns()
+            if allowed.nbytes >= self._least:  # of less it is the way there and back that takes its time
+                self._moved = _FADES * self._moved + allowed.nbytes
+                self._took = _FADES * self._took + now - allowed.began_ns
             if allowed.deadline_ns == NO_DEADLINE:
                 return None
-            inside = self._clock_ns() <= allowed.deadline_ns
+            inside = now <= allowed.deadline_ns
             if inside:
                 self.inside_bytes += allowed.nbytes
             else:
@@ -255,10 +265,14 @@ class GatePacer:
                 continue
             if now < begin:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
-            in_time = planned * (deadline - now) // (deadline - begin)
-            room = min(self._left[place], in_time)
+            room = min(self._left[place], planned * (deadline - now) // (deadline - begin))
             # a window that holds less than is worth a frame is taken where half of it gets through
-            if room and room >= min(nbytes, self._least, (planned + 1) // 2):
+            worth = min(nbytes, self._least, (planned + 1) // 2)
+            if self._took > 0:
+                through = int(MARGIN * self._moved / self._took * (deadline - now))
+                first = self._left[place] == planned
+                room = min(room, max(through, worth if first else 0))
+            if room and room >= worth:
                 allowed = min(nbytes, room)
                 self._left[place] -= allowed
                 return Allowance(allowed, deadline), 0.0

@@ -12,7 +12,7 @@ Nothing that was allowed is taken back: who is late stops at the end of its fram
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 NO_DEADLINE = 0
@@ -24,6 +24,7 @@ class Allowance:
 
     nbytes: int
     deadline_ns: int = NO_DEADLINE
+    began_ns: int = field(default=0, compare=False)  # when it was given
 
 
 class Pacer(Protocol):

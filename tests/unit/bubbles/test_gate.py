@@ -275,9 +275,54 @@ def test_who_is_late_goes_on_in_the_next_bubble() -> None:
     clock.now = 12 * MS  # the frame took longer than it should
     pacer.ended(first)
     second = pacer.take(900, stop)
-    assert second == Allowance(900, 61 * MS) and 51 * MS <= clock.now < 52 * MS
+    assert second.deadline_ns == 61 * MS and 51 * MS <= clock.now < 52 * MS
+    assert 540 < second.nbytes <= 562, "at 75 a millisecond, three quarters of what would be through in 10"
     pacer.ended(second)
-    assert (pacer.late_bytes, pacer.inside_bytes) == (900, 900)
+    assert (pacer.late_bytes, pacer.inside_bytes) == (900, second.nbytes)
+
+
+def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_get_slower() -> None:
+    """100 bytes a millisecond were planned; it is a tenth, and a round trip more for each frame."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    late_by, moved = [], []
+    for number in range(30):
+        begin = clock.now = 100 * MS * number
+        gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
+        stop = Stop(clock, begin + 10 * MS)
+        before = pacer.inside_bytes + pacer.late_bytes
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += MS // 20 + allowed.nbytes * MS // 10
+            pacer.ended(allowed)
+        late_by.append(max(0, clock.now - begin - 11 * MS))  # a wait may go on for one poll
+        moved.append(pacer.inside_bytes + pacer.late_bytes - before)
+    assert late_by[0] > 50 * MS, "nothing is known yet"
+    assert not any(late_by[1:]) and min(moved[10:]) >= 70, "of 100 that could be through"
+    for number in range(30, 60):  # it is as planned again
+        begin = clock.now = 100 * MS * number
+        gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
+        stop = Stop(clock, begin + 10 * MS)
+        before = pacer.inside_bytes
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += allowed.nbytes * MS // 100
+            pacer.ended(allowed)
+    assert pacer.inside_bytes - before >= 850
+
+
+def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    stuck = pacer.take(1000, Stop(clock, 10 * MS))
+    clock.now = 30_000 * MS
+    pacer.ended(stuck)
+    for _ in range(100):
+        gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)
+        before, stop = pacer.inside_bytes, Stop(clock, clock.now + 10 * MS)
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += allowed.nbytes * MS // 100
+            pacer.ended(allowed)
+    assert pacer.inside_bytes - before >= 850
 
 
 def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
