@@ -388,6 +388,27 @@ def test_neighbours_that_are_lost_together_are_refused(cluster: Callable[..., Cl
     assert not fresh[1].holds(4, Version(1, 1))
 
 
+def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
+    job.protect()
+    job.train(1, 1)
+    gates = [Gate(segment.gate) for node in job.nodes for segment in node.segments.values()]
+    for gate in gates:
+        gate.hold(SECONDS, time.monotonic_ns())
+    for node in job.nodes:
+        node.write(2)
+    wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
+    for iteration in range(3, 30):  # `choose` refuses where all slots are pinned
+        for node in job.nodes:
+            node.write(iteration)
+    assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes)
+    for gate in gates:
+        gate.open([Grant(0, -1, 0.0, SECONDS, 1 << 30)], 0, time.monotonic_ns())
+    wait(lambda: all(node.tier.status()["counts"] == [1, 2] for node in job.nodes))
+    assert all(node.holds(rank, Version(1, 2)) for node in job.nodes for rank in node.segments)
+
+
 def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
     job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
