@@ -45,6 +45,7 @@ class NodeTierConfig:
     towards: str  # a host of the job: the interface is the one that leads there, unless named
     run_dir: Path
     token: int
+    both: bool = False  # parity beside copies
     measure: bool = False  # what the links carry by which copies go
 
 
@@ -204,8 +205,8 @@ class JobNodes(LinkedNodes):
             lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
             losses=config.losses, position=self._position, endpoints=self._endpoints, interval=config.interval,
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
-            replicated=() if config.stages else gathered([told for _, told in facts]), stages=config.stages,
-            measure=config.measure,
+            replicated=() if config.stages and not config.both else gathered([told for _, told in facts]),
+            stages=config.stages, both=config.both, measure=config.measure,
         )  # fmt: skip
         self.exchange = self._protection.plan()
         self.digest = self._protection.digest

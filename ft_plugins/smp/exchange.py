@@ -4,7 +4,7 @@ Of state whose parity this node has computed itself, from its replicas, nothing 
 that captured the same bytes says whether it has the same.
 
 What goes to a node goes in lanes, a thread and a connection each: one for every rank that has a pacer of its own (its
-bubbles are not those of another), one for all else.
+bubbles are not those of another), one for all else. A block of several ranks goes with the first of them.
 
 A pacer says how many bytes may go, never which: frames are consecutive bytes of a stream, in its order. So where
 bubbles are planned by whole layers, a window carries as many bytes as the layers chosen for it have, and not those
@@ -112,7 +112,7 @@ class Exchange:
     ) -> None:
         """`segments` of this node's ranks hold `version` pinned; `connect` gives a connection to a position's SMP.
 
-        `pacers` are those of ranks by which goes what is theirs alone; `pacer` is for all else.
+        `pacers` are those of ranks by which goes what is theirs; `pacer` is for all else.
 
         `alike` is called when every replica that parity was made from here has been found equal to its other side.
         Raises ProtocolError when a slot is laid out otherwise than the plan has it.
@@ -140,7 +140,7 @@ class Exchange:
         self._lanes: dict[Lane, tuple[list[Send], list[int]]] = {Lane(to, NO_RANK): ([], []) for to in self._checks}
         for send in plan.sends[position]:
             members = plan.sections[send.area.section].members(send.node)
-            lane = self._lane(send.area.position, members[0] if len(members) == 1 else NO_RANK)
+            lane = self._lane(send.area.position, members[0] if members else NO_RANK)
             self._lanes.setdefault(lane, ([], []))[0].append(send)
         for rank in plan.ranks[position]:
             for holder in plan.copy_holders(rank):

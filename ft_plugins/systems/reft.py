@@ -34,7 +34,7 @@ from ..recovery.nodes import JobNodes
 from ..recovery.plan import RecoveryPlan, choose_source
 from ..recovery.run import agree_on_version, load_tensors
 from ..recovery.storage import StorageTier
-from ..redundancy.neighbour import CopyPlan, NeighbourPlan
+from ..redundancy.neighbour import BothPlan, CopyPlan, NeighbourPlan
 from ..smp.client import Client
 from ..smp.protocol import ALARM
 from ..snapshot import codec, index, manifest
@@ -93,6 +93,8 @@ class Reft:
         self._waits: list[tuple[int, float]] = []  # fences not yet reported: that is left to the capture thread
         self._captures: deque[float] = deque(maxlen=_CAPTURES)  # seconds until they were sealed
         self._small_bytes = 0  # of the newest version
+        self._holders = 1  # nodes that keep it
+        self._sent_beside = 0  # bytes for parity, where there are copies too
 
     @cached_property
     def shape(self) -> Shape:
@@ -127,8 +129,11 @@ class Reft:
 
     @property
     def beside_bytes(self) -> int:
-        """What goes to other nodes with each version beside its slot's data: small state and digest table."""
-        return self._small_bytes + 8 * (len(self.layout.ranges) + self.layout.checks)
+        """What goes to other nodes with each version beside its slot's data: small state and digest table, to each node
+        that keeps them; and what parity needs, where there is both."""
+        return self._sent_beside + self._holders * (
+            self._small_bytes + 8 * (len(self.layout.ranges) + self.layout.checks)
+        )
 
     @property
     def claimed(self) -> bool:
@@ -239,6 +244,9 @@ class Reft:
             self._report_protection(nodes, nodes.protect(plan.lineage, plan.version))
             self.links = nodes.links
             self.copies = nodes.exchange.neighbours if isinstance(nodes.exchange, CopyPlan) else None
+            if isinstance(nodes.exchange, BothPlan):
+                self._holders = len(nodes.exchange.copy_holders(self._host.rank))
+                self._sent_beside = nodes.exchange.sent_beside(self._host.rank)
         faults.reach("restore.end")
         self._lineage = plan.lineage
         self._capture = Capture(

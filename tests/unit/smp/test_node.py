@@ -376,6 +376,30 @@ def test_a_copy_on_a_neighbour_counts_and_puts_a_lost_node_s_slots_together(
     assert node.holds(3, Version(2, 5))
 
 
+@pytest.mark.parametrize("lost", [(0,), (0, 1), (0, 2), (1, 3)])
+def test_with_parity_beside_copies_what_is_lost_with_its_copy_comes_from_parity(
+    cluster: Callable[..., Cluster], lost: tuple[int, ...]
+) -> None:
+    """Two stages of two nodes each, data-parallel groups over both: 0 and 2 keep each other's copies, 1 and 3 too."""
+    job = cluster(4)
+    stages, groups = ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 2, 3), (4, 5, 6, 7))
+    job.protection = replace(job.protection, stages=stages, groups=groups, both=True)
+    plan = job.protection.plan()
+    job.protect()
+    job.train(1, 3)
+    version = Version(1, 3)
+    for node in job.substitute(*lost):
+        for rank in job.ranks[node.position]:
+            assert plan.ways(rank, lost) is not None
+            job.rebuild(node, rank, version, lost)
+            assert node.holds(rank, version)
+            from_parity = plan.ways(rank, lost)[0].index >= len(job.shapes)  # type: ignore[index]
+            assert from_parity == (lost in ((0, 2), (1, 3)))
+    job.protect(2, version)
+    wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))
+    job.train(4, 4, lineage=2)
+
+
 def test_neighbours_that_are_lost_together_are_refused(cluster: Callable[..., Cluster]) -> None:
     job = cluster(4)
     job.protection = replace(job.protection, stages=((0, 2, 4, 6), (1, 3, 5, 7)))
