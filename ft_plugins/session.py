@@ -21,14 +21,15 @@ import torch
 
 from . import faults
 from .bubbles.clock import clock_of
-from .bubbles.profile import Profiler, Profiling
+from .bubbles.profile import Phase, Profiler, Profiling
 from .bubbles.record import Recorder, Several
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
 from .model.host import Edges, Host
-from .model.timeline import Profile
+from .model.timeline import Profile, SenderFacts
 from .recovery.collective import Collective
+from .snapshot.layout import layer_bytes
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
 from .systems.baft import Baft
@@ -75,15 +76,28 @@ class Session:
 
     def _profile(self, profiling: Profiling) -> None:
         """Measure where the bubbles are, on the clock of the device that holds the parameters."""
-        device = next((tensor.device for tensor in self._host.tensors().values()), torch.device("cpu"))
-        recorder = Recorder(self._host.rank, clock_of(device))
+        self._device = next((tensor.device for tensor in self._host.tensors().values()), torch.device("cpu"))
+        recorder = Recorder(self._host.rank, clock_of(self._device))
         self.edges = recorder
         if self._config.baft is not None:
             self._baft = Baft(self._host.rank, self._config.baft, self._events)
             self.edges = Several(self._baft, recorder)
         self.profiler = Profiler(
-            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile
-        )
+            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile,
+            self._sender_facts, self._traffic,
+        )  # fmt: skip
+
+    def _traffic(self) -> int:
+        return self._baft.moved if self._baft is not None else 0
+
+    def _sender_facts(self) -> SenderFacts:
+        """What only this rank knows of what bubbles are planned with."""
+        if self._reft is None:
+            return SenderFacts()
+        cuda = self._device.type == "cuda"
+        memory = torch.cuda.get_device_properties(self._device).total_memory if cuda else 0
+        reft = self._reft
+        return SenderFacts(reft.capture_seconds, reft.beside_bytes, memory, layer_bytes(reft.layout))
 
     def _report_profile(self, profile: Profile) -> None:
         assert self.profiler is not None
@@ -97,7 +111,8 @@ class Session:
         if self._host.rank == 0:
             print(f"ft_plugins: where an iteration's time goes\n{profile.table()}", flush=True)
             for rank, steps in left_out.items():
-                print(f"ft_plugins: rank {rank}: iterations {steps} were unlike the others: left out", flush=True)
+                why = "were unlike the others, or copies went in them"
+                print(f"ft_plugins: rank {rank}: iterations {steps} {why}: left out", flush=True)
         if self._baft is not None:
             self._plan_bubbles(self._baft, profile)
 
@@ -238,7 +253,7 @@ class Session:
         if self._host.rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
         if self._baft is not None and self._reft.copies is not None:
-            self._baft.guard(self._reft.gate, self._reft.copies)
+            self._baft.guard(self._reft.gate, self._reft.copies, self._reft.links)
         done = plan.version.iteration if plan.version else loaded
         if last is not None and done >= last:
             self._restore_position()
@@ -254,10 +269,10 @@ class Session:
     def iteration_begin(self, step: int) -> None:
         """The first one puts data position and RNG in place."""
         self._restore_position()
+        if self._baft is not None:
+            self._baft.iteration_begin(held=self.profiler is not None and self.profiler.phase is Phase.RECORDING)
         if self.profiler is not None:
             self.profiler.iteration_begin(step)
-        if self._baft is not None:
-            self._baft.iteration_begin()
 
     def before_update(self, step: int) -> None:
         """The fence."""

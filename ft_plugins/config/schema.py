@@ -66,11 +66,11 @@ class ReftConfig(SystemConfig):
     bucket_mib: int = Field(
         4, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
     )
-    redundancy: Literal["raim5", "raim6", "neighbour", "none"] | None = Field(
+    redundancy: Literal["raim5", "raim6", "neighbour", "both", "none"] | None = Field(
         None,
         description="with several nodes: parity over the nodes of a sharding group, against the loss of one of them "
-        "(raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); or nothing; "
-        "unset: raim5, with BAFT neighbour",
+        "(raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); that copy "
+        "and raim5 (both); or nothing; unset: raim5, with BAFT neighbour",
     )
     exchange_interval: int = Field(
         1,
@@ -115,17 +115,22 @@ class ReftConfig(SystemConfig):
 class BaftConfig(SystemConfig):
     """BAFT: snapshots are copied to the node of a neighbouring pipeline stage, while the pipeline is idle anyway."""
 
-    link_mbps: float = Field(
-        10_000.0,
+    link_mbps: float | None = Field(
+        None,
         gt=0,
-        description="what the link of a node carries, each way: by it the bytes of a bubble are planned",
-        json_schema_extra=_more("megabits per second"),
+        description="what the link of a node carries, each way: by it the bytes of a bubble are planned; unset: "
+        "measured at start",
+        json_schema_extra=_more("megabits per second", "a number > 0"),
     )
     reserve_ms: float = Field(
         1.0,
         ge=0,
         description="at both ends of a bubble nothing is sent for so long: the pipeline's own messages come first",
         json_schema_extra=_more("milliseconds"),
+    )
+    granularity: Literal["bytes", "layer"] = Field(
+        "bytes",
+        description="how full a bubble is planned: to the byte, or by what whole layers of the model have",
     )
     profile_iterations: int = Field(
         6,
@@ -355,12 +360,12 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
 
 def _require_no_contradiction(config: Config, spell: Spelling) -> None:
     redundancy = config.reft.redundancy if config.reft else None
-    if config.baft is not None and redundancy not in (None, "neighbour"):
+    if config.baft is not None and redundancy not in (None, "neighbour", "both"):
         known = {key.path: key for key in keys()}
         first, second = known["reft", "redundancy"], known[("baft",)]
         raise ConfigError(
             f"{spell(first)}: {redundancy} contradicts {spell(second)}, which keeps a copy on a neighbouring stage "
-            "(neighbour); drop one of the two"
+            "(neighbour, or both); drop one of the two"
         )
 
 

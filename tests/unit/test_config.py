@@ -129,6 +129,7 @@ def test_what_is_captured_follows_from_the_systems_that_are_on() -> None:
     assert redundancy({"reft": True}) == "raim5"
     assert redundancy({"baft": True}) == redundancy({"reft": True, "baft": True}) == "neighbour"
     assert redundancy({"reft": {"redundancy": "raim6"}}) == "raim6"
+    assert redundancy({"reft": {"redundancy": "both"}, "baft": True}) == "both"
     interval = Config.from_json({"reft": {"interval": 3}, "baft": True}).capture
     assert interval is not None and interval.interval == 3
     with pytest.raises(ConfigError, match="redundancy: raim5 contradicts ft_plugins.baft"):

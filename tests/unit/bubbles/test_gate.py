@@ -275,9 +275,54 @@ def test_who_is_late_goes_on_in_the_next_bubble() -> None:
     clock.now = 12 * MS  # the frame took longer than it should
     pacer.ended(first)
     second = pacer.take(900, stop)
-    assert second == Allowance(900, 61 * MS) and 51 * MS <= clock.now < 52 * MS
+    assert second.deadline_ns == 61 * MS and 51 * MS <= clock.now < 52 * MS
+    assert 540 < second.nbytes <= 562, "at 75 a millisecond, three quarters of what would be through in 10"
     pacer.ended(second)
-    assert (pacer.late_bytes, pacer.inside_bytes) == (900, 900)
+    assert (pacer.late_bytes, pacer.inside_bytes) == (900, second.nbytes)
+
+
+def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_get_slower() -> None:
+    """100 bytes a millisecond were planned; it is a tenth, and a round trip more for each frame."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    late_by, moved = [], []
+    for number in range(30):
+        begin = clock.now = 100 * MS * number
+        gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
+        stop = Stop(clock, begin + 10 * MS)
+        before = pacer.inside_bytes + pacer.late_bytes
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += MS // 20 + allowed.nbytes * MS // 10
+            pacer.ended(allowed)
+        late_by.append(max(0, clock.now - begin - 11 * MS))  # a wait may go on for one poll
+        moved.append(pacer.inside_bytes + pacer.late_bytes - before)
+    assert late_by[0] > 50 * MS, "nothing is known yet"
+    assert not any(late_by[1:]) and min(moved[10:]) >= 70, "of 100 that could be through"
+    for number in range(30, 60):  # it is as planned again
+        begin = clock.now = 100 * MS * number
+        gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
+        stop = Stop(clock, begin + 10 * MS)
+        before = pacer.inside_bytes
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += allowed.nbytes * MS // 100
+            pacer.ended(allowed)
+    assert pacer.inside_bytes - before >= 850
+
+
+def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    stuck = pacer.take(1000, Stop(clock, 10 * MS))
+    clock.now = 30_000 * MS
+    pacer.ended(stuck)
+    for _ in range(100):
+        gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)
+        before, stop = pacer.inside_bytes, Stop(clock, clock.now + 10 * MS)
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += allowed.nbytes * MS // 100
+            pacer.ended(allowed)
+    assert pacer.inside_bytes - before >= 850
 
 
 def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
@@ -353,6 +398,41 @@ def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is(
     assert pacer.take(70, Stop(clock, 1000 * MS)).nbytes == 50
     began = clock.now
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now - began > 99 * MS
+
+
+def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_over() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), patience_seconds=0.1, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, MS)).nbytes == 70, "there is no plan yet"
+    gate.hold(2.0, clock.now)
+    assert pacer.take(70, Stop(clock, 1900 * MS)) == Allowance(0), "longer than it has patience with a closed one"
+    assert pacer.take(70, Stop(clock, 9000 * MS)).nbytes == 70 and 2090 * MS < clock.now < 2200 * MS, "a dead trainer"
+    gate.hold(2.0, clock.now)
+    assert pacer.take(70, Stop(clock, clock.now + 50 * MS)) == Allowance(0)
+    gate.close()
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert pacer.take(70, Stop(clock, clock.now + 50 * MS)).nbytes == 50
+
+
+def test_a_trainer_sees_that_a_frame_has_begun_to_move_and_that_it_is_through() -> None:
+    clock, memory = Clock(), empty()
+    gate, pacer = Gate(memory), GatePacer(Gate(memory), Free(), least_bytes=1, clock_ns=clock)
+    seen = [gate.moved]
+    by_rate = pacer.take(70, Stop(clock, MS))
+    seen.append(gate.moved)
+    assert pacer.ended(by_rate) is None
+    seen.append(gate.moved)
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert gate.moved == seen[-1], "opening moves nothing"
+    first, second = (pacer.take(20, Stop(clock, MS)) for _ in range(2))
+    seen.append(gate.moved)
+    assert pacer.ended(first) is True
+    clock.now += 11 * MS
+    assert pacer.ended(second) is False, "late"
+    seen.append(gate.moved)
+    assert len(set(seen)) == len(seen)
+    assert (pacer.inside_bytes, pacer.late_bytes) == (20, 20)
+    assert pacer.take(70, Stop(clock, clock.now + MS)) == Allowance(0) and gate.moved == seen[-1]
 
 
 # the trainer's side: counting spans
