@@ -66,7 +66,7 @@ class Session:
             print(config.table(), flush=True)
         self.profiler: Profiler | None = None
         self.edges: Edges | None = None  # to be called by the host, where anything asks for spans
-        self._baft: Baft | None = None
+        self.baft: Baft | None = None
         if config.baft is not None and profiling is None:
             profiling = Profiling(iterations=config.baft.profile_iterations)
         if profiling is not None:
@@ -80,15 +80,15 @@ class Session:
         recorder = Recorder(self._host.rank, clock_of(self._device))
         self.edges = recorder
         if self._config.baft is not None:
-            self._baft = Baft(self._host.rank, self._config.baft, self._events)
-            self.edges = Several(self._baft, recorder)
+            self.baft = Baft(self._host.rank, self._config.baft, self._events)
+            self.edges = Several(self.baft, recorder)
         self.profiler = Profiler(
             self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile,
             self._sender_facts, self._traffic,
         )  # fmt: skip
 
     def _traffic(self) -> int:
-        return self._baft.moved if self._baft is not None else 0
+        return self.baft.moved if self.baft is not None else 0
 
     def _sender_facts(self) -> SenderFacts:
         """What only this rank knows of what bubbles are planned with."""
@@ -113,8 +113,8 @@ class Session:
             for rank, steps in left_out.items():
                 why = "were unlike the others, or copies went in them"
                 print(f"ft_plugins: rank {rank}: iterations {steps} {why}: left out", flush=True)
-        if self._baft is not None:
-            self._plan_bubbles(self._baft, profile)
+        if self.baft is not None:
+            self._plan_bubbles(self.baft, profile)
 
     def _plan_bubbles(self, baft: Baft, profile: Profile) -> None:
         """At the end of an iteration: whatever goes wrong, training goes on, and copies go by rate."""
@@ -252,8 +252,8 @@ class Session:
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
         if self._host.rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
-        if self._baft is not None and self._reft.copies is not None:
-            self._baft.guard(self._reft.gate, self._reft.copies, self._reft.links)
+        if self.baft is not None and self._reft.copies is not None:
+            self.baft.guard(self._reft.gate, self._reft.copies, self._reft.links)
         done = plan.version.iteration if plan.version else loaded
         if last is not None and done >= last:
             self._restore_position()
@@ -269,8 +269,8 @@ class Session:
     def iteration_begin(self, step: int) -> None:
         """The first one puts data position and RNG in place."""
         self._restore_position()
-        if self._baft is not None:
-            self._baft.iteration_begin(held=self.profiler is not None and self.profiler.phase is Phase.RECORDING)
+        if self.baft is not None:
+            self.baft.iteration_begin(held=self.profiler is not None and self.profiler.phase is Phase.RECORDING)
         if self.profiler is not None:
             self.profiler.iteration_begin(step)
 
@@ -284,8 +284,8 @@ class Session:
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
-        if self._baft is not None:
-            self._baft.iteration_end()
+        if self.baft is not None:
+            self.baft.iteration_end()
         self._version_point(step)
         if self.profiler is not None:  # last: what protection takes at the version point is no bubble to come
             self.profiler.iteration_end(step)
@@ -336,8 +336,8 @@ class Session:
     def _degrade(self, error: Exception) -> None:
         self._reft = None
         self._unprotected = 0
-        if self._baft is not None:
-            self._baft.let_go()  # it holds the memory
+        if self.baft is not None:
+            self.baft.let_go()  # it holds the memory
         self._events.emit(
             "protection.lost",
             reason=str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}",

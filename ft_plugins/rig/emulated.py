@@ -34,9 +34,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..bubbles.filling import Grant
-from ..bubbles.gate import Gatekeeper
-from ..bubbles.plan import SenderPlan
 from ..bubbles.profile import pack
 from ..config import launch_context
 from ..model.host import Edges
@@ -47,7 +44,6 @@ from .forkserver import load
 
 ON, ONCE, OFF = "on", "once", "off"
 LAYERS = 6  # of a stage
-_ALL_OF_IT = 3600.0  # seconds that an open gate is open
 
 
 @dataclass(frozen=True)
@@ -228,7 +224,8 @@ def _run(
     for mode, count in blocks:
         begun, seconds = [], []
         switch.on = mode != OFF
-        _open_at_once(session, mode == ONCE)
+        assert session.baft is not None
+        session.baft.follow(at_once=mode == ONCE)
         for _ in range(count + 1):
             begun.append(time.time())
             began = time.perf_counter()
@@ -243,23 +240,6 @@ def _run(
             seconds.append(time.perf_counter() - began)
         found.append({"mode": mode, "begun": begun, "seconds": seconds, "completed": job.iteration})
     return found
-
-
-def _open_at_once(session: Session, at_once: bool) -> None:
-    """Have this rank's gate open as it is planned to, or all of the time."""
-    baft: Any = session._baft
-    if baft is None or baft._keeper is None:
-        return
-    planned = getattr(baft, "_planned", baft._keeper)
-    baft._planned = planned
-    if not at_once:
-        baft._keeper = planned
-        return
-    transfer = baft._copies.copies[session._host.rank]
-    grant = Grant(0, -1, 0.0, _ALL_OF_IT, 1 << 40)
-    plan = SenderPlan(planned._plan.transfer, (), (grant,), 0.0, 0.0)
-    assert transfer.rank == plan.transfer.sender
-    baft._keeper = Gatekeeper(baft._gate, plan, steady=True)
 
 
 def _write(session: Session, rank: int, blocks: list[dict[str, Any]], out: Path) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import LEAST_BYTES, NO_BUBBLE, Gate, Gatekeeper
@@ -50,6 +51,7 @@ class Baft:
         self._keeper: Gatekeeper | None = None
         self._links: dict[int, float] = {}
         self._held = False
+        self._own: SenderPlan | None = None  # what was planned last
 
     def guard(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float] | None = None) -> None:
         """From now on the copies of this rank go when `gate` says so. `links`: bytes per second by position, as they
@@ -90,8 +92,8 @@ class Baft:
             least_bytes=LEAST_BYTES,
         )
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
-        by_rate = bool(own.reason)
-        self._keeper = Gatekeeper(self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate)
+        self._own = _steady(own, found.seconds) if own.reason else own
+        self.follow()
         self._gate.planned = found.iterations
         self._events.emit(
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
@@ -100,6 +102,13 @@ class Baft:
             link_mbps=round(8e-6 * (carried if isinstance(carried, float) else carried[own.transfer.source]), 1),
         )  # fmt: skip
         return found
+
+    def follow(self, at_once: bool = False) -> None:
+        """Open the gate as planned from the next iteration on; or `at_once`, all of the time: to compare with."""
+        if self._gate is None or self._own is None:
+            return
+        plan = _open(self._own) if at_once else self._own
+        self._keeper = Gatekeeper(self._gate, plan, steady=at_once or bool(self._own.reason))
 
     def _carried(self) -> float | dict[int, float]:
         """Bytes per second of links: as configured, else as measured, else a usual one."""
@@ -138,4 +147,9 @@ class Baft:
 def _steady(sender: SenderPlan, seconds: float) -> SenderPlan:
     """A plan for one that no bubble carries: its rate, over the whole of each iteration."""
     grant = Grant(NO_BUBBLE, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
-    return SenderPlan(sender.transfer, (), (grant,), sender.idle_seconds, sender.shared_seconds, sender.snapshot)
+    return replace(sender, iterations=(), every=(grant,))
+
+
+def _open(sender: SenderPlan) -> SenderPlan:
+    """A plan for a gate that is open all of the time, for as much as will go."""
+    return replace(sender, iterations=(), every=(Grant(0, -1, 0.0, HOLD_SECONDS, 1 << 40),))

@@ -97,8 +97,8 @@ def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_th
     place = LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0)
     session = attach(host, Config(), place, Profiling(warmup=2, iterations=3))
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
-    session._baft = Baft(0, BaftConfig(), Events("n", 0))
-    session._baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
+    session.baft = Baft(0, BaftConfig(), Events("n", 0))
+    session.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
     session.resume()
     seen = []
     for step in range(1, 8):
@@ -137,10 +137,10 @@ def _replan(rank: int, world: int, run_dir: Path) -> list[tuple[str, int]]:
     place = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
     settings = Profiling(warmup=1, iterations=3, watch_every=1, ask_every=4, tolerance=0.5, misses=2)
     session = attach(host, Config(), place, settings)
-    session._baft = Baft(rank, BaftConfig(link_mbps=8.0), Events("n", rank))  # 1 kB/ms
+    session.baft = Baft(rank, BaftConfig(link_mbps=8.0), Events("n", rank))  # 1 kB/ms
     assert session.edges is not None
-    host.edges = Several(session._baft, session.edges)
-    session._baft.guard(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
+    host.edges = Several(session.baft, session.edges)
+    session.baft.guard(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
     session.resume()
     seen = []
     for step in range(1, 31):
@@ -187,7 +187,7 @@ def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Pat
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     baft = Unplannable(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
     baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
-    session._baft = baft
+    session.baft = baft
     session.resume()
     for step in range(1, 6):
         session.iteration_begin(step)
