@@ -1,16 +1,17 @@
 """What copies cost training that go out in bubbles, on the emulated cluster: 16 ranks in the paper's shapes.
 
-    python benchmarks/bubble_overhead.py [--quick] [--batch 128] [--shapes d2m2p4 ...] [--plot FILE] [--cluster FILE]
+    python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--shapes d2m2p4 ...] [--plot FILE] [--cluster FILE]
 
 Megatron's own schedule between 4 nodes with throttled links, compute replaced by sleeping (ft_plugins/rig/cluster.py
 says how it is scaled). Blocks of 5 iterations in one run, in random order, each after one that is not counted:
 
     on      captured after every iteration, copies in bubbles           off, null    nothing of this package is called
-    once    captured as often, and copies go at once (the last rounds): what FTPipeHD does
+    once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for them, by
+            torch.distributed (the last rounds): what FTPipeHD does
 
     overhead      mean over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval
     null          off against null: what such a difference is when there is none
-    unplanned     once / off - 1, of the iterations in which a transfer began
+    unplanned     once / off - 1
     in_bubble     of all bytes of copies: what was through within the bubble that it was planned for
     fill          how full the planned windows are: by bytes, and by whole layers
     iterations    per checkpoint: from one version that counted to the next, mean; `full_state` as planned for the whole
@@ -49,7 +50,7 @@ from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
 from ft_plugins.rig import cluster
-from ft_plugins.rig.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Block, Emulated, Outcome
+from ft_plugins.rig.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Emulated, Outcome
 from ft_plugins.rig.emulated import LAYERS, OFF, ON, ONCE
 from ft_plugins.rig.figures import line
 from ft_plugins.rig.forkserver import ForkServer
@@ -130,10 +131,12 @@ def evaluate(one: Emulated, outcome: Outcome, modes: Sequence[str], pairs: int) 
     begun, through = outcome.blocks[0].completed, compared[-1].completed
     counted = counts(outcome, begun, through)
     planned, by_layers = (plan(one, outcome.profile, granularity) for granularity in Granularity)
+    once = statistics.mean(seconds for block in at_once if block.mode == ONCE for seconds in block.seconds)
+    beside = statistics.mean(seconds for block in at_once if block.mode == OFF for seconds in block.seconds)
     return Measured(
         one.name, off, statistics.mean(overheads), upper(overheads),
         statistics.mean(each[NULL] / each[OFF] - 1 for each in triples),
-        unplanned(outcome, at_once),
+        once / beside - 1,
         in_bubble(outcome, begun, through),
         planned.fill_bytes or 0.0, by_layers.fill_layers or 0.0,
         statistics.mean(b - a for a, b in zip(counted, counted[1:], strict=False)),
@@ -164,20 +167,6 @@ def in_bubble(outcome: Outcome, begun: int, through: int) -> float:
         inside += last["in_bubbles"] - first["in_bubbles"]
         total += sum(last[name] - first[name] for name in ("in_bubbles", "late", "by_rate"))
     return inside / total if total else 0.0
-
-
-def unplanned(outcome: Outcome, blocks: Sequence[Block]) -> float:
-    """Iterations in which a transfer began, against those without protection around them."""
-    off = statistics.mean(seconds for block in blocks if block.mode == OFF for seconds in block.seconds)
-    starts = [event.time for events in outcome.events for event in events if event.name == "exchange.begin"]
-    sending = [
-        seconds
-        for block in blocks
-        if block.mode == ONCE
-        for begin, seconds in zip(block.begun, block.seconds, strict=True)
-        if any(begin <= at < begin + seconds for at in starts)
-    ]
-    return statistics.mean(sending) / off - 1
 
 
 def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int = 1) -> BubblePlan:
@@ -285,7 +274,7 @@ def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, six pairs")
-    parser.add_argument("--batch", type=int, default=128, choices=(128, 64))
+    parser.add_argument("--batch", type=int, default=64, choices=(128, 64))
     parser.add_argument("--chunks", type=int, default=1, help="above 1: the interleaved schedule")
     parser.add_argument("--shapes", nargs="+", help="those alone")
     parser.add_argument("--pairs", type=int, help=f"of blocks of {BLOCK} iterations (default {PAIRS})")

@@ -8,8 +8,9 @@ float32.
 Iterations are run in blocks, each in one mode, so that modes are compared within one run:
 
     on      protected: captured after each iteration, copies go in bubbles
-    once    protected, and copies go at once, whatever the pipeline does: the gate is open from begin to end
     off     nothing of this package is called: no spans, no capture, and the gate stays closed
+    once    as off, and after each update every rank sends the same bytes to the same rank at once, and waits for them:
+            what FTPipeHD does
 
 Invariant: what is off is off on all ranks alike, by counting iterations; the first iteration of a block belongs to what
 was before (its capture, its frames in flight) and is not counted. The host counts protected iterations only, so that
@@ -223,23 +224,42 @@ def _run(
     found = []
     for mode, count in blocks:
         begun, seconds = [], []
-        switch.on = mode != OFF
-        assert session.baft is not None
-        session.baft.follow(at_once=mode == ONCE)
+        switch.on = mode == ON
+        at_once = _AtOnce(session) if mode == ONCE else None
         for _ in range(count + 1):
             begun.append(time.time())
             began = time.perf_counter()
             step = job.iteration + 1
-            if mode == OFF:
-                job.train_step(skip=partial(host.skip_update, session))
-                job.iteration = step - 1  # not a protected one
-            else:
+            if mode == ON:
                 session.iteration_begin(step)
                 job.train_step(skip=partial(host.skip_update, session))
                 session.iteration_end(step)
+            else:
+                job.train_step(skip=partial(host.skip_update, session))
+                job.iteration = step - 1  # not a protected one
+            if at_once is not None:
+                at_once.send()
             seconds.append(time.perf_counter() - began)
         found.append({"mode": mode, "begun": begun, "seconds": seconds, "completed": job.iteration})
     return found
+
+
+class _AtOnce:
+    """Copies as they are planned, by torch.distributed instead of the SMPs."""
+
+    def __init__(self, session: Session) -> None:
+        assert session.baft is not None and session.baft.copies is not None
+        copies, rank = session.baft.copies.copies, dist.get_rank()
+        self._out = torch.zeros(copies[rank].nbytes, dtype=torch.uint8)
+        self._to = copies[rank].receiver
+        self._into = {
+            one.rank: torch.empty(one.nbytes, dtype=torch.uint8) for one in copies if one.receiver == rank
+        }
+
+    def send(self) -> None:
+        requests = [dist.isend(self._out, self._to), *(dist.irecv(room, rank) for rank, room in self._into.items())]
+        for request in requests:
+            request.wait()
 
 
 def _write(session: Session, rank: int, blocks: list[dict[str, Any]], out: Path) -> None:

@@ -47,18 +47,17 @@ class Baft:
         self._config = config
         self._events = events
         self._gate: Gate | None = None
-        self._copies: NeighbourPlan | None = None
+        self.copies: NeighbourPlan | None = None  # of all ranks, while they are guarded
         self._keeper: Gatekeeper | None = None
         self._links: dict[int, float] = {}
         self._held = False
-        self._own: SenderPlan | None = None  # what was planned last
 
     def guard(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float] | None = None) -> None:
         """From now on the copies of this rank go when `gate` says so. `links`: bytes per second by position, as they
         were measured; what is configured goes before it."""
         gate.close()
         gate.planned = 0
-        self._gate, self._copies, self._keeper = gate, copies, None
+        self._gate, self.copies, self._keeper = gate, copies, None
         self._links = dict(links or {})
 
     def let_go(self) -> None:
@@ -66,7 +65,7 @@ class Baft:
         if self._gate is not None:
             self._gate.close()
             self._gate.planned = 0
-        self._gate = self._copies = self._keeper = None
+        self._gate = self.copies = self._keeper = None
 
     @property
     def moved(self) -> int:
@@ -75,13 +74,13 @@ class Baft:
 
     def plan(self, profile: Profile) -> BubblePlan | None:
         """Plan anew; every rank of the job finds the same. None while nothing is guarded."""
-        if self._gate is None or self._copies is None:
+        if self._gate is None or self.copies is None:
             return None
         ranks, carried = range(len(profile.timelines)), self._carried()
         known = dict(enumerate(profile.senders))
-        told = [known.get(copy.rank, SenderFacts()) for copy in self._copies.copies]  # all ranks plan with the same
+        told = [known.get(copy.rank, SenderFacts()) for copy in self.copies.copies]  # all ranks plan with the same
         found = plan_bubbles(
-            transfers_of(self._copies, [one.beside_bytes for one in told], [one.layers for one in told]),
+            transfers_of(self.copies, [one.beside_bytes for one in told], [one.layers for one in told]),
             dict(enumerate(profile.timelines)),
             {rank: profile.bubbles(rank) for rank in ranks},
             carried,
@@ -92,8 +91,8 @@ class Baft:
             least_bytes=LEAST_BYTES,
         )
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
-        self._own = _steady(own, found.seconds) if own.reason else own
-        self.follow()
+        by_rate = bool(own.reason)
+        self._keeper = Gatekeeper(self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate)
         self._gate.planned = found.iterations
         self._events.emit(
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
@@ -102,13 +101,6 @@ class Baft:
             link_mbps=round(8e-6 * (carried if isinstance(carried, float) else carried[own.transfer.source]), 1),
         )  # fmt: skip
         return found
-
-    def follow(self, at_once: bool = False) -> None:
-        """Open the gate as planned from the next iteration on; or `at_once`, all of the time: to compare with."""
-        if self._gate is None or self._own is None:
-            return
-        plan = _open(self._own) if at_once else self._own
-        self._keeper = Gatekeeper(self._gate, plan, steady=at_once or bool(self._own.reason))
 
     def _carried(self) -> float | dict[int, float]:
         """Bytes per second of links: as configured, else as measured, else a usual one."""
@@ -148,8 +140,3 @@ def _steady(sender: SenderPlan, seconds: float) -> SenderPlan:
     """A plan for one that no bubble carries: its rate, over the whole of each iteration."""
     grant = Grant(NO_BUBBLE, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
     return replace(sender, iterations=(), every=(grant,))
-
-
-def _open(sender: SenderPlan) -> SenderPlan:
-    """A plan for a gate that is open all of the time, for as much as will go."""
-    return replace(sender, iterations=(), every=(Grant(0, -1, 0.0, HOLD_SECONDS, 1 << 40),))

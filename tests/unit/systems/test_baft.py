@@ -213,13 +213,3 @@ def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
 def test_a_profile_without_a_rank_is_refused_and_not_guessed() -> None:
     with pytest.raises(ConfigError, match="rank 2 has no timeline"):
         Rank(0).baft.plan(Profile(idle_together().timelines[:2]))
-
-
-def test_a_gate_that_is_open_at_once_is_open_from_begin_to_end_until_the_plan_is_followed_again() -> None:
-    rank = Rank(2)
-    rank.baft.plan(idle_together())
-    planned = rank.play()
-    rank.baft.follow(at_once=True)
-    assert rank.play() == [True] * 9 + [False]
-    rank.baft.follow()
-    assert rank.play() == planned
