@@ -6,8 +6,8 @@ Megatron's own schedule between 4 nodes with throttled links, compute replaced b
 says how it is scaled). Blocks of 5 iterations in one run, in random order, each after one that is not counted:
 
     on      captured after every iteration, copies in bubbles           off, null    nothing of this package is called
-    once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for them, by
-            torch.distributed (the last rounds): what FTPipeHD does
+    once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for
+            them, by torch.distributed (the last rounds): what FTPipeHD does
 
     overhead      mean over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval
     null          off against null: what such a difference is when there is none

@@ -257,7 +257,8 @@ class _AtOnce:
         }
 
     def send(self) -> None:
-        requests = [dist.isend(self._out, self._to), *(dist.irecv(room, rank) for rank, room in self._into.items())]
+        requests: list[Any] = [dist.isend(self._out, self._to)]
+        requests += [dist.irecv(room, rank) for rank, room in self._into.items()]
         for request in requests:
             request.wait()
 
