@@ -49,6 +49,7 @@ MARGIN = 0.75  # of what would be through by the deadline, at the pace of the fr
 _FADES = 0.9  # what frames before still count for, one later
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
+STEADY = _NUMBERS - 1  # in the place of a bubble: what is granted is a rate, and in no bubble
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -275,5 +276,5 @@ class GatePacer:
             if room and room >= worth:
                 allowed = min(nbytes, room)
                 self._left[place] -= allowed
-                return Allowance(allowed, deadline), 0.0
+                return Allowance(allowed, NO_DEADLINE if opening.bubble == STEADY else deadline), 0.0
         return None, self._poll

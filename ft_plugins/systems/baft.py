@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
-from ..bubbles.gate import LEAST_BYTES, Gate, Gatekeeper
+from ..bubbles.gate import LEAST_BYTES, STEADY, Gate, Gatekeeper
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig
@@ -137,5 +137,5 @@ class Baft:
 
 def _steady(sender: SenderPlan, seconds: float) -> SenderPlan:
     """A plan for one that no bubble carries: its rate, over the whole of each iteration."""
-    grant = Grant(0, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
+    grant = Grant(STEADY, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
     return SenderPlan(sender.transfer, (), (grant,), sender.idle_seconds, sender.shared_seconds, sender.snapshot)

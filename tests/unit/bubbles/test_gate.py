@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.filling import Grant, Transfer
-from ft_plugins.bubbles.gate import GATE_BYTES, Gate, Gatekeeper, GatePacer, Opening
+from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate, Gatekeeper, GatePacer, Opening
 from ft_plugins.bubbles.plan import SenderPlan
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.pacer import Allowance
@@ -307,6 +307,15 @@ def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_g
             clock.now += allowed.nbytes * MS // 100
             pacer.ended(allowed)
     assert pacer.inside_bytes - before >= 850
+
+
+def test_what_goes_by_a_steady_rate_is_not_counted_as_in_a_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.open([grant(STEADY, 0, 1.0, 1000)], 0, 0)
+    allowed = pacer.take(10_000, Stop(clock, MS))
+    assert allowed.nbytes == 1000 and pacer.ended(allowed) is None
+    assert (pacer.inside_bytes, pacer.late_bytes) == (0, 0)
 
 
 def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
