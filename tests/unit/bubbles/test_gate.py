@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -316,6 +317,46 @@ def test_what_goes_by_a_steady_rate_is_not_counted_as_in_a_bubble() -> None:
     allowed = pacer.take(10_000, Stop(clock, MS))
     assert allowed.nbytes == 1000 and pacer.ended(allowed) is None
     assert (pacer.inside_bytes, pacer.late_bytes) == (0, 0)
+
+
+def test_a_copy_that_meets_no_window_goes_on_in_a_trickle_of_the_time() -> None:
+    """A bubble of 10 ms every 500, which is over before its window begins: 100 bytes a millisecond, frames of 1000."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), least_bytes=10, clock_ns=clock)
+
+    def bubbles(first: int, last: int) -> list[int]:
+        """Milliseconds at which frames went."""
+        went, end = [], 500 * MS * last
+        opened = {500 * MS * number: lambda: gate.open([grant(1, 0.012, 0.022, 9000)], 0, clock.now)
+                  for number in range(first, last)}  # fmt: skip
+        closed = {at + 10 * MS: gate.close for at in opened}
+        stop = Stop(clock, end, {**opened, **closed})
+        while (allowed := pacer.take(1000, stop)).nbytes:
+            went.append(clock.now // MS)
+            assert allowed.deadline_ns == 0
+            clock.now += 10 * MS
+            stop.wait(1e-9)  # what was due meanwhile has happened
+            assert pacer.ended(allowed) is None
+        return went
+
+    gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
+    assert pacer.take(1000, Stop(clock, MS)).nbytes == 1000, "there is a plan"
+    went = bubbles(1, 31)
+    assert 5_000 < went[0] < 5_600 and len(went) in (9, 10, 11), "1,000 ms apart, 10 of which it moves"
+    assert all(1_000 <= later - sooner < 1_100 for sooner, later in pairwise(went))
+    clock.now = 20_000 * MS  # nothing to send for a while
+    assert bubbles(41, 50) == [], "it begins to wait anew"
+    gate.hold(600.0, clock.now)
+    assert pacer.take(1000, Stop(clock, clock.now + 60_000 * MS)) == Allowance(0), "held"
+
+
+def test_who_waits_for_a_rare_bubble_is_not_starved() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
+    assert pacer.take(1000, Stop(clock, MS)).nbytes == 1000
+    stop = Stop(clock, 40_000 * MS, {30_000 * MS: lambda: gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)})
+    assert pacer.take(1000, stop).deadline_ns >= 30_000 * MS
 
 
 def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
