@@ -60,7 +60,7 @@ def transfers_of(
     for one in neighbours.copies:
         more = beside[one.rank] if beside else 0
         known = tuple(layers[one.rank]) if layers else ()
-        whole = (*known, more) if known and more else known
+        whole = (*known, more) if more and (known or not one.nbytes) else known
         found.append(Transfer(one.rank, one.source, one.receiver, one.target, one.nbytes + more, whole))
     return tuple(found)
 

@@ -48,9 +48,12 @@ LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits 
 FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
 _FADES = 0.9  # what frames before still count for, one later
+STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
+TRICKLE = 0.01  # of the time
+_UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
-NO_BUBBLE = _NUMBERS  # as the number of one: what is granted is a rate
+STEADY = _NUMBERS - 1  # in the place of a bubble: what is granted is a rate, and in no bubble
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -94,6 +97,11 @@ class Gate:
     def close(self) -> None:
         """The bubble is over, or a trainer has come that has not opened anything yet."""
         self._words[_CLOSED] = self._words[_NUMBER]
+
+    @property
+    def openings(self) -> int:
+        """How many there were."""
+        return int(self._words[_NUMBER])
 
     @property
     def moved(self) -> int:
@@ -191,8 +199,10 @@ class GatePacer:
 
     `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was open for
     `patience_seconds`: a trainer that is dead, evaluation.
-    `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was closed;
-    `rate_bytes` by a rate.
+    Where gates are opened and nothing goes (bubbles are shorter than planned, the machine is too busy to meet them), a
+    copy must not stop for ever: after STARVED_OPENINGS frames go all the same, in a TRICKLE of the time. Never while a
+    gate is held. `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was
+    closed; `rate_bytes` by a rate.
     """
 
     def __init__(
@@ -213,6 +223,10 @@ class GatePacer:
         self._lock = threading.Lock()
         self._number: int | None = None  # the opening that was seen last
         self._seen_ns = clock_ns()  # when one was open
+        self._asked_ns = self._seen_ns  # when somebody wanted to send
+        self._fed_ns = self._seen_ns  # when the gate let something go, was held, or nobody had wanted
+        self._fed_at = gate.openings  # how many there had been then
+        self._trickle_ns = 0  # not before
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self._moved = 0.0  # bytes of the frames before, the last ones most
         self._took = 0.0  # nanoseconds, likewise
@@ -231,6 +245,8 @@ class GatePacer:
         while not stop.is_set():
             with self._lock:
                 allowed, wait = self._look(nbytes)
+                if allowed is None and self._starved():
+                    allowed = Allowance(min(nbytes, self._least))
                 silent = self._number is None or self._clock_ns() - self._seen_ns > self._patience_ns
             if allowed is None and silent and self._otherwise is not None:
                 allowed = self._otherwise.take(nbytes, stop)
@@ -247,10 +263,11 @@ class GatePacer:
         stands = opening is not None and any(deadline == allowed.deadline_ns for _, deadline, _ in opening.windows)
         with self._lock:
             self._gate.count_move()
+            now = self._clock_ns()
             if allowed.deadline_ns == NO_DEADLINE:
                 self.rate_bytes += allowed.nbytes
+                self._trickle_ns = now + int((now - allowed.began_ns) * (1 / TRICKLE - 1))
                 return None
-            now = self._clock_ns()
             self._moved = _FADES * self._moved + allowed.nbytes
             self._took = _FADES * self._took + now - allowed.began_ns
             inside = stands and now <= allowed.deadline_ns
@@ -259,6 +276,18 @@ class GatePacer:
             else:
                 self.late_bytes += allowed.nbytes
             return inside
+
+    def _starved(self) -> bool:
+        """Whether a frame may go although no window lets it."""
+        now, openings = self._clock_ns(), self._gate.openings
+        if now - self._asked_ns > _UNASKED_NS:
+            self._fed_ns, self._fed_at = now, openings
+        self._asked_ns = now
+        hungry = now - self._fed_ns > STARVED_SECONDS * 1e9 and openings - self._fed_at >= STARVED_OPENINGS
+        if not hungry or now < self._trickle_ns:
+            return False
+        self._trickle_ns = now + _UNASKED_NS  # until it is through
+        return True
 
     def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
         """What may go now, or for how many seconds there is nothing to look for."""
@@ -271,6 +300,8 @@ class GatePacer:
                 self._took /= 2
             self._number, self._idle = opening.number, True
             self._left = [window[2] for window in opening.windows]
+        if not any(window[2] for window in opening.windows):
+            self._fed_ns, self._fed_at = now, self._gate.openings  # it is held
         for place, (begin, deadline, planned) in enumerate(opening.windows):
             if now >= deadline:
                 continue
@@ -280,7 +311,7 @@ class GatePacer:
             if self._took > 0:  # the plan may have another link in mind
                 rate = min(rate, MARGIN * self._moved / self._took)
             room = min(self._left[place], int(rate * (deadline - now) + 1e-6))
-            if opening.bubble == NO_BUBBLE:  # a rate: as time passes, and no burst
+            if opening.bubble == STEADY:  # a rate: as time passes, and no burst
                 due = planned * (now - begin) // (deadline - begin) + self._least
                 room = min(room, due - (planned - self._left[place]))
             # a window that carries less than is worth a frame is taken where half of it gets through
@@ -290,5 +321,6 @@ class GatePacer:
                 allowed = min(nbytes, room, longest)
                 self._left[place] -= allowed
                 self._idle = False
-                return Allowance(allowed, NO_DEADLINE if opening.bubble == NO_BUBBLE else deadline), 0.0
+                self._fed_ns, self._fed_at, self._asked_ns = now, self._gate.openings, now
+                return Allowance(allowed, NO_DEADLINE if opening.bubble == STEADY else deadline), 0.0
         return None, self._poll

@@ -262,7 +262,7 @@ class _Filling:
         because nobody has it whole. Raises CorruptSlotError."""
         for place, done in enumerate(self._verified):
             offset, nbytes, number = self._buckets[place]
-            if not done and offset >= self._captured and self._missing[place] == nbytes:
+            if offset >= self._captured and 0 < self._missing[place] == nbytes:
                 self._digests[number] = NOT_COMPUTED
             if not done:
                 self._verify(place)

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
-from ..bubbles.gate import LEAST_BYTES, NO_BUBBLE, Gate, Gatekeeper
+from ..bubbles.gate import LEAST_BYTES, STEADY, Gate, Gatekeeper
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig
@@ -138,5 +138,5 @@ class Baft:
 
 def _steady(sender: SenderPlan, seconds: float) -> SenderPlan:
     """A plan for one that no bubble carries: its rate, over the whole of each iteration."""
-    grant = Grant(NO_BUBBLE, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
+    grant = Grant(STEADY, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
     return replace(sender, iterations=(), every=(grant,))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.filling import Grant, Transfer
-from ft_plugins.bubbles.gate import FRAME_SECONDS, GATE_BYTES, NO_BUBBLE, Gate, Gatekeeper, GatePacer, Opening
+from ft_plugins.bubbles.gate import FRAME_SECONDS, GATE_BYTES, STEADY, Gate, Gatekeeper, GatePacer, Opening
 from ft_plugins.bubbles.plan import SenderPlan
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.pacer import Allowance
@@ -309,6 +310,46 @@ def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_g
     assert pacer.inside_bytes - before >= 850
 
 
+def test_a_copy_that_meets_no_window_goes_on_in_a_trickle_of_the_time() -> None:
+    """A bubble of 10 ms every 500, which is over before its window begins: 100 bytes a millisecond, frames of 1000."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), least_bytes=10, clock_ns=clock)
+
+    def bubbles(first: int, last: int) -> list[int]:
+        """Milliseconds at which frames went."""
+        went, end = [], 500 * MS * last
+        opened = {500 * MS * number: lambda: gate.open([grant(1, 0.012, 0.022, 9000)], 0, clock.now)
+                  for number in range(first, last)}  # fmt: skip
+        closed = {at + 10 * MS: gate.close for at in opened}
+        stop = Stop(clock, end, {**opened, **closed})
+        while (allowed := pacer.take(1000, stop)).nbytes:
+            went.append(clock.now // MS)
+            assert allowed.deadline_ns == 0
+            clock.now += 10 * MS
+            stop.wait(1e-9)  # what was due meanwhile has happened
+            assert pacer.ended(allowed) is None
+        return went
+
+    gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
+    assert pacer.take(1000, Stop(clock, MS)).nbytes == 1000, "there is a plan"
+    went = bubbles(1, 31)
+    assert 5_000 < went[0] < 5_600 and len(went) in (9, 10, 11), "1,000 ms apart, 10 of which it moves"
+    assert all(1_000 <= later - sooner < 1_100 for sooner, later in pairwise(went))
+    clock.now = 20_000 * MS  # nothing to send for a while
+    assert bubbles(41, 50) == [], "it begins to wait anew"
+    gate.hold(600.0, clock.now)
+    assert pacer.take(1000, Stop(clock, clock.now + 60_000 * MS)) == Allowance(0), "held"
+
+
+def test_who_waits_for_a_rare_bubble_is_not_starved() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
+    assert pacer.take(1000, Stop(clock, MS)).nbytes == 1000
+    stop = Stop(clock, 40_000 * MS, {30_000 * MS: lambda: gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)})
+    assert pacer.take(1000, stop).deadline_ns >= 30_000 * MS
+
+
 def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
@@ -558,7 +599,7 @@ def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late
 
 def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
     clock, gate = Clock(), Gate(empty())
-    gate.open([grant(NO_BUBBLE, 0, 0.100, 1000)], 0, 0)
+    gate.open([grant(STEADY, 0, 0.100, 1000)], 0, 0)
     pacer, stop = GatePacer(gate, least_bytes=100, clock_ns=clock), Stop(clock, 1000 * MS)
     went = []
     while sum(one for _, one in went) < 1000 and not stop.is_set():

@@ -376,6 +376,8 @@ def test_what_goes_beside_a_slot_is_planned_like_a_layer_of_it() -> None:
     found = transfers_of(neighbours, [5, 0], [(60, 40), (70,)])
     assert [one.layers for one in found] == [(60, 40, 5), (70,)]
     assert [one.layers for one in transfers_of(neighbours, [5, 1], [(), ()])] == [(), ()], "not known"
+    empty = transfers_of(plan_neighbours(["a", "b"], [(0, 1)], [0, 70]), [5, 0], [(), (70,)])
+    assert [one.layers for one in empty] == [(5,), (70,)], "a rank that has nothing else"
 
 
 @pytest.mark.parametrize("granularity", Granularity)

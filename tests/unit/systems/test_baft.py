@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.gate import GATE_BYTES, LEAST_BYTES, Gate
+from ft_plugins.bubbles.gate import GATE_BYTES, LEAST_BYTES, STEADY, Gate
 from ft_plugins.config import BaftConfig
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Event, Events
@@ -174,7 +174,7 @@ def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
     rank.baft.begin(Kind.FORWARD)
     found = rank.gate.read()
     assert found is not None, "computing does not close it"
-    assert found.windows[0][2] == NBYTES[0]
+    assert found.windows[0][2] == NBYTES[0] and found.bubble == STEADY
     (event,) = rank.written
     assert event.name == "baft.plan" and "no bubbles" in event.fields["reason"]
 
