@@ -14,27 +14,41 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from typing import Any, Generic, TypeVar
 
 import torch
 
+T = TypeVar("T")
 
-class Job:
+
+class Job(Generic[T]):
     """One piece of work."""
 
-    def __init__(self, work: Callable[[], None], ready: torch.cuda.Event | None) -> None:
-        self.work = work
+    def __init__(self, work: Callable[[], T], ready: torch.cuda.Event | None) -> None:
+        self._work = work
         self.ready = ready
-        self.done = threading.Event()
-        self.failure: BaseException | None = None
+        self._done = threading.Event()
+        self._result: list[T] = []
+        self._failure: BaseException | None = None
+        self.waited = 0.0  # seconds, by all that have waited for it
 
-    def wait(self) -> float:
-        """Until it is done; the seconds waited. Raises what it ended with, or what one before it did."""
+    def wait(self) -> T:
+        """What it has found, when it is done. Raises what it ended with, or what one before it did."""
         started = time.perf_counter()
-        self.done.wait()
-        if self.failure is not None:
-            raise self.failure
-        return time.perf_counter() - started
+        self._done.wait()
+        self.waited += time.perf_counter() - started
+        if self._failure is not None:
+            raise self._failure
+        return self._result[0]
+
+    def run(self) -> None:
+        """Do it."""
+        self._result.append(self._work())
+
+    def end(self, failure: BaseException | None) -> None:
+        """Let go whoever waits."""
+        self._failure = failure
+        self._done.set()
 
 
 class Background:
@@ -42,14 +56,14 @@ class Background:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ftp-sync", daemon=True)
         self._thread.start()
         # a thread that is inside torch when the interpreter goes away aborts the process
         atexit.register(self.close, 5.0)
 
-    def start(self, work: Callable[[], None]) -> Job:
+    def start(self, work: Callable[[], T]) -> Job[T]:
         """Have `work` done after all that was given before."""
         ready = None
         if self._stream is not None:
@@ -69,15 +83,19 @@ class Background:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                if self._failure is not None:
-                    raise self._failure
-                with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-                    if job.ready is not None and self._stream is not None:
-                        self._stream.wait_event(job.ready)
-                    job.work()
-                    if self._stream is not None:
-                        self._stream.synchronize()
+                if self._failure is None:
+                    self._do(job)
             except BaseException as failure:  # carried to whoever waits
-                self._failure = job.failure = failure
+                self._failure = failure
             finally:
-                job.done.set()
+                job.end(self._failure)
+
+    def _do(self, job: Job[Any]) -> None:
+        if self._stream is None:
+            job.run()
+            return
+        with torch.cuda.stream(self._stream):
+            if job.ready is not None:
+                self._stream.wait_event(job.ready)
+            job.run()
+            self._stream.synchronize()

@@ -10,7 +10,8 @@ that. Over a whole model the left side is the sum over TP, PP and the kinds of r
 ranks of other TP or PP indices hold a copy of it.
 
 What s means with other optimizers: the noise of the *step*, the change of a parameter in units of the learning rate.
-`signal` is the length of that step, so that both stand in the same units and their ratio is a signal-to-noise ratio:
+`signal` is the length of that step, so that both stand in the same units and ||g|| / (s sqrt(d)) is its
+signal-to-noise ratio:
 
     SGD              the step is the gradient: s is the noise of the gradient, `signal` is ||g||.
     momentum mu      the step is the velocity. A noise of the gradient reaches the parameters by and by, 1/(1-mu) of it
@@ -74,7 +75,8 @@ class Measured:
     """What one synchronisation has found, the same on every rank.
 
     `divergence` is ||mean - theta_m||, the root of its mean square over replicas; `sigma` the estimate of s, None where
-    nothing can be learnt; `signal` the length of the last step; `dimension` how many parameters the model has.
+    nothing can be learnt; `signal` the length of the last step, the noise in it included; `dimension` how many
+    parameters the model has.
     """
 
     divergence: float
@@ -84,13 +86,18 @@ class Measured:
     rates_squared: float  # sum of lr^2 since the replicas were equal
     nonfinite: tuple[int, ...] = ()
 
+    @property
+    def noise(self) -> float:
+        """The length of the noise in one step, s sqrt(d), as `signal` is that of the step; NaN where it is unknown."""
+        return math.nan if self.sigma is None else self.sigma * math.sqrt(self.dimension)
+
     def table(self) -> str:
         """For people, one line."""
         sigma = "unknown" if self.sigma is None else f"{self.sigma:.4g}"
         lost = f", not finite on ranks {', '.join(map(str, self.nonfinite))}" if self.nonfinite else ""
         return (
-            f"divergence {self.divergence:.4g} over {self.dimension} parameters, sigma {sigma}, "
-            f"||g|| {self.signal:.4g}{lost}"
+            f"divergence {self.divergence:.4g} over {self.dimension} parameters, sigma {sigma} a parameter, "
+            f"{self.noise:.4g} in all, ||g|| {self.signal:.4g}{lost}"
         )
 
 

@@ -5,8 +5,10 @@ one from what was measured; by the same facts on every rank, so that all ranks f
 
     H_next = ||g|| / sigma    clipped to [H_min, H_max]
 
-||g|| is the length of one update's direction over the whole model, sigma the standard deviation of the noise in one of
-its coordinates (noise.estimate). Both are measured at the turn itself.
+||g|| is the length of one step over the whole model, sigma that of the noise in it: s sqrt(d), s being its standard
+deviation in one of d coordinates (noise.estimate). So the ratio is one of like to like: s alone beside a norm over d
+coordinates would ask for ever longer intervals the larger a model is. The measured step has the noise in it, which adds
+less than 1 to the ratio. Both are measured at the turn itself.
 
 Invariant: no interval is below 1, none of a noise-driven schedule outside of its bounds. No noise gives H_max; noise
 that cannot be measured (a NaN, an update of length 0 beside noise) gives H_min. A turn from which nothing can be learnt
@@ -94,13 +96,13 @@ class NoiseDriven:
             return self.h_min, f"no finite state on ranks {', '.join(map(str, measured.nonfinite))}: h_min"
         if measured is None or measured.sigma is None:
             return turn.interval, "nothing could be learnt: as before"
-        signal, sigma = measured.signal, measured.sigma
-        if not (math.isfinite(signal) and math.isfinite(sigma)):
+        signal, noise = measured.signal, measured.noise
+        if not (math.isfinite(signal) and math.isfinite(noise)):
             return self.h_min, "the noise is not finite: h_min"
-        if sigma == 0:
+        if noise == 0:
             return self.h_max, "no noise: h_max"
-        ratio = signal / sigma
-        said = f"||g|| {signal:.3g} / sigma {sigma:.3g} = {ratio:.3g}"
+        ratio = signal / noise
+        said = f"||g|| {signal:.3g} / sigma {noise:.3g} = {ratio:.3g}"
         if ratio < self.h_min:
             return self.h_min, f"{said}, clipped to h_min"
         if ratio > self.h_max:

@@ -156,4 +156,4 @@ def test_one_replica_cannot_drift_apart() -> None:
 
 def test_a_measurement_is_shown_in_one_line() -> None:
     shown = Measured(1.5, 0.25, 2.0, 100, 0.1).table()
-    assert shown == "divergence 1.5 over 100 parameters, sigma 0.25, ||g|| 2"
+    assert shown == "divergence 1.5 over 100 parameters, sigma 0.25 a parameter, 2.5 in all, ||g|| 2"

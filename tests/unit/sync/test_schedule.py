@@ -15,8 +15,9 @@ from ft_plugins.sync.policy import Doing, Label, PaftPolicy, Replicas
 from ft_plugins.sync.schedule import NoiseDriven, Periodic, Turn
 
 
-def measured(signal: float, sigma: float | None, nonfinite: tuple[int, ...] = ()) -> Measured:
-    return Measured(1.0, sigma, signal, 10, 1.0, nonfinite)
+def measured(signal: float, noise: float | None, nonfinite: tuple[int, ...] = (), dimension: int = 1) -> Measured:
+    """`noise`: the length of that in one step."""
+    return Measured(1.0, None if noise is None else noise / dimension**0.5, signal, dimension, 1.0, nonfinite)
 
 
 def test_every_h_iterations_counted_from_the_first_of_the_job() -> None:
@@ -48,6 +49,12 @@ def test_the_next_interval_is_the_signal_to_noise_ratio_within_its_bounds(
 ) -> None:
     found = NoiseDriven(7, 5, 500).following(Turn(100, 7), measured(signal, sigma))
     assert (found.at, found.interval) == (100 + interval, interval) and said in found.reason
+
+
+@given(st.integers(1, 10**12))
+def test_a_model_of_any_size_is_given_the_interval_of_its_signal_to_noise_ratio(dimension: int) -> None:
+    found = NoiseDriven(7, 5, 500).following(Turn(100, 7), measured(2.0, 0.0101, dimension=dimension))
+    assert found.interval == 198
 
 
 def test_a_rank_without_finite_state_has_the_next_turn_come_as_soon_as_may_be() -> None:
