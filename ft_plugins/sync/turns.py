@@ -48,6 +48,8 @@ class Turns:
 
     def begin(self, completed: int, state: Mapping[str, Any] | None) -> None:
         """Go on after so many iterations, from the state of that version; an averaging in flight is started again."""
+        self._signal = self._average = self._keep = None  # of a version that is not gone on from
+        self._stale, self._kept_for = False, -1
         if state is None:
             self.turn = self._schedule.first(completed)
             return
@@ -132,4 +134,8 @@ class Turns:
             interval=self.turn.interval, reason=self.turn.reason, divergence=measured.divergence, sigma=measured.sigma,
             signal=measured.signal, nonfinite=list(measured.nonfinite),
         )  # fmt: skip
+        if measured.nonfinite:
+            ranks = ", ".join(map(str, measured.nonfinite))
+            reason = f"after iteration {turn.at} parameters of ranks {ranks} were infinite or no number"
+            self._events.emit("sync.nonfinite", iteration=turn.at, ranks=ranks, reason=reason, echo=True)
         return bool(measured.nonfinite) and not stale

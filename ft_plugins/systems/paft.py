@@ -135,9 +135,15 @@ class Paft:
 
     # ---- hooks ----
 
+    @property
+    def early(self) -> bool:
+        """Whether `iteration_begin` has something to wait for."""
+        verdicts = self._verdicts if self._config.audit_at == "forward" else None
+        return verdicts is not None and verdicts.under_way is not None
+
     def iteration_begin(self, step: int) -> None:
         """The fence of a verdict that is awaited here."""
-        if self._config.audit_at == "forward":
+        if self.early:
             self._settle(step, recompute=False)
 
     def before_update(self, step: int) -> None:

@@ -268,6 +268,11 @@ class Reft:
             **seconds,
         )
 
+    def rest(self) -> None:
+        """A fence of its own, for whoever changes tensors at another time: the running capture is sealed."""
+        if self._capture is not None:
+            self._capture.wait()
+
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
         waited = self._capture.wait() if self._capture else 0.0

@@ -1,4 +1,4 @@
-"""Four replicas: the one that is wrong is named and repaired, and with an audit of every update the run is the clean one."""
+"""Four replicas: the wrong one is named and repaired, and with an audit of every update the run is the clean one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_gradients_that_cannot_be_computed_again_leave_replicas_that_agree_on_an
     assert len(set(versions(found, 8))) == 1 and versions(found, 8) != versions(clean, 8)
 
 
-def test_beside_averaging_a_repair_comes_first_and_what_was_averaged_of_the_wrong_state_is_dropped(ranks: Ranks) -> None:
+def test_beside_averaging_a_repair_comes_first_and_what_was_averaged_of_wrong_state_is_dropped(ranks: Ranks) -> None:
     """The flip is at a turn: its averaging is under way when the verdict comes."""
     clean = ranks(train, 4, None, 9)
     for mode in ({"mode": "dyn", "h": 4, "h_min": 2, "h_max": 4}, {"mode": "sync", "h": 4}):
