@@ -132,7 +132,7 @@ class Session:
         self._collective.agree(failure)
         assert self._paft is not None
         self._paft.connect(self._collective)
-        self._carrying.state = self._paft.state
+        self._carrying.state, self._carrying.drifts = self._paft.state, self._paft.drifts
         if self._host.rank == 0 and self._context.restart == 0:
             print(f"ft_plugins: {self._paft.table()}", flush=True)
 

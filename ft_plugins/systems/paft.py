@@ -79,6 +79,11 @@ class Paft:
             for members in self._buckets.by_set:
                 require_enough(Aggregate(self._config.aggregate), len(members), self._config.trim)
 
+    @property
+    def drifts(self) -> bool:
+        """Whether replicas are let drift between two turns: then a snapshot has to hold each of them."""
+        return self._policy.schedule is not None
+
     def table(self) -> str:
         """For people, once: what is compared, and what that promises."""
         if not self._config.audits_every:

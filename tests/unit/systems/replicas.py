@@ -61,10 +61,15 @@ class Training:
         x, y = torch.randn(16, LAYERS[0]), torch.randn(16, LAYERS[-1])
         self.optimizer.zero_grad()
         torch.nn.functional.mse_loss(self.model(x), y).backward()
-        for parameter in self.named.values():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= self.world
+        self._reduce(None, self.world)
+
+    def _reduce(self, group: Any, count: int) -> None:
+        """The mean over a group's ranks."""
+        gradients = [parameter.grad for parameter in self.named.values() if parameter.grad is not None]
+        flat = torch.cat([gradient.view(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, part in zip(gradients, (flat / count).split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
     def _recompute(self, step: int) -> None:
         self.recomputed.append(step)
