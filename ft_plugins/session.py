@@ -289,14 +289,23 @@ class Session:
         if self._paft is not None and self._paft.early:
             if self._reft is not None:
                 self._guarded(lambda reft: reft.rest())
-            self._paft.iteration_begin(step)
+            self._agree(self._paft, lambda paft: paft.iteration_begin(step))
 
     def before_update(self, step: int) -> None:
         """The fence; then what is averaged or repaired, in tensors that nobody captures."""
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step))
         if self._paft is not None:
-            self._paft.before_update(step)
+            self._agree(self._paft, lambda paft: paft.before_update(step))
+
+    def _agree(self, paft: Paft, call: Callable[[Paft], None]) -> None:
+        """Settle what was compared; then snapshots of a replica that was wrong are void, also where the job ends."""
+        try:
+            call(paft)
+        finally:
+            since = paft.tainted()
+            if since is not None and self._reft is not None:
+                self._guarded(lambda reft: reft.void(since))
 
     def after_update(self, step: int) -> None:
         """Replicas may be compared and averaged from now on."""
@@ -371,7 +380,7 @@ class Session:
 
 _ALARMS = {
     *("protection.lost", "slot.corrupt", "restore.scratch", "checkpoint.damaged", "storage.unreachable"),
-    *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender"),
+    *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "version.tainted"),
 }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..model.inventory import Inventory, Item, Role
 
 PARAMETERS = frozenset({Role.PARAMETER, Role.MAIN_PARAMETER})
@@ -129,6 +129,22 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
                 )
             )  # fmt: skip
     return Buckets(inventory.rank, tuple(found), tuple(left_out))
+
+
+def require_replicas(buckets: Buckets, framework: str, replicas: int) -> None:
+    """Raises ConfigError where there is one replica of all, UnsupportedError where none of the parameters has two.
+
+    `replicas`: how many ranks data parallelism gives the same parameters to.
+    """
+    if replicas == 1 and not buckets.all:
+        raise ConfigError(
+            "--paft: has no effect with one data-parallel replica; raise the data-parallel size or drop it"
+        )
+    if not buckets.averaged(False):
+        raise UnsupportedError(
+            f"{framework}: each parameter is held by one of {replicas} replicas alone (ZeRO, distributed optimizer): it "
+            "cannot drift, and an error in it reaches all of them alike; drop --paft"
+        )
 
 
 def _left_out(item: Item) -> str:

@@ -23,6 +23,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..config import PaftConfig
 from ..errors import ConfigError
 from .noise import Measured
 
@@ -108,3 +109,13 @@ class NoiseDriven:
         if ratio > self.h_max:
             return self.h_max, f"{said}, clipped to h_max"
         return math.floor(ratio), said
+
+
+def schedule_of(config: PaftConfig) -> Schedule | None:
+    """The schedule that is asked for; None where nothing is averaged by one."""
+    match config.mode:
+        case "sync":
+            return Periodic(config.h)
+        case "dyn":
+            return NoiseDriven(config.h, config.h_min, config.h_max)
+    return None

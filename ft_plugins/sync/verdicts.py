@@ -29,9 +29,12 @@ class Verdicts:
         self.under_way: Job[Found] | None = None
         self.last: Found | None = None
         self.offences = Offences()
+        self._agreed_at = 0
+        self._tainted: int | None = None
 
-    def begin(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was known."""
+    def begin(self, completed: int, state: Mapping[str, Any]) -> None:
+        """Go on after so many iterations, with what was known."""
+        self._agreed_at = completed
         self.offences = Offences({int(rank): int(count) for rank, count in state.items()})
 
     def state(self) -> dict[str, int]:
@@ -49,7 +52,15 @@ class Verdicts:
         self.last = job.wait()
         for audit in self.last.audits:
             self._report(audit, job.waited)
+            if any(self._rank in verdict.wrong for verdict in audit.verdicts):
+                self._tainted = self._agreed_at
+        self._agreed_at = self.last.iteration if self.last.agreed else self._agreed_at
         return self.last
+
+    def tainted(self) -> int | None:
+        """Once after this rank was found wrong: the iteration of the audit before, in which the replicas agreed."""
+        found, self._tainted = self._tainted, None
+        return found
 
     def settle(self, found: Found) -> None:
         """Carry out what is to be done. Raises DivergedError, on all ranks, where the job is to go back."""
@@ -61,6 +72,7 @@ class Verdicts:
             error.echo = all(audit.agreed for audit in found.audits)
             raise error
         self._auditing.settle(found)
+        self._agreed_at = found.iteration
 
     def _report(self, audit: Audit, waited: float) -> None:
         self.offences = self.offences.after(audit)

@@ -4,8 +4,8 @@
     after_update      what the policy asks for is started: digests, averages
     iteration_begin   the fence of the verdict alone, with audit_at forward
 
-Everything that is started runs on one thread, in one order on all ranks, behind the next forward and backward; the
-fences are the only places where training waits, and what they waited is reported.
+Everything that is started runs on one thread, in one order on all ranks, behind the next forward and backward; only the
+fences have training wait.
 
 Invariant: every rank of the job does the same at the same iteration: the policy is pure, and what it is told has been
 gathered over all ranks. An error here ends the rank: replicas that are treated differently are worse than none.
@@ -25,19 +25,19 @@ import torch.distributed as dist
 
 from ..config import PaftConfig
 from ..corruption import Corruption
-from ..errors import ConfigError, UnsupportedError
+from ..errors import UnsupportedError
 from ..events import Events
 from ..model.host import Host, Steps
 from ..recovery.collective import Collective
 from ..sync.aggregate import Aggregate, require_enough
 from ..sync.audit import OnCorruption, promise
 from ..sync.background import Background
-from ..sync.buckets import plan_buckets
+from ..sync.buckets import plan_buckets, require_replicas
 from ..sync.compare import Auditing
 from ..sync.links import Links
 from ..sync.policy import Label, PaftPolicy
 from ..sync.run import Averaging
-from ..sync.schedule import NoiseDriven, Periodic, Schedule
+from ..sync.schedule import schedule_of
 from ..sync.turns import Turns
 from ..sync.verdicts import Verdicts
 
@@ -55,29 +55,16 @@ class Paft:
         self._steps: Steps = host
         self._config, self._events = config, events
         self._buckets = plan_buckets(host.inventory(), config.bucket_mib << 20)
-        self._require_replicas()
-        self._policy = PaftPolicy(_schedule(config), config.mode == "sync", config.audits_every)
+        require_replicas(self._buckets, host.framework, len(host.topology().replicas(host.rank)))
+        for members in self._buckets.by_set if config.mode != "audit" else ():
+            require_enough(Aggregate(config.aggregate), len(members), config.trim)
+        self._policy = PaftPolicy(schedule_of(config), config.mode == "sync", config.audits_every)
         self._corruption = Corruption(host.rank)
         self._turns: Turns | None = None
         self._verdicts: Verdicts | None = None
         self._background: Background | None = None
         if self._policy.schedule is not None:
             self._steps.learning_rate()  # raises where it cannot be had
-
-    def _require_replicas(self) -> None:
-        replicas = len(self._host.topology().replicas(self._host.rank))
-        if replicas == 1 and not self._buckets.all:
-            raise ConfigError(
-                "--paft: has no effect with one data-parallel replica; raise the data-parallel size or drop it"
-            )
-        if not self._buckets.averaged(False):
-            raise UnsupportedError(
-                f"{self._host.framework}: each parameter is held by one of {replicas} replicas alone (ZeRO, "
-                "distributed optimizer): it cannot drift, and an error in it reaches all of them alike; drop --paft"
-            )
-        if self._config.mode != "audit":
-            for members in self._buckets.by_set:
-                require_enough(Aggregate(self._config.aggregate), len(members), self._config.trim)
 
     @property
     def drifts(self) -> bool:
@@ -124,8 +111,8 @@ class Paft:
 
     def begin(self, completed: int, state: Mapping[str, Any] | None = None) -> None:
         """Go on after `completed` iterations, from the `state` of that version; None where there is none of PAFT."""
-        if self._verdicts is not None and state is not None:
-            self._verdicts.begin(state["offences"])
+        if self._verdicts is not None:
+            self._verdicts.begin(completed, {} if state is None else state["offences"])
         if self._verdicts is not None and completed and self._policy.doing(completed, None).audit:
             self._verdicts.start(completed)
         if self._turns is not None:
@@ -137,6 +124,11 @@ class Paft:
         differs = None if found is None or found.iteration != step else not found.agreed
         turns = self._turns
         return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.drifting)
+
+    def tainted(self) -> int | None:
+        """Where this rank's replica was found wrong since it was asked last: the iteration after which its snapshots
+        are worth nothing, that of the last audit in which the replicas agreed."""
+        return None if self._verdicts is None else self._verdicts.tainted()
 
     # ---- hooks ----
 
@@ -203,12 +195,3 @@ class Paft:
         struck = self._corruption.strike(point, step, tensors)
         if struck is not None:
             self._events.emit("fault.struck", iteration=step, **vars(struck))
-
-
-def _schedule(config: PaftConfig) -> Schedule | None:
-    match config.mode:
-        case "sync":
-            return Periodic(config.h)
-        case "dyn":
-            return NoiseDriven(config.h, config.h_min, config.h_max)
-    return None

@@ -12,7 +12,7 @@ import torch
 
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
-from ft_plugins.errors import ConfigError
+from ft_plugins.errors import ConfigError, DivergedError
 from ft_plugins.session import Session, attach
 from ft_plugins.systems.carried import CarryingHost
 
@@ -99,6 +99,39 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
         assert first[rank][1] | second[rank][1] == whole[rank][1]
     turns = node.events("sync.averaged")
     assert {event.fields["iteration"] for event in turns} >= {5, 9}
+
+
+AUDIT = {"mode": "audit", "audit_interval": 1}
+FLIP = "update.gradients@iteration=4,rank=1,restart=0:flip=29~5"
+
+
+def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> Any:
+    """Until the verdict on iteration 4 is there, right before the update of 5; then the job is gone."""
+    one = Incarnation(rank, world, block, run_dir, token).run(4)
+    one.session.iteration_begin(5)
+    one.training.backward(5)
+    try:
+        one.session.before_update(5)
+    except DivergedError as error:
+        return one.versions, str(error)
+    return one.versions, ""
+
+
+@pytest.mark.parametrize("chosen", ["repair", "rollback"])
+def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is_the_clean_one(
+    node: Node, ranks: Ranks, chosen: str
+) -> None:
+    clean = ranks(_life, 2, {"paft": AUDIT}, None, 0, 8)
+    node.start()
+    block = {"paft": {**AUDIT, "on_corruption": chosen}, "reft": {}, "node_name": "n", "faults": FLIP}
+    first = ranks(_until_found, 2, block, node.run_dir, node.fence())
+    assert first[0][0][4] != first[1][0][4], "two that differ: one of these two"
+    assert all(("replicas of iteration 4 differ" in error) == (chosen == "rollback") for _, error in first)
+    assert [event.fields["iterations"] for event in node.events("version.void")] == [[4], [4]]
+    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 8)
+    for rank in range(2):
+        assert second[rank][0] == 3
+        assert {step: clean[rank][1][step] for step in range(4, 9)} == second[rank][1]
 
 
 def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:
