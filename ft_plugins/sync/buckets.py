@@ -142,8 +142,8 @@ def require_replicas(buckets: Buckets, framework: str, replicas: int) -> None:
         )
     if not buckets.averaged(False):
         raise UnsupportedError(
-            f"{framework}: each parameter is held by one of {replicas} replicas alone (ZeRO, distributed optimizer): it "
-            "cannot drift, and an error in it reaches all of them alike; drop --paft"
+            f"{framework}: each parameter is held by one of {replicas} replicas alone (ZeRO, distributed optimizer): "
+            "it cannot drift, and an error in it reaches all of them alike; drop --paft"
         )
 
 
