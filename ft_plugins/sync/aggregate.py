@@ -18,6 +18,7 @@ In: values of M replicas, (M, n). Out: (n,), of the same type.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import ceil
@@ -25,6 +26,7 @@ from math import ceil
 import torch
 
 from ..errors import ConfigError
+from .buckets import Bucket
 
 
 class Aggregate(str, Enum):
@@ -55,6 +57,14 @@ def cost(how: Aggregate, elements: int, width: int, replicas: int) -> Cost:
     if how is Aggregate.MEAN:
         return Cost(sent, part * replicas * (width + 8), 0)
     return Cost(sent, part * replicas * (width + 8 + 8), replicas * max(1, (replicas - 1).bit_length()))
+
+
+def told(how: Aggregate, buckets: Sequence[Bucket]) -> str:
+    """What each turn costs a rank that averages these buckets, for people."""
+    costs = [cost(how, b.elements, b.nbytes // b.elements, len(b.replicas)) for b in buckets]
+    largest = max(costs, key=lambda one: one.work_bytes)
+    total = Cost(sum(one.sent_bytes for one in costs), largest.work_bytes, largest.comparisons)
+    return f"averaging: the {how.value}, each turn {total}; {sum(b.nbytes for b in buckets)} bytes are held for good"
 
 
 def require_enough(how: Aggregate, replicas: int, trim: int) -> None:

@@ -21,6 +21,7 @@ PARAMETERS = frozenset({Role.PARAMETER, Role.MAIN_PARAMETER})
 FLOATING = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # what can be averaged, and its bytes
 TABLE_SETS = 16
 TABLE_ITEMS = 8
+_ALONE = "held by one rank alone"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class Buckets:
         for bucket in self.all:
             found.setdefault(bucket.replicas, []).append(bucket)
         return {replicas: tuple(those) for replicas, those in found.items()}
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """The items that no other rank holds."""
+        return tuple(name for name, reason in self.left_out if reason.startswith(_ALONE))
 
     def averaged(self, optimizer_state: bool) -> tuple[Bucket, ...]:
         """Those that a synchronisation averages: parameters, and on request what the optimizer keeps beside them."""
@@ -150,9 +156,9 @@ def require_replicas(buckets: Buckets, framework: str, replicas: int) -> None:
 def _left_out(item: Item) -> str:
     if len(item.replicas) == 1:
         return (
-            "held by one rank alone (ZeRO, distributed optimizer): an error in it reaches all replicas alike"
+            f"{_ALONE} (ZeRO, distributed optimizer): an error in it reaches all replicas alike"
             if item.piece is not None
-            else "held by one rank alone"
+            else _ALONE
         )
     return "" if item.background else "changed by more than the update"
 

@@ -29,7 +29,7 @@ from ..errors import UnsupportedError
 from ..events import Events
 from ..model.host import Host, Steps
 from ..recovery.collective import Collective
-from ..sync.aggregate import Aggregate, require_enough
+from ..sync.aggregate import Aggregate, require_enough, told
 from ..sync.audit import OnCorruption, promise
 from ..sync.background import Background
 from ..sync.buckets import plan_buckets, require_replicas
@@ -73,13 +73,16 @@ class Paft:
 
     def table(self) -> str:
         """For people, once: what is compared, and what that promises."""
-        if not self._config.audits_every:
-            return self._buckets.table()
-        said = promise(
-            self._config.audits_every, OnCorruption(self._config.on_corruption), self._config.audit_at == "forward",
-            self._steps.recomputes, min(map(len, self._buckets.by_set)), len(self._buckets.left_out),
-        )  # fmt: skip
-        return f"{self._buckets.table()}\n  {said}"
+        config, lines = self._config, [self._buckets.table()]
+        if self._policy.schedule is not None:
+            chosen = self._buckets.averaged(config.average_optimizer_state)
+            lines.append(told(Aggregate(config.aggregate), chosen))
+        if config.audits_every:
+            lines.append(promise(
+                config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
+                self._steps.recomputes, min(map(len, self._buckets.by_set)), len(self._buckets.alone),
+            ))  # fmt: skip
+        return "\n  ".join(lines)
 
     def connect(self, collective: Collective) -> None:
         """Make groups and claim memory. All ranks of the job call together, none of them with an error."""

@@ -260,6 +260,12 @@ def test_a_loop_that_does_not_tell_its_learning_rate_can_be_audited_but_not_aver
     assert "its gradients cannot be computed again here" in said and "ranks 0 1 2: 1 buckets" in said
 
 
+def test_what_averaging_costs_is_said_at_start() -> None:
+    table = Paft(host(world_size=4, replicated=True), PaftConfig(aggregate="median"), Events()).table()
+    assert "averaging: the median, each turn 24 bytes sent" in table and "16 bytes are held for good" in table
+    assert "8 comparisons per coordinate" in table and "audit" not in table
+
+
 def test_too_few_replicas_to_trim_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected at least 3 replicas"):
         Paft(host(world_size=2, replicated=True), PaftConfig(aggregate="trimmed"), Events())

@@ -26,7 +26,8 @@ train, Training, Watched = replicas.train, replicas.Training, replicas.Watched
 
 AUDIT = {"mode": "audit", "audit_interval": 1}
 FLIPS = {
-    "parameter": "update.parameters@iteration=4,rank=2:flip=20~3",
+    "parameter": "update.parameters@iteration=4,rank=2:flip=20~5",
+    "moment": "update.parameters@iteration=4,rank=2:flip=20~3",
     "gradient": "update.gradients@iteration=4,rank=2:flip=29~5",
     "nan": "update.gradients@iteration=4,rank=2:nan",
 }
@@ -47,7 +48,8 @@ def versions(found: list[dict[str, Any]], step: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "fault, at", [("parameter", "update"), ("gradient", "update"), ("nan", "update"), ("gradient", "forward")]
+    "fault, at",
+    [*((fault, "update") for fault in FLIPS), ("gradient", "forward")],
 )
 def test_a_wrong_replica_is_named_and_repaired_and_the_run_is_bit_identical_to_a_clean_one(
     ranks: Ranks, fault: str, at: str
@@ -67,7 +69,7 @@ def test_a_wrong_replica_is_named_and_repaired_and_the_run_is_bit_identical_to_a
     assert (event["iteration"], event["ranks"], event["majority"]) == (4, [2], True)
     assert event["layers"] == [int(struck["item"].split(".")[0])]
     kinds = {kind for kind in ("parameter", "moment") if f", {kind} (" in event["reason"]}
-    assert kinds == ({"parameter", "moment"} if fault != "parameter" else {"moment"})
+    assert kinds == ({fault} if fault in ("parameter", "moment") else {"parameter", "moment"})
     assert all(one["recomputed"] == ([5] if at == "update" else []) for one in found)
 
 
