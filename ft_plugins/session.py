@@ -14,7 +14,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import torch
@@ -23,7 +23,7 @@ from . import faults
 from .bubbles.clock import clock_of
 from .bubbles.profile import Phase, Profiler, Profiling
 from .bubbles.record import Recorder, Several
-from .config import Config, LaunchContext, launch_context
+from .config import Config, LaunchContext, PaftConfig, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
 from .model.host import Edges, Host
@@ -33,6 +33,8 @@ from .snapshot.layout import layer_bytes
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
 from .systems.baft import Baft
+from .systems.carried import CarryingHost
+from .systems.paft import Paft
 from .systems.reft import DEGRADED, PeerDegraded, Reft, budget_table
 
 _OF_A_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
@@ -71,6 +73,10 @@ class Session:
             profiling = Profiling(iterations=config.baft.profile_iterations)
         if profiling is not None:
             self._profile(profiling)
+        self._carrying = CarryingHost(host)
+        self._paft: Paft | None = None
+        if config.paft is not None:
+            self._unite(config.paft)
         if config.capture is not None:
             self._claim()
 
@@ -129,6 +135,21 @@ class Session:
 
     def _report_no_profile(self, reason: str) -> None:
         self._events.emit("profile.lost", reason=reason, echo=True)
+
+    def _unite(self, config: PaftConfig) -> None:
+        """Have replicas compared or averaged, on every rank or on none. Raises what `Paft` raises, on all ranks."""
+        failure: FtError | None = None
+        self._require_one_job()
+        try:
+            self._paft = Paft(self._host, config, self._events)
+        except FtError as error:
+            failure = error
+        self._collective.agree(failure)
+        assert self._paft is not None
+        self._paft.connect(self._collective)
+        self._carrying.state, self._carrying.drifts = self._paft.state, self._paft.drifts
+        if self._host.rank == 0 and self._context.restart == 0:
+            print(f"ft_plugins: {self._paft.table()}", flush=True)
 
     def _claim(self) -> None:
         """Claim the memory on every rank, or on none: without one rank no version is ever complete."""
@@ -217,8 +238,8 @@ class Session:
             )
         context = self._context
         return Reft(
-            self._host, self._config, self._collective, nodes, self._context.run_dir, context.token, self._events,
-            context.master_addr,
+            cast(Host, self._carrying), self._config, self._collective, nodes, self._context.run_dir, context.token,
+            self._events, context.master_addr,
         )  # fmt: skip
 
     def _check_room(self, names: list[str]) -> None:
@@ -237,6 +258,13 @@ class Session:
         return not self._state
 
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
+        """Restore, and go on from there in all that is beside: see `_restore`."""
+        done = self._restore(loaded, last)
+        if self._paft is not None:
+            self._paft.begin(done, self._carrying.carried)
+        return done
+
+    def _restore(self, loaded: int, last: int | None) -> int:
         """Restore; returns the iterations completed in the restored state (`loaded` where nothing newer is in memory).
 
         `loaded` is the iteration that the framework's own checkpoint brought, 0 for none; `last` the iteration at which
@@ -273,14 +301,31 @@ class Session:
             self.baft.iteration_begin(held=self.profiler is not None and self.profiler.phase is Phase.RECORDING)
         if self.profiler is not None:
             self.profiler.iteration_begin(step)
+        if self._paft is not None and self._paft.early:
+            if self._reft is not None:
+                self._guarded(lambda reft: reft.rest())
+            self._agree(self._paft, lambda paft: paft.iteration_begin(step))
 
     def before_update(self, step: int) -> None:
-        """The fence."""
+        """The fence; then what is averaged or repaired, in tensors that nobody captures."""
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step))
+        if self._paft is not None:
+            self._agree(self._paft, lambda paft: paft.before_update(step))
+
+    def _agree(self, paft: Paft, call: Callable[[Paft], None]) -> None:
+        """Settle what was compared; then snapshots of a replica that was wrong are void, also where the job ends."""
+        try:
+            call(paft)
+        finally:
+            since = paft.tainted()
+            if since is not None and self._reft is not None:
+                self._guarded(lambda reft: reft.void(since))
 
     def after_update(self, step: int) -> None:
-        """No system uses it yet inside the step."""
+        """Replicas may be compared and averaged from now on."""
+        if self._paft is not None:
+            self._paft.after_update(step)
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
@@ -306,6 +351,8 @@ class Session:
 
     def shutdown(self) -> None:
         """The orderly end of training, which a lost SMP does not fail. Idempotent."""
+        if self._paft is not None:
+            self._paft.shutdown()
         if self._reft is not None:
             self._guarded(lambda reft: reft.close(in_order=True), over=True)
             self._reft = None
@@ -348,7 +395,7 @@ class Session:
 
 _ALARMS = {
     *("protection.lost", "slot.corrupt", "restore.scratch", "checkpoint.damaged", "storage.unreachable"),
-    "profile.lost",
+    *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "version.tainted"),
 }
 
 

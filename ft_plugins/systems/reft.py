@@ -43,7 +43,7 @@ from ..snapshot.layout import Layout, plan_layout
 from ..snapshot.manifest import Manifest
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment, Shape, path_of
-from ..snapshot.slots import Pin, Version, slots_for
+from ..snapshot.slots import Pin, SlotState, Version, slots_for
 from .reft_nodes import ReftNodes
 
 DEGRADED = "degraded"  # the word that a rank leaves for the others when it can capture no more
@@ -294,6 +294,32 @@ class Reft:
             lost=plan.lost,
             **seconds,
         )
+
+    def rest(self) -> None:
+        """A fence of its own, for whoever changes tensors at another time: the running capture is sealed."""
+        if self._capture is not None:
+            self._capture.wait()
+
+    def void(self, since: int) -> None:
+        """What was captured after iteration `since` holds a replica that was found wrong, and is not to be restored:
+        without this rank's share such a version is complete no more. No capture is running.
+
+        One that is being sent or written already is kept, and said to be.
+        """
+        segment = self._mapped()
+        gone: list[int] = []
+        kept: list[int] = []
+        for slot in segment.slots():
+            version = slot.version if slot.state is SlotState.CLEAN else None
+            if version is None or version.lineage != self._lineage or version.iteration <= since:
+                continue
+            (kept if slot.pins else gone).append(version.iteration)
+            if not slot.pins:
+                segment.dirty(slot.index, None, self._token)
+        self._events.emit("version.void", since=since, iterations=sorted(gone))
+        if kept:
+            reason = f"snapshots of iterations {sorted(kept)} hold a wrong replica, but are being sent or written"
+            self._events.emit("version.tainted", iterations=sorted(kept), reason=reason)
 
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
