@@ -39,9 +39,9 @@ from .journal import wait_for
 from .nodes import Place
 
 NODES, RANKS_OF_NODE = 4, 4
-SCALE = 25
+SCALE = 50
 LINK_MBPS = 10_000 // SCALE
-MESSAGE_BYTES = 64 << 10
+MESSAGE_BYTES = 32 << 10
 PRELOAD = (*gpt_runs.PRELOAD, "ft_plugins.rig.emulated")
 _HIDDEN, _MICRO_BATCH = 64, 8
 _STATE_OF_PARAMETER = 12  # bytes: float32 parameter, two moments
