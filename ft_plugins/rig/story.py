@@ -95,6 +95,21 @@ class Restored:
     node: str
     tier: str
     iteration: int
+    exactly: bool = False  # of that iteration and no other
+
+
+@dataclass(frozen=True)
+class InTransfer:
+    """When the job was restored for the first time, nodes were sending this version to each other."""
+
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Older:
+    """A node restored the newest version that counted, while a newer one was being sent."""
+
+    node: str
 
 
 @dataclass(frozen=True)
@@ -147,7 +162,7 @@ class Golden:
 
 Line = (
     Counts | Stored | Stopped | Ends | Lose | Start
-    | Restored | DeclaredLost | Compared | InBubbles | NotStored | Whole | Reason | NotAnew | Golden
+    | Restored | InTransfer | Older | DeclaredLost | Compared | InBubbles | NotStored | Whole | Reason | NotAnew | Golden
 )  # fmt: skip
 
 

@@ -15,10 +15,12 @@ from ft_plugins.rig.story import (
     Ends,
     Fate,
     Golden,
+    InTransfer,
     JobShape,
     Lose,
     NotAnew,
     NotStored,
+    Older,
     Reason,
     Restored,
     Start,
@@ -54,6 +56,9 @@ when   checkpoint 3 is complete
 when   the job has ended
 then   every node restored from storage, iteration >= 3
 then   s restored from node, iteration >= 2
+then   s restored from node, iteration = 4
+then   version 8 was in mid-transfer
+then   s restored what counted, not what was in mid-transfer
 then   n1 was declared lost
 then   complete checkpoints are whole, the newest >= 9
 then   the reason is: the parts of ranks 2, 3 are gone
@@ -75,8 +80,8 @@ def test_every_kind_of_line_is_understood() -> None:
     assert story.lines == (
         Counts(2), Stopped("n2"), NotStored(6), Lose("n2", Fate.KILL), Lose("n1", Fate.CUT), Lose("n3", Fate.FREEZE),
         Start("s", True), Start("t", False), Stored(3), Ends(End.ENDED), Restored(EVERY, "storage", 3),
-        Restored("s", "node", 2), DeclaredLost("n1"), Whole(9), Reason("the parts of ranks 2, 3 are gone"), NotAnew(),
-        Golden(),
+        Restored("s", "node", 2), Restored("s", "node", 4, exactly=True), InTransfer(8), Older("s"), DeclaredLost("n1"),
+        Whole(9), Reason("the parts of ranks 2, 3 are gone"), NotAnew(), Golden(),
     )  # fmt: skip
 
 
@@ -121,6 +126,8 @@ ENDED = "when the job has ended"
         ([JOB, "then n1 restored from node, iteration >= 2", ENDED], 3, "known only after"),
         ([JOB, "when the job is refused", "then the final state is golden"], 4, "known only after"),
         ([JOB, ENDED, "do kill n2"], 4, "the job has ended"),
+        ([JOB, ENDED, "then s restored what counted, not what was in mid-transfer"], 4, "found 's'"),
+        ([JOB, "then version 8 was in mid-transfer", ENDED], 3, "known only after"),
         ([JOB, ENDED, "then n2 was declared lost"], 4, "n2 was not lost; lost are none"),
         ([JOB, "do kill n2", ENDED, "then n2 restored from node, iteration >= 2"], 5, "found 'n2'"),
         ([JOB, ENDED, "then n2 restored from disk, iteration >= 2"], 4, "'then' knows nothing"),
