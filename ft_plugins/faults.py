@@ -4,10 +4,10 @@ Invariant: an unarmed `reach` is one dictionary lookup and changes nothing.
 
 A specification is `point@condition,...:action`, several joined by `;`. Conditions compare the facts that the point
 reports, the ambient ones (`rank`, `restart`) and `hit` (how often this process has reached the point, from 1) as text;
-all must hold. Actions: `kill` (SIGKILL to self), `stop`
-(SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError); any other word is returned to the point, which knows what
-it means (`inf` at `update.begin`, `skip` at `fence.kill`, `hold` at `exchange.frame`). Example, a kill in the sixth iteration of rank 3, in
-the first incarnation only: `iteration.forward@iteration=6,rank=3,restart=0:kill`.
+all must hold. Actions: `kill` (SIGKILL to self), `stop` (SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError);
+any other word is returned to the point, which knows what it means (`inf` at `update.begin`, `skip` at `fence.kill`,
+`hold` at `exchange.frame`). Example, a kill in the sixth iteration of rank 3, in the first incarnation only:
+`iteration.forward@iteration=6,rank=3,restart=0:kill`.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ GATE_BYTES = 8 * (_SEAL + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
 _RATES = 4  # of frames, of which the best is what the link carries
+MOST_FILLED = 32  # bubbles of which is told how much went in them
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
 NO_BUBBLE = _NUMBERS  # as the number of one: what is granted is a rate
@@ -162,7 +163,7 @@ class GatePacer:
     `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was opened for
     `patience_seconds`: a trainer that is dead, evaluation.
     `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was closed;
-    `rate_bytes` by a rate.
+    `rate_bytes` by a rate. `filled` has those of each bubble.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class GatePacer:
         self.inside_bytes = 0
         self.late_bytes = 0
         self.rate_bytes = 0
+        self._filled: dict[int, int] = {}  # of `inside_bytes`, by bubble
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
@@ -214,8 +216,16 @@ class GatePacer:
             self._rates.append(allowed.nbytes / max(1, now - allowed.since_ns))
             if stands and now <= allowed.deadline_ns:
                 self.inside_bytes += allowed.nbytes
+                bubble = opening.bubble if opening is not None else NO_BUBBLE
+                self._filled[bubble] = self._filled.get(bubble, 0) + allowed.nbytes
             else:
                 self.late_bytes += allowed.nbytes
+
+    def filled(self, most: int = MOST_FILLED) -> list[tuple[int, int]]:
+        """(bubble, bytes) of those in which most has gone, by bubble."""
+        with self._lock:
+            found = sorted(self._filled.items(), key=lambda one: -one[1])[:most]
+        return sorted(found)
 
     def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
         """What may go now, or for how many seconds there is nothing to look for."""

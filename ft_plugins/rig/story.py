@@ -162,7 +162,8 @@ class Golden:
 
 Line = (
     Counts | Stored | Stopped | Ends | Lose | Start
-    | Restored | InTransfer | Older | DeclaredLost | Compared | InBubbles | NotStored | Whole | Reason | NotAnew | Golden
+    | Restored | InTransfer | Older | DeclaredLost | Compared | InBubbles | NotStored | Whole | Reason | NotAnew
+    | Golden
 )  # fmt: skip
 
 

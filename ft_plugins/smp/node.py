@@ -221,6 +221,11 @@ class NodeTier:
             "by_rate": sum(pacer.rate_bytes for pacer in pacers),
         }
 
+    def _filled(self) -> dict[str, list[list[int]]]:
+        """The same bytes, of those bubbles in which most has gone, as [rank, bubble, bytes]; nothing without any."""
+        found = [[rank, *one] for rank, pacer in sorted(self._pacers.items()) for one in pacer.filled()]
+        return {"filled": found} if found else {}
+
     def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
         if self._server is not None and where == self._server.endpoint:
             return self._memory
@@ -325,7 +330,7 @@ class NodeTier:
                 self._events.emit(
                     "node.counts", lineage=counts.lineage, iteration=counts.iteration,
                     seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
-                    **self._in_bubbles(),
+                    **self._in_bubbles(), **self._filled(),
                 )  # fmt: skip
             if directive.exchange != self._directive.exchange:
                 self._end_exchange()

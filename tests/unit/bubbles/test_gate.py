@@ -278,6 +278,21 @@ def test_who_is_late_goes_on_in_the_next_bubble() -> None:
     assert second == Allowance(900, 61 * MS) and 51 * MS <= clock.now < 52 * MS
     pacer.ended(second)
     assert (pacer.late_bytes, pacer.inside_bytes) == (900, 900)
+    assert pacer.filled() == [(2, 900)], "what was late was in no bubble"
+
+
+def test_what_went_in_which_bubble_is_told_of_the_fullest_ones() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer, stop = GatePacer(gate, least_bytes=1, clock_ns=clock), Stop(clock, 100_000 * MS)
+    for turn in range(2):
+        for bubble in range(5):
+            begin = 1000 * MS * (5 * turn + bubble)
+            clock.now = max(clock.now, begin)
+            gate.open([grant(bubble, 0, 0.5, 10_000)], turn, begin)
+            pacer.ended(pacer.take(10 + bubble % 3, stop))
+    assert pacer.filled() == [(bubble, 2 * (10 + bubble % 3)) for bubble in range(5)]
+    assert pacer.filled(2) == [(1, 22), (2, 24)]
+    assert pacer.inside_bytes == sum(nbytes for _, nbytes in pacer.filled())
 
 
 def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
