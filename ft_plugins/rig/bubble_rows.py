@@ -42,8 +42,9 @@ def draw_bubbles(use: BubbleUse, path: Path) -> None:
     axes.set_xlabel("milliseconds of one iteration (median of those that were measured)")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    sentence = use.sending.line()
-    axes.set_title(sentence, loc="left", fontsize=11, fontweight="bold")
+    head, _, rest = use.sending.line().partition("; ")
+    axes.set_title(f"{head}\n", loc="left", fontsize=13, fontweight="bold")
+    axes.text(0, 1.02, rest, transform=axes.transAxes, va="bottom", fontsize=10, color=INK)
     found = {kind for row in rows for kind, _, _ in row.spans}
     names = {Kind.REDUCE: "gradient reduction"}
     patches = [Patch(color=SPANS[kind], label=names.get(kind, kind.value)) for kind in SPANS if kind in found]
@@ -58,10 +59,12 @@ def draw_bubbles(use: BubbleUse, path: Path) -> None:
 
 def _draw_row(axes: Any, use: BubbleUse, row: Row, place: int, width: float) -> None:
     low = place - _HEIGHT / 2
-    axes.broken_barh([_ms(begin, end) for _, begin, end in row.bubbles], (low, _HEIGHT), color=IDLE, linewidth=0)
-    for kind, colour in SPANS.items():
-        bars = [_ms(begin, end) for found, begin, end in row.spans if found is kind]
-        axes.broken_barh(bars, (low, _HEIGHT), color=colour, linewidth=0)
+    bars = {kind: [_ms(begin, end) for found, begin, end in row.spans if found is kind] for kind in SPANS}
+    idle = [_ms(begin, end) for _, begin, end in row.bubbles]  # over the part of a reduction that only waits
+    for colour, those in ((SPANS[Kind.REDUCE], bars.pop(Kind.REDUCE)), (IDLE, idle)):
+        axes.broken_barh(those, (low, _HEIGHT), color=colour, linewidth=0)
+    for kind, those in bars.items():
+        axes.broken_barh(those, (low, _HEIGHT), color=SPANS[kind], linewidth=0)
     for bubble in dict.fromkeys(window.bubble for window in row.windows):
         left = use.an_iteration(row.rank, bubble)
         for window in (one for one in row.windows if one.bubble == bubble):

@@ -60,7 +60,8 @@ def drive(folder: Path, waits_at: int = 0, fails_at: int = 0, nodes: int = 1) ->
     """Two ranks that wait to be killed, or fail, in an iteration of their first incarnation; 0: in none."""
     script, losses = folder / "job.py", folder / "loss.jsonl"
     script.write_text(textwrap.dedent(SCRIPT))
-    arguments = ["--nproc-per-node", str(2 // nodes), "--reft", "--ftp-detect-seconds", "3", *(["--max-restarts", "0"] if fails_at else [])]
+    arguments = ["--nproc-per-node", str(2 // nodes), "--reft", "--ftp-detect-seconds", "3"]
+    arguments += ["--max-restarts", "0"] if fails_at else []
     arguments += [str(script), str(losses)]
     arguments += [str(number) for number in (ITERATIONS, waits_at, fails_at)]
     return Drive(f"drive-{os.getpid()}-{folder.name[-20:]}", arguments, folder, losses, ITERATIONS, nodes)
