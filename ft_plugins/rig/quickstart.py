@@ -38,11 +38,11 @@ from .report import EvidenceError, Report, Run, make_report, table, verdict
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}
-TP, PP, DP = 2, 2, 2
-RANKS = TP * PP * DP
+RANKS = 8
+USUAL, WITH_BAFT = (2, 2, 2), (1, 4, 2)  # tp, pp, dp; of two stages hardly any time is idle on both sides
 FAILED_STATUS = 1
 REPORT, PICTURE, BUBBLES, SETTINGS = "report.json", "report.png", "bubbles.png", "deepspeed.json"
-BAFT_NODES = 2  # one for each pipeline stage
+BAFT_NODES = 2
 LINK_MBPS = 200.0  # that bubbles are planned with: of a cluster's links the share that a model of this size has
 PROFILED = 4  # iterations from which bubbles are planned
 _KILLED_RANK = 5
@@ -69,6 +69,11 @@ class Plan:
     framework: str = "megatron"
     settings: dict[str, Any] | None = None
     nodes: int = 1  # several: with BAFT
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sizes of tensor, pipeline and data parallelism."""
+        return WITH_BAFT if self.nodes > 1 else USUAL
 
     @property
     def example(self) -> Path:
@@ -134,7 +139,7 @@ def parse(argv: Sequence[str]) -> Plan:
         kill_at=kill_at,
         rank=rank,
         patience=options.patience,
-        job=deepspeed_flags(options.quick) if deepspeed else job_flags(options.quick),
+        job=(deepspeed_flags if deepspeed else job_flags)(options.quick, *(WITH_BAFT if options.baft else USUAL)),
         framework=options.framework,
         settings=deepspeed_settings(options.quick, options.baft) if deepspeed else None,
         nodes=BAFT_NODES if options.baft else 1,
@@ -144,9 +149,9 @@ def parse(argv: Sequence[str]) -> Plan:
     return plan
 
 
-def deepspeed_flags(quick: bool) -> tuple[str, ...]:
+def deepspeed_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
     """The same model as a PipelineModule, in sizes that two cores can bear."""
-    sizes = {"--tp": TP, "--pp": PP, "--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
+    sizes = {"--tp": tp, "--pp": pp, "--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
     return tuple(word for name, size in sizes.items() for word in (name, str(size)))
 
 
@@ -173,11 +178,11 @@ def deepspeed_settings(quick: bool, baft: bool) -> dict[str, Any]:
     }
 
 
-def job_flags(quick: bool) -> tuple[str, ...]:
+def job_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
     """The job: distributed optimizer, bf16, dropout on, sizes that two cores can bear."""
     sizes = {"--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
     sizes |= {"--global-batch": 16, "--micro-batch": 2} if quick else {"--global-batch": 64, "--micro-batch": 8}
-    flags = ["--tp", str(TP), "--pp", str(PP), "--bf16", "--distributed-optimizer", "--lr", "1e-3", "--warmup", "5"]
+    flags = ["--tp", str(tp), "--pp", str(pp), "--bf16", "--distributed-optimizer", "--lr", "1e-3", "--warmup", "5"]
     return (*flags, *(word for name, size in sizes.items() for word in (name, str(size))))
 
 
@@ -286,8 +291,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with raising_signals():
             plan = parse(sys.argv[1:] if argv is None else argv)
             display = display_on(console, RANKS)
+            tp, pp, dp = plan.shape
             display.say(
-                f"A GPT on {plan.data or 'the sources of Python'}: TP{TP} x PP{PP} x DP{DP} = {RANKS} processes"
+                f"A GPT on {plan.data or 'the sources of Python'}: TP{tp} x PP{pp} x DP{dp} = {RANKS} processes"
                 f"{f' on {plan.nodes} emulated nodes' if plan.nodes > 1 else ''}, "
                 f"{plan.iterations} iterations, once without and once with a failure. Logs: {plan.out}"
             )

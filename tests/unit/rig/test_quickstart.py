@@ -42,6 +42,7 @@ def test_with_baft_the_stages_are_on_two_nodes_and_one_of_them_is_killed(tmp_pat
     assert config.baft is not None and config.reft is not None
     assert config.baft.link_mbps == LINK_MBPS and config.baft.profile_iterations == PROFILED
     assert rest[rest.index("--nproc-per-node") + 1] == "4" and plan.nodes == 2 and plan.rank is None
+    assert rest[rest.index("--tp") + 1] == "1" and rest[rest.index("--pp") + 1] == "4"
     assert parse(["--baft", "--kill-rank", "3"]).rank == 3
     assert parse(["--out", str(tmp_path)]).rank == 5, "without it: a rank"
     settings = parse(["--baft", "--framework", "deepspeed"]).settings
