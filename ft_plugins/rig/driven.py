@@ -100,7 +100,7 @@ class DrivenNode:
                     if entry["token"] != self._token:
                         self._token, self.trainers = entry["token"], {}
                     self.trainers[entry["rank"]] = entry["pid"]
-                case "worker.failed" | "node.lost":
+                case "worker.failed" | "node.lost" | "workers.restart":
                     self.trainers = {}
         return found
 

@@ -28,7 +28,7 @@ import psutil
 from ..errors import FtError
 from ..events import Event
 from .driven import DrivenNode, GrowingLines
-from .report import KILL, Loss, read_losses
+from .report import KILL, NOTICED, Loss, read_losses
 
 NODE = "node0"
 _NETWORK = "127.77.1"  # of the loopback device: every machine has it, and nobody needs a right for it
@@ -122,7 +122,7 @@ class Drive:
         before = self._progress
         phase, iteration, loss = before.phase, before.iteration, before.loss
         events = [entry for node in self._alive for entry in node.look()]
-        if any(entry["name"] in ("worker.failed", "node.lost") for entry in events):
+        if any(entry["name"] in NOTICED for entry in events):
             phase = Phase.RESTARTING
         losses = self._losses.new()
         for entry in losses:
@@ -206,7 +206,7 @@ class Drive:
         address = f"{_NETWORK}.{number + 1}"
         words = [
             *("--nnodes", str(self._count), "--rdzv-endpoint", self._endpoint, "--local-addr", address),
-            *("--ftp-interface", address, "--ftp-secret-file", str(self._secret), *self._arguments),
+            *("--ftp-secret-file", str(self._secret), *self._arguments),
         ]
         name = f"node{number}"
         node = DrivenNode(self.job, name, self.folder / name, words, {"GLOO_SOCKET_IFNAME": _DEVICE})

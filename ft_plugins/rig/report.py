@@ -22,6 +22,7 @@ from ..errors import FtError
 from ..events import Event
 from .bubble_use import Sending, bubble_use
 
+NOTICED = ("worker.failed", "node.lost", "workers.restart")  # whichever comes first: a launcher knows of a failure
 MEMORY_TIERS = ("process", "node")  # as recovery names them; the third is storage
 KILL = "kill"  # emitted by whoever sends the signal, right before it; of a rank, or of the node in its field `lost`
 
@@ -225,7 +226,7 @@ def downtime(run: Run, killed: float | None) -> Seconds:
     if killed is None:
         return Seconds(None, None, None, None)
     after = [event for event in run.events if event.time >= killed]
-    seen = min((event.time for event in after if event.name in ("worker.failed", "node.lost")), default=None)
+    seen = min((event.time for event in after if event.name in NOTICED), default=None)
     attached = max((event.time for event in after if event.name == "rank.attach"), default=None)
     going_on = min(
         (entry.time for entry in run.losses if attached is not None and entry.time >= attached), default=None
