@@ -114,11 +114,13 @@ class _Sleep(torch.autograd.Function):
 
 
 def _stage_class() -> type[torch.nn.Module]:
+    from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
     class SleepingStage(MegatronModule):  # type: ignore[misc]
         """A model chunk: Megatron's schedule hands it what came from the stage before."""
 
+        model_type = ModelType.encoder_or_decoder
         share_embeddings_and_output_weights = False
 
         def __init__(self, config: Any, spec: StageSpec, shape: tuple[int, ...], first: bool, last: bool) -> None:
