@@ -86,6 +86,11 @@ class Gate:
         """The bubble is over, or a trainer has come that has not opened anything yet."""
         self._words[_CLOSED] = self._words[_NUMBER]
 
+    @property
+    def number(self) -> int:
+        """Of the opening that came last, over or not."""
+        return int(self._words[_NUMBER])
+
     def read(self) -> Opening | None:
         """The opening that stands, whether its time has come, is or is over; None for a gate that is closed."""
         for _ in range(_LOOKS):
@@ -182,8 +187,10 @@ class GatePacer:
         self._poll = poll_seconds
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
-        self._number: int | None = None  # the opening that was seen last
-        self._seen_ns = clock_ns()  # when it was
+        self._number: int | None = None  # the opening that was seen open last
+        self._latest = gate.number  # that there was, also if it was closed when it was looked for
+        self._opened = False  # since then
+        self._seen_ns = clock_ns()  # when there was a later one
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self._rates: deque[float] = deque(maxlen=_RATES)  # bytes per nanosecond, of the last frames in windows
         self.inside_bytes = 0
@@ -196,7 +203,7 @@ class GatePacer:
         while not stop.is_set():
             with self._lock:
                 allowed, wait = self._look(nbytes)
-                silent = self._number is None or self._clock_ns() - self._seen_ns > self._patience_ns
+                silent = not self._opened or self._clock_ns() - self._seen_ns > self._patience_ns
             if allowed is not None:
                 return allowed
             if silent and self._otherwise is not None:
@@ -229,11 +236,13 @@ class GatePacer:
 
     def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
         """What may go now, or for how many seconds there is nothing to look for."""
-        opening, now = self._gate.read(), self._clock_ns()
+        opening, now, latest = self._gate.read(), self._clock_ns(), self._gate.number
+        if latest != self._latest:
+            self._latest, self._opened, self._seen_ns = latest, True, now
         if opening is None or all(now >= deadline for _, deadline, _ in opening.windows):
             return None, self._poll  # closed, or left open by a trainer that is dead
         if opening.number != self._number:
-            self._number, self._seen_ns = opening.number, now
+            self._number, self._opened, self._seen_ns = opening.number, True, now
             self._left = [window[2] for window in opening.windows]
         for place, (begin, deadline, planned) in enumerate(opening.windows):
             if now >= deadline:

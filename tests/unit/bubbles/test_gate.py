@@ -370,6 +370,18 @@ def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is(
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now - began > 99 * MS
 
 
+def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 50)], 0, 0)  # by a trainer before
+    gate.close()
+    pacer = GatePacer(gate, Free(), patience_seconds=10.0, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70), "there is no plan yet"
+    gate.open([grant(2, 0, 0.010, 50)], 0, 0)
+    gate.close()  # nobody has looked meanwhile
+    reopened = {30 * MS: lambda: gate.open([grant(3, 0, 0.010, 60)], 0, 30 * MS)}
+    assert pacer.take(70, Stop(clock, 1000 * MS, reopened)).nbytes == 60 and clock.now >= 30 * MS
+
+
 # the trainer's side: counting spans
 
 
