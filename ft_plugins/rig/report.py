@@ -145,7 +145,7 @@ def make_report(failed: Run, unfailed: Run) -> Report:
         differing=differing,
         losses_identical=losses_identical,
         iterations=failed.losses[-1].iteration,
-        iterations_lost=_largest(failed.events, "restore.done", "lost", int),
+        iterations_lost=_lost(failed.events, kills, source),
         restores=restores,
         scratch_restarts=scratch_restarts,
         restored_from=source,
@@ -201,6 +201,13 @@ def same_losses(left: Iterable[Loss], right: Iterable[Loss]) -> bool:
     first, second = seen
     both = first.keys() & second.keys()
     return max(first) == max(second) and all(len(first[k] | second[k]) == 1 for k in both)
+
+
+def _lost(events: Sequence[Event], kills: Sequence[Event], source: Version | None) -> int | None:
+    """As recovery counted, or more where more had been logged when the signal was sent."""
+    counted = _largest(events, "restore.done", "lost", int)
+    logged = kills[0].fields["iteration"] - source.iteration if kills and source is not None else 0
+    return None if counted is None else max(counted, logged)
 
 
 def restore_count(events: Iterable[Event]) -> int:
