@@ -13,6 +13,7 @@ The first line is the title, '#' begins a comment, every other line is a word an
     runs   with all configurations                                  not by default
 
     when   version 2 counts on every node                           the story waits until then
+    when   iteration 11 is captured on n0                           or a later one
     when   checkpoint 3 is complete                                 or a newer one
     when   the smp of n2 has stopped                                at its fault point
     when   the job has ended  |  the job is refused                 every node of it
@@ -48,6 +49,7 @@ from .. import faults
 from ..errors import ConfigError, FtError
 from .story import (
     EVERY,
+    Captured,
     Compared,
     Counts,
     DeclaredLost,
@@ -77,13 +79,14 @@ class StoryError(FtError):
     """A line of a story that cannot be understood, or that cannot happen there."""
 
 
-_ACTS = (Counts, Stored, Stopped, Ends, Lose, Start)
+_ACTS = (Counts, Captured, Stored, Stopped, Ends, Lose, Start)
 _KNOWN_AT_THE_END = (Restored, InTransfer, Older, DeclaredLost, Whole, Reason, Compared, InBubbles, NotAnew, Golden)
 _NODE = r"([a-z]\w*)"
 _Build = Callable[..., Line]
 _PHRASES: dict[str, list[tuple[str, _Build]]] = {
     "when": [
         (r"version (\d+) counts on every node", lambda at: Counts(int(at))),
+        (rf"iteration (\d+) is captured on {_NODE}", lambda at, node: Captured(node, int(at))),
         (r"checkpoint (\d+) is complete", lambda at: Stored(int(at))),
         (rf"the smp of {_NODE} has stopped", Stopped),
         (r"the job (has ended|is refused)", lambda how: Ends(End(how))),
@@ -207,7 +210,7 @@ class _Reader:
                 self._there(node)
                 self._alive.remove(node)
                 self._lost.add(node)
-            case Stopped(node):
+            case Stopped(node) | Captured(node):
                 self._there(node)
             case DeclaredLost(node) if node not in self._lost:
                 raise StoryError(f"node {node} was not lost; lost are {_names(self._lost)}")

@@ -52,6 +52,14 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Captured:
+    """Until a rank of a node has captured this iteration or a later one."""
+
+    node: str
+    iteration: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """Until a checkpoint of this iteration or a later one is complete."""
 
@@ -161,7 +169,7 @@ class Golden:
 
 
 Line = (
-    Counts | Stored | Stopped | Ends | Lose | Start
+    Counts | Captured | Stored | Stopped | Ends | Lose | Start
     | Restored | InTransfer | Older | DeclaredLost | Compared | InBubbles | NotStored | Whole | Reason | NotAnew
     | Golden
 )  # fmt: skip

@@ -29,6 +29,7 @@ from .multinode import BOUND, MultiNodeJob, Run, Spec
 from .nodes import Place, destroy, freeze
 from .story import (
     EVERY,
+    Captured,
     Compared,
     Counts,
     DeclaredLost,
@@ -111,6 +112,8 @@ class Teller:
                 self._start(node, self._places[-2 if first else -1])
             case Lose(node, fate):
                 self._lose(node, fate)
+            case Captured(node, iteration):
+                self._job.until_captured(node, iteration)
             case Counts(iteration):
                 self._job.until_counts(iteration)
             case Stored(iteration):

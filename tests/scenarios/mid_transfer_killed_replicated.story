@@ -5,6 +5,7 @@ flags  --baft --baft-profile-iterations 1 --reft-exchange-interval 4
 runs   with all configurations
 fault  n2 exchange.frame@epoch=1,iteration=8,frame=1:stop;exchange.frame@epoch=1,iteration=12,frame=1:stop
 when   the smp of n2 has stopped
+when   iteration 11 is captured on n0
 do     kill n2
 do     start s first
 when   the job has ended

@@ -9,6 +9,7 @@ import pytest
 from ft_plugins.rig.stories import StoryError, parse, read
 from ft_plugins.rig.story import (
     EVERY,
+    Captured,
     Counts,
     DeclaredLost,
     End,
@@ -44,6 +45,7 @@ runs   with all configurations
 
 when   version 2 counts on every node
 when   the smp  of n2 has stopped
+when   iteration 5 is captured on n0
 then   checkpoint 6 is not complete
 do     kill n2
 do     cut n1
@@ -78,8 +80,8 @@ def test_every_kind_of_line_is_understood() -> None:
         "s": "vault.xored@hit=2:stop",
     }
     assert story.lines == (
-        Counts(2), Stopped("n2"), NotStored(6), Lose("n2", Fate.KILL), Lose("n1", Fate.CUT), Lose("n3", Fate.FREEZE),
-        Start("s", True), Start("t", False), Stored(3), Ends(End.ENDED), Restored(EVERY, "storage", 3),
+        Counts(2), Stopped("n2"), Captured("n0", 5), NotStored(6), Lose("n2", Fate.KILL), Lose("n1", Fate.CUT),
+        Lose("n3", Fate.FREEZE), Start("s", True), Start("t", False), Stored(3), Ends(End.ENDED), Restored(EVERY, "storage", 3),
         Restored("s", "node", 2), Restored("s", "node", 4, exactly=True), InTransfer(8), Older("s"), DeclaredLost("n1"),
         Whole(9), Reason("the parts of ranks 2, 3 are gone"), NotAnew(), Golden(),
     )  # fmt: skip
@@ -116,6 +118,7 @@ ENDED = "when the job has ended"
         ([JOB, "do kill n2", "do start n2 first"], 4, "there was a node n2 already"),
         ([JOB, "do start s first", "do start s last"], 4, "there was a node s already"),
         ([JOB, "do kill n2", "when the smp of n2 has stopped"], 4, "found 'n2'"),
+        ([JOB, "do kill n2", "when iteration 5 is captured on n2"], 4, "found 'n2'"),
         ([JOB, "when checkpoint 3 is complete"], 3, "'store'"),
         ([JOB, "store every iteration"], 3, "'every 3 iterations'"),
         ([JOB, "runs slowly"], 3, "'with all configurations'"),
