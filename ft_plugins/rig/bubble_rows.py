@@ -24,7 +24,7 @@ from .bubble_use import BubbleUse
 
 IDLE, WINDOW, INK = "#e9edf1", "#d98e04", "#1c1f22"
 _HEIGHT = 0.78  # of a row, of which there is one a unit
-_LABEL_SHARE = 0.045  # of the width; a window that is narrower has no label
+_LABEL_SHARE = 0.053  # of the width; a window that is narrower has no label
 
 
 def draw_bubbles(use: BubbleUse, path: Path) -> None:
@@ -50,8 +50,8 @@ def draw_bubbles(use: BubbleUse, path: Path) -> None:
     patches = [Patch(color=SPANS[kind], label=names.get(kind, kind.value)) for kind in SPANS if kind in found]
     patches += [
         Patch(color=IDLE, label="bubble"),
-        Patch(facecolor="white", edgecolor=WINDOW, label="planned to send in"),
-        Patch(color=WINDOW, label="sent"),
+        Patch(facecolor="white", edgecolor=WINDOW, label="window in which bytes may go"),
+        Patch(color=WINDOW, label="what went, on average"),
     ]
     figure.legend(handles=patches, frameon=False, loc="outside lower left", ncols=len(patches))
     figure.savefig(path)

@@ -81,9 +81,9 @@ def test_every_kind_of_line_is_understood() -> None:
     }
     assert story.lines == (
         Counts(2), Stopped("n2"), Captured("n0", 5), NotStored(6), Lose("n2", Fate.KILL), Lose("n1", Fate.CUT),
-        Lose("n3", Fate.FREEZE), Start("s", True), Start("t", False), Stored(3), Ends(End.ENDED), Restored(EVERY, "storage", 3),
-        Restored("s", "node", 2), Restored("s", "node", 4, exactly=True), InTransfer(8), Older("s"), DeclaredLost("n1"),
-        Whole(9), Reason("the parts of ranks 2, 3 are gone"), NotAnew(), Golden(),
+        Lose("n3", Fate.FREEZE), Start("s", True), Start("t", False), Stored(3), Ends(End.ENDED),
+        Restored(EVERY, "storage", 3), Restored("s", "node", 2), Restored("s", "node", 4, exactly=True), InTransfer(8),
+        Older("s"), DeclaredLost("n1"), Whole(9), Reason("the parts of ranks 2, 3 are gone"), NotAnew(), Golden(),
     )  # fmt: skip
 
 
