@@ -18,6 +18,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -190,9 +191,10 @@ class Drive:
 
     def release(self) -> None:
         """End ft-run, trainers and SMP, free the snapshot memory, keep the events in `folder`. Idempotent, bounded."""
-        for node in self._alive:
-            node.release()
         self._secret.unlink(missing_ok=True)
+        with ExitStack() as nodes:  # each of them, whatever goes wrong with another
+            for node in self._alive:
+                nodes.callback(node.release)
 
     @property
     def _alive(self) -> list[DrivenNode]:
