@@ -1,16 +1,18 @@
 """What copies cost training that go out in bubbles, on the emulated cluster: 16 ranks in the paper's shapes.
 
-    python benchmarks/bubble_overhead.py [--quick] [--batch 128] [--shapes d2m2p4 ...] [--plot FILE] [--cluster FILE]
+    python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--shapes d2m2p4 ...] [--plot FILE] [--cluster FILE]
 
 Megatron's own schedule between 4 nodes with throttled links, compute replaced by sleeping (ft_plugins/rig/cluster.py
 says how it is scaled). Blocks of 5 iterations in one run, in random order, each after one that is not counted:
 
-    on      captured after every iteration, copies in bubbles           off, null    nothing of this package is called
-    once    captured as often, and copies go at once (the last rounds): what FTPipeHD does
+    on      captured after every iteration, copies in bubbles
+    off     nothing of this package is called
+    once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for
+            them, by torch.distributed (the last rounds): what FTPipeHD does
 
     overhead      mean over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval
-    null          off against null: what such a difference is when there is none
-    unplanned     once / off - 1, of the iterations in which a transfer began
+    null          off / off - 1, of every second pair and the next: what such a difference is when there is none
+    unplanned     once / off - 1
     in_bubble     of all bytes of copies: what was through within the bubble that it was planned for
     fill          how full the planned windows are: by bytes, and by whole layers
     iterations    per checkpoint: from one version that counted to the next, mean; `full_state` as planned for the whole
@@ -49,7 +51,7 @@ from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
 from ft_plugins.rig import cluster
-from ft_plugins.rig.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Block, Emulated, Outcome
+from ft_plugins.rig.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Emulated, Outcome
 from ft_plugins.rig.emulated import LAYERS, OFF, ON, ONCE
 from ft_plugins.rig.figures import line
 from ft_plugins.rig.forkserver import ForkServer
@@ -60,10 +62,10 @@ PAIRS, QUICK_PAIRS = 40, 6
 ONCE_ROUNDS = 6
 SETTLE = 16  # iterations before the first block: profile, plan, the first copies
 RESERVE_MS = 4.0  # a message of 64 KiB takes 1.3 ms of the link, and four ranks may send one
+FLAGS = ("--baft-reserve-ms", str(RESERVE_MS))
 FULL_STATE = 6  # times the bytes that the paper sends
 RESAMPLES = 10_000
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 60.0
-NULL = "null"  # as off
 EACH = ("overhead", "overhead_upper", "null", "unplanned", "in_bubble", "iterations", "bubbles", "seconds")
 
 
@@ -100,10 +102,10 @@ HEAD = (
 
 
 def rounds(pairs: int, once: int, order: random.Random) -> list[tuple[str, int]]:
-    """The modes of all blocks. `null` is written as off: which is which, their order says."""
+    """The modes of all blocks."""
     found = [(ON, SETTLE)]
     for _ in range(pairs):
-        modes = [ON, OFF, NULL]
+        modes = [ON, OFF]
         order.shuffle(modes)
         found += [(mode, BLOCK) for mode in modes]
     for _ in range(once):
@@ -119,21 +121,24 @@ def upper(ratios: Sequence[float], seed: int = 1) -> float:
     return float(np.quantile(draws.mean(axis=1), 0.975))
 
 
-def evaluate(one: Emulated, outcome: Outcome, modes: Sequence[str], pairs: int) -> Measured:
+def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
     """Figures of a run."""
-    told = [replace(block, mode=mode) for block, mode in zip(outcome.blocks, modes, strict=True)][1:]
-    compared, at_once = told[: 3 * pairs], told[3 * pairs :]
-    triples = [{block.mode: statistics.mean(block.seconds) for block in compared[at : at + 3]}
-               for at in range(0, len(compared), 3)]  # fmt: skip
-    overheads = [each[ON] / each[OFF] - 1 for each in triples]
-    off = statistics.mean(each[OFF] for each in triples)
+    compared, at_once = outcome.blocks[1 : 1 + 2 * pairs], outcome.blocks[1 + 2 * pairs :]
+    paired = [
+        {block.mode: statistics.mean(block.seconds) for block in compared[at : at + 2]}
+        for at in range(0, len(compared), 2)
+    ]
+    overheads = [each[ON] / each[OFF] - 1 for each in paired]
+    off = statistics.mean(each[OFF] for each in paired)
     begun, through = outcome.blocks[0].completed, compared[-1].completed
     counted = counts(outcome, begun, through)
     planned, by_layers = (plan(one, outcome.profile, granularity) for granularity in Granularity)
+    once = statistics.mean(seconds for block in at_once if block.mode == ONCE for seconds in block.seconds)
+    beside = statistics.mean(seconds for block in at_once if block.mode == OFF for seconds in block.seconds)
     return Measured(
         one.name, off, statistics.mean(overheads), upper(overheads),
-        statistics.mean(each[NULL] / each[OFF] - 1 for each in triples),
-        unplanned(outcome, at_once),
+        statistics.mean(one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)),
+        once / beside - 1,
         in_bubble(outcome, begun, through),
         planned.fill_bytes or 0.0, by_layers.fill_layers or 0.0,
         statistics.mean(b - a for a, b in zip(counted, counted[1:], strict=False)),
@@ -164,20 +169,6 @@ def in_bubble(outcome: Outcome, begun: int, through: int) -> float:
         inside += last["in_bubbles"] - first["in_bubbles"]
         total += sum(last[name] - first[name] for name in ("in_bubbles", "late", "by_rate"))
     return inside / total if total else 0.0
-
-
-def unplanned(outcome: Outcome, blocks: Sequence[Block]) -> float:
-    """Iterations in which a transfer began, against those without protection around them."""
-    off = statistics.mean(seconds for block in blocks if block.mode == OFF for seconds in block.seconds)
-    starts = [event.time for events in outcome.events for event in events if event.name == "exchange.begin"]
-    sending = [
-        seconds
-        for block in blocks
-        if block.mode == ONCE
-        for begin, seconds in zip(block.begun, block.seconds, strict=True)
-        if any(begin <= at < begin + seconds for at in starts)
-    ]
-    return statistics.mean(sending) / off - 1
 
 
 def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int = 1) -> BubblePlan:
@@ -249,14 +240,12 @@ def measure(chosen: Sequence[Emulated], pairs: int, seed: int, how: str, written
         for each in chosen:
             one, slower = disturbed(each, how)
             blocks = rounds(pairs, ONCE_ROUNDS, random.Random(seed))
-            modes = [mode for mode, _ in blocks]
-            run = [(OFF if mode == NULL else mode, count) for mode, count in blocks]
             with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(hosts) as places:
-                seconds = 4.0 * sum(count + 1 for _, count in run)
+                seconds = 4.0 * sum(count + 1 for _, count in blocks)
                 outcome = cluster.run(
-                    server, one, places, Path(folder), run, seconds, "--baft-reserve-ms", str(RESERVE_MS), slower=slower
+                    server, one, places, Path(folder), blocks, seconds, *FLAGS, slower=slower
                 )
-            found.append(evaluate(one, outcome, modes, pairs))
+            found.append(evaluate(one, outcome, pairs))
             print(found[-1].row(), flush=True)
             if written is not None:
                 with written.open("a") as lines:
@@ -285,7 +274,7 @@ def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, six pairs")
-    parser.add_argument("--batch", type=int, default=128, choices=(128, 64))
+    parser.add_argument("--batch", type=int, default=64, choices=(128, 64))
     parser.add_argument("--chunks", type=int, default=1, help="above 1: the interleaved schedule")
     parser.add_argument("--shapes", nargs="+", help="those alone")
     parser.add_argument("--pairs", type=int, help=f"of blocks of {BLOCK} iterations (default {PAIRS})")

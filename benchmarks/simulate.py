@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ft_plugins.planner import idle
+from ft_plugins.planner import fitting, idle
 from ft_plugins.planner.goodput import Protection, table
 from ft_plugins.planner.jobs import FAMILY, PAPER
 from ft_plugins.planner.pipeline import Pipeline, Schedule
@@ -55,7 +55,7 @@ def seconds_of(schedule: Schedule, rounds: int) -> float:
     for _ in range(rounds):
         started = time.thread_time()
         timelines = simulate(of(schedule, STAGES, MICROBATCHES), times)
-        idle.fit(timelines, 1e9, 1e9)
+        fitting.plan(timelines, 1e9, 1e9, layers=LAYERS)
         found.append(time.thread_time() - started)
     return statistics.median(found)
 

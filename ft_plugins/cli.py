@@ -30,6 +30,7 @@ from .planner.pipeline import Schedule
 from .planner.survival import Cluster, plan_survival
 from .smp import client as smp
 from .smp import liveness
+from .smp.pace import in_words
 from .smp.signals import Signal
 
 ASK_SECONDS = 5.0  # an SMP that is alive answers in milliseconds
@@ -309,7 +310,8 @@ def _on_nodes(tier: Mapping[str, Any]) -> str:
         return "no"
     if not tier["counts"]:
         return "not yet"
-    return f"iteration {tier['counts'][1]}, lineage {tier['counts'][0]}"
+    every = in_words(tier)
+    return f"iteration {tier['counts'][1]}, lineage {tier['counts'][0]}" + (f"; {every}" if every else "")
 
 
 def _in_storage(storage: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@
     ├── ResumeError            what was captured does not belong to this job as it is now
     ├── StorageError           a checkpoint in storage is damaged, or not what its reader expects
     ├── BusyError              another ft-run owns this job on this node
+    ├── DivergedError          replicas differ, and the job has to go back to where they agreed
     ├── UnsupportedError       a framework feature that cannot be followed, by name
     └── PatchError             a patch of an upstream framework no longer applies
 
@@ -78,6 +79,10 @@ class StorageError(FtError):
 
 class BusyError(FtError):
     """Another ft-run owns this job on this node."""
+
+
+class DivergedError(FtError):
+    """Replicas differ, and the job has to go back to where they agreed."""
 
 
 class UnsupportedError(FtError):

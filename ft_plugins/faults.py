@@ -4,15 +4,17 @@ Invariant: an unarmed `reach` is one dictionary lookup and changes nothing.
 
 A specification is `point@condition,...:action`, several joined by `;`. Conditions compare the facts that the point
 reports, the ambient ones (`rank`, `restart`) and `hit` (how often this process has reached the point, from 1) as text;
-all must hold. Actions: `kill` (SIGKILL to self), `stop` (SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError);
-any other word is returned to the point, which knows what it means (`inf` at `update.begin`, `skip` at `fence.kill`,
-`hold` at `exchange.frame`). Example, a kill in the sixth iteration of rank 3, in the first incarnation only:
+`iteration%500=0` compares the remainder. All must hold; the first fault that applies acts. Actions: `kill` (SIGKILL to
+self), `stop` (SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError); any other word is returned to the point,
+which knows what it means (`inf` at `update.begin`, `skip` at `fence.kill`, `hold` at `exchange.frame`, numbers in
+`corruption`). Example, a kill in the sixth iteration of rank 3, in the first incarnation only:
 `iteration.forward@iteration=6,rank=3,restart=0:kill`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from dataclasses import dataclass
@@ -29,10 +31,17 @@ class Fault:
     action: str
 
     def applies(self, facts: dict[str, str]) -> bool:
-        """Whether every condition equals the fact of that name."""
-        return all(facts.get(key) == value for key, value in self.conditions)
+        """Whether every condition equals the fact of that name, or its remainder."""
+        return all(_of(facts, key) == value for key, value in self.conditions)
 
 
+def _of(facts: dict[str, str], key: str) -> str | None:
+    name, _, divisor = key.partition("%")
+    found = facts.get(name)
+    return found if found is None or not divisor else str(int(found) % int(divisor))
+
+
+_DIVIDES = re.compile(r"[^%]+(%0*[1-9]\d*)?").fullmatch  # a fact, or its remainder by a number that is not 0
 _armed: dict[str, list[Fault]] = {}
 _ambient: dict[str, str] = {}
 _hits: dict[str, int] = {}
@@ -45,7 +54,8 @@ def parse(specification: str) -> list[Fault]:
         place, colon, action = part.rpartition(":")
         point, _, conditions = place.partition("@")
         pairs = [condition.partition("=") for condition in filter(None, conditions.split(","))]
-        if not (colon and point and action) or any(not (key and equals and value) for key, equals, value in pairs):
+        unread = any(not (key and equals and value and _DIVIDES(key)) for key, equals, value in pairs)
+        if not (colon and point and action) or unread:
             raise ConfigError(f"fault '{part}' cannot be read: expected point@fact=value,...:action")
         faults.append(Fault(point, tuple((key, value) for key, _, value in pairs), action))
     return faults
@@ -59,6 +69,11 @@ def arm(specification: str, **ambient: object) -> None:
     _ambient.update({key: str(value) for key, value in ambient.items()})
     for fault in parse(specification):
         _armed.setdefault(fault.point, []).append(fault)
+
+
+def armed(point: str) -> tuple[Fault, ...]:
+    """What may strike at `point`, whatever the conditions."""
+    return tuple(_armed.get(point, ()))
 
 
 def reach(point: str, **facts: object) -> str | None:

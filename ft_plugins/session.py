@@ -14,25 +14,28 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import torch
 
 from . import faults
 from .bubbles.clock import clock_of
-from .bubbles.profile import Profiler, Profiling
+from .bubbles.profile import Phase, Profiler, Profiling
 from .bubbles.record import Recorder, Several
 from .bubbles.shown import shown
-from .config import Config, LaunchContext, launch_context
+from .config import Config, LaunchContext, PaftConfig, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
 from .model.host import Edges, Host
-from .model.timeline import Profile
+from .model.timeline import Profile, SenderFacts
 from .recovery.collective import Collective
+from .snapshot.layout import layer_bytes
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
 from .systems.baft import Baft
+from .systems.carried import CarryingHost
+from .systems.paft import Paft
 from .systems.reft import DEGRADED, PeerDegraded, Reft, budget_table
 
 _OF_A_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
@@ -66,25 +69,42 @@ class Session:
             print(config.table(), flush=True)
         self.profiler: Profiler | None = None
         self.edges: Edges | None = None  # to be called by the host, where anything asks for spans
-        self._baft: Baft | None = None
+        self.baft: Baft | None = None
         if config.baft is not None and profiling is None:
             profiling = Profiling(iterations=config.baft.profile_iterations)
         if profiling is not None:
             self._profile(profiling)
+        self._carrying = CarryingHost(host)
+        self._paft: Paft | None = None
+        if config.paft is not None:
+            self._unite(config.paft)
         if config.capture is not None:
             self._claim()
 
     def _profile(self, profiling: Profiling) -> None:
         """Measure where the bubbles are, on the clock of the device that holds the parameters."""
-        device = next((tensor.device for tensor in self._host.tensors().values()), torch.device("cpu"))
-        recorder = Recorder(self._host.rank, clock_of(device))
+        self._device = next((tensor.device for tensor in self._host.tensors().values()), torch.device("cpu"))
+        recorder = Recorder(self._host.rank, clock_of(self._device))
         self.edges = recorder
         if self._config.baft is not None:
-            self._baft = Baft(self._host.rank, self._config.baft, self._events)
-            self.edges = Several(self._baft, recorder)
+            self.baft = Baft(self._host.rank, self._config.baft, self._events)
+            self.edges = Several(self.baft, recorder)
         self.profiler = Profiler(
-            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile
-        )
+            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile,
+            self._sender_facts, self._traffic,
+        )  # fmt: skip
+
+    def _traffic(self) -> int:
+        return self.baft.moved if self.baft is not None else 0
+
+    def _sender_facts(self) -> SenderFacts:
+        """What only this rank knows of what bubbles are planned with."""
+        if self._reft is None:
+            return SenderFacts()
+        cuda = self._device.type == "cuda"
+        memory = torch.cuda.get_device_properties(self._device).total_memory if cuda else 0
+        reft = self._reft
+        return SenderFacts(reft.capture_seconds, reft.beside_bytes, memory, layer_bytes(reft.layout))
 
     def _report_profile(self, profile: Profile) -> None:
         assert self.profiler is not None
@@ -98,9 +118,10 @@ class Session:
         if self._host.rank == 0:
             print(f"ft_plugins: where an iteration's time goes\n{profile.table()}", flush=True)
             for rank, steps in left_out.items():
-                print(f"ft_plugins: rank {rank}: iterations {steps} were unlike the others: left out", flush=True)
-        if self._baft is not None:
-            self._plan_bubbles(self._baft, profile)
+                why = "were unlike the others, or copies went in them"
+                print(f"ft_plugins: rank {rank}: iterations {steps} {why}: left out", flush=True)
+        if self.baft is not None:
+            self._plan_bubbles(self.baft, profile)
 
     def _plan_bubbles(self, baft: Baft, profile: Profile) -> None:
         """At the end of an iteration: whatever goes wrong, training goes on, and copies go by rate."""
@@ -119,6 +140,21 @@ class Session:
 
     def _report_no_profile(self, reason: str) -> None:
         self._events.emit("profile.lost", reason=reason, echo=True)
+
+    def _unite(self, config: PaftConfig) -> None:
+        """Have replicas compared or averaged, on every rank or on none. Raises what `Paft` raises, on all ranks."""
+        failure: FtError | None = None
+        self._require_one_job()
+        try:
+            self._paft = Paft(self._host, config, self._events)
+        except FtError as error:
+            failure = error
+        self._collective.agree(failure)
+        assert self._paft is not None
+        self._paft.connect(self._collective)
+        self._carrying.state, self._carrying.drifts = self._paft.state, self._paft.drifts
+        if self._host.rank == 0 and self._context.restart == 0:
+            print(f"ft_plugins: {self._paft.table()}", flush=True)
 
     def _claim(self) -> None:
         """Claim the memory on every rank, or on none: without one rank no version is ever complete."""
@@ -207,8 +243,8 @@ class Session:
             )
         context = self._context
         return Reft(
-            self._host, self._config, self._collective, nodes, self._context.run_dir, context.token, self._events,
-            context.master_addr,
+            cast(Host, self._carrying), self._config, self._collective, nodes, self._context.run_dir, context.token,
+            self._events, context.master_addr,
         )  # fmt: skip
 
     def _check_room(self, names: list[str]) -> None:
@@ -227,6 +263,13 @@ class Session:
         return not self._state
 
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
+        """Restore, and go on from there in all that is beside: see `_restore`."""
+        done = self._restore(loaded, last)
+        if self._paft is not None:
+            self._paft.begin(done, self._carrying.carried)
+        return done
+
+    def _restore(self, loaded: int, last: int | None) -> int:
         """Restore; returns the iterations completed in the restored state (`loaded` where nothing newer is in memory).
 
         `loaded` is the iteration that the framework's own checkpoint brought, 0 for none; `last` the iteration at which
@@ -242,8 +285,8 @@ class Session:
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
         if self._host.rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
-        if self._baft is not None and self._reft.copies is not None:
-            self._baft.guard(self._reft.gate, self._reft.copies)
+        if self.baft is not None and self._reft.copies is not None:
+            self.baft.guard(self._reft.gate, self._reft.copies, self._reft.links)
         done = plan.version.iteration if plan.version else loaded
         if last is not None and done >= last:
             self._restore_position()
@@ -259,23 +302,40 @@ class Session:
     def iteration_begin(self, step: int) -> None:
         """The first one puts data position and RNG in place."""
         self._restore_position()
+        if self.baft is not None:
+            self.baft.iteration_begin(held=self.profiler is not None and self.profiler.phase is Phase.RECORDING)
         if self.profiler is not None:
             self.profiler.iteration_begin(step)
-        if self._baft is not None:
-            self._baft.iteration_begin()
+        if self._paft is not None and self._paft.early:
+            if self._reft is not None:
+                self._guarded(lambda reft: reft.rest())
+            self._agree(self._paft, lambda paft: paft.iteration_begin(step))
 
     def before_update(self, step: int) -> None:
-        """The fence."""
+        """The fence; then what is averaged or repaired, in tensors that nobody captures."""
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step))
+        if self._paft is not None:
+            self._agree(self._paft, lambda paft: paft.before_update(step))
+
+    def _agree(self, paft: Paft, call: Callable[[Paft], None]) -> None:
+        """Settle what was compared; then snapshots of a replica that was wrong are void, also where the job ends."""
+        try:
+            call(paft)
+        finally:
+            since = paft.tainted()
+            if since is not None and self._reft is not None:
+                self._guarded(lambda reft: reft.void(since))
 
     def after_update(self, step: int) -> None:
-        """No system uses it yet inside the step."""
+        """Replicas may be compared and averaged from now on."""
+        if self._paft is not None:
+            self._paft.after_update(step)
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
-        if self._baft is not None:
-            self._baft.iteration_end()
+        if self.baft is not None:
+            self.baft.iteration_end()
         self._version_point(step)
         if self.profiler is not None:  # last: what protection takes at the version point is no bubble to come
             self.profiler.iteration_end(step)
@@ -296,6 +356,8 @@ class Session:
 
     def shutdown(self) -> None:
         """The orderly end of training, which a lost SMP does not fail. Idempotent."""
+        if self._paft is not None:
+            self._paft.shutdown()
         if self._reft is not None:
             self._guarded(lambda reft: reft.close(in_order=True), over=True)
             self._reft = None
@@ -326,8 +388,8 @@ class Session:
     def _degrade(self, error: Exception) -> None:
         self._reft = None
         self._unprotected = 0
-        if self._baft is not None:
-            self._baft.let_go()  # it holds the memory
+        if self.baft is not None:
+            self.baft.let_go()  # it holds the memory
         self._events.emit(
             "protection.lost",
             reason=str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}",
@@ -338,7 +400,7 @@ class Session:
 
 _ALARMS = {
     *("protection.lost", "slot.corrupt", "restore.scratch", "checkpoint.damaged", "storage.unreachable"),
-    "profile.lost",
+    *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "version.tainted"),
 }
 
 

@@ -36,8 +36,17 @@ class PlainHost:
         fingerprint: Mapping[str, Any] | None = None,
         get_state: Callable[[], dict[str, Any]] = dict,
         set_state: Callable[[Mapping[str, Any]], None] = lambda state: None,
+        roles: Mapping[str, Role] | None = None,
+        layers: Mapping[str, int] | None = None,
+        learning_rate: Callable[[], float] | None = None,
+        gradients: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        recompute: Callable[[int], None] | None = None,
     ) -> None:
-        """`get_state` and `set_state` carry counters, scheduler and data position, as the codec can encode them."""
+        """`get_state` and `set_state` carry counters, scheduler and data position, as the codec can encode them.
+
+        For systems that compare or average replicas: `roles` and `layers` of tensors, by name (a parameter, and none);
+        the rest as `model.host.Steps` has it.
+        """
         self.rank = rank
         self._tensors = dict(tensors)
         self._world_size = world_size
@@ -45,6 +54,12 @@ class PlainHost:
         self._fingerprint = dict(fingerprint or {})
         self._get_state = get_state
         self._set_state = set_state
+        self._roles = dict(roles or {})
+        self._layers = dict(layers or {})
+        self._learning_rate = learning_rate
+        self._gradients = gradients
+        self._recompute = recompute
+        self.recomputes = recompute is not None
 
     def topology(self) -> Topology:
         """Data parallelism only."""
@@ -57,7 +72,8 @@ class PlainHost:
             (
                 Item(
                     name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape),
-                    tensor.numel() * tensor.element_size(), Role.PARAMETER, self._replicas,
+                    tensor.numel() * tensor.element_size(), self._roles.get(name, Role.PARAMETER), self._replicas,
+                    self._layers.get(name),
                 )
                 for name, tensor in self._tensors.items()
             ),
@@ -107,3 +123,21 @@ class PlainHost:
     def install_edges(self, edges: Edges) -> None:
         """Nothing is known of what the caller's loop does in an iteration."""
         raise UnsupportedError("a training loop of torch alone has no pipeline, so no spans that could be followed")
+
+    def learning_rate(self) -> float:
+        """As the caller says. Raises UnsupportedError where it was not told how to ask."""
+        if self._learning_rate is None:
+            raise UnsupportedError("a training loop of torch alone was given no learning_rate: name a function for it")
+        return self._learning_rate()
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        return self._gradients()
+
+    def recompute(self, step: int) -> None:
+        """As the caller does it. Raises UnsupportedError where it was not told how."""
+        if self._recompute is None:
+            raise UnsupportedError("a training loop of torch alone was given no recompute: name a function for it")
+        self._recompute(step)
+
+    def derive(self) -> None:
+        """Nothing is derived from the tensors."""

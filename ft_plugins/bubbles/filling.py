@@ -49,12 +49,20 @@ class Transfer:
             )
 
 
-def transfers_of(neighbours: NeighbourPlan, beside: Sequence[int] | None = None) -> tuple[Transfer, ...]:
-    """What each rank sends, by rank: its slot, and what goes out `beside` it in bytes (small state, digest table)."""
-    return tuple(
-        Transfer(one.rank, one.source, one.receiver, one.target, one.nbytes + (beside[one.rank] if beside else 0))
-        for one in neighbours.copies
-    )
+def transfers_of(
+    neighbours: NeighbourPlan,
+    beside: Sequence[int] | None = None,
+    layers: Sequence[Sequence[int]] | None = None,
+) -> tuple[Transfer, ...]:
+    """What each rank sends, by rank: its slot, and what goes out `beside` it in bytes (small state, digest table), like
+    one layer more. `layers`: of each rank those of its slot; empty for one whose are not known."""
+    found = []
+    for one in neighbours.copies:
+        more = beside[one.rank] if beside else 0
+        known = tuple(layers[one.rank]) if layers else ()
+        whole = (*known, more) if more and (known or not one.nbytes) else known
+        found.append(Transfer(one.rank, one.source, one.receiver, one.target, one.nbytes + more, whole))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,12 @@ class Offer:
     def _layers(self) -> list[list[tuple[Part, ...]]]:
         return fill(self.transfer.layers, self.first, self.every, self.most)
 
+    def offered(self, granularity: Granularity) -> Grants:
+        """What any iteration offers: what its windows carry, by layers the most that one of a period sends in each."""
+        if granularity is Granularity.BYTES:
+            return self.grants(self.every)
+        return self.grants([max(turn[place] for turn in self.by_layers) for place in range(len(self.every))])
+
     def filled(self, turns: Sequence[Sequence[int]]) -> tuple[int, int]:
         """Bytes that go out, and bytes that the windows carry up to the last that is needed; of that, what goes out."""
         offered = 0
@@ -175,9 +189,12 @@ def offers(
         times = [shared(bubbles[transfers[at].sender], bubbles[transfers[at].receiver], reserve) for at in members]
         needs = [transfers[at].nbytes for at in members]
         for at, windows, rates in zip(members, times, share(times, needs, links[pair]), strict=True):
-            every = _worth(rates.carried(len(windows.begin)).tolist(), least)
+            room = rates.carried(len(windows.begin)).tolist()
+            worth = min(least, transfers[at].nbytes)
+            worth = worth if max(room, default=0) >= worth else 0  # where none is, all of them: bubbles all the same
+            every = _worth(room, worth)
             late = rates.carried(len(windows.begin), ready_seconds).tolist() if ready_seconds else every
-            first = _worth(late, least) if ready_seconds else every
+            first = _worth(late, worth) if ready_seconds else every
             own, seconds = bubbles[transfers[at].sender], sum(needs) / links[pair]
             edges = _edges(timelines[transfers[at].sender], own)
             found[at] = Offer(transfers[at], own, edges, windows, first, every, most, seconds)
@@ -214,7 +231,7 @@ def _links(
 
 
 def _worth(carried: Sequence[int], least: int) -> list[int]:
-    """Without windows that carry less than a frame."""
+    """Without windows that carry less than is worth a frame."""
     return [nbytes if nbytes >= least else 0 for nbytes in carried]
 
 

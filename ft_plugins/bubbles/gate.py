@@ -2,9 +2,13 @@
 
 A trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame.
 
-    word   0        1        2           3        4       5 ..                                 29
-           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal
+    word   0        1        2           3        4       5 ..                                 29     30      31
+           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | moved | planned
                     `------------------ covered by the seal --------------------------------'
+
+`moved` is the SMP's, all else the trainer's: it changes when a frame begins to move and when it is through, so that a
+trainer knows of a time whether copies went in it. `planned`: iterations within which its bubbles carry all, 0 for no
+plan; for people.
 
 Invariant: what is read is what was written by one `open`, or nothing: the seal, a digest written last, fits no mixture
 of two openings, whatever order a machine makes stores visible in. Closing is one store of 8 bytes: an opening is over
@@ -23,9 +27,8 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,14 +42,19 @@ from .windows import WINDOWS
 
 _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
 _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
-GATE_BYTES = 8 * (_SEAL + 1)
+_MOVED, _PLANNED = _SEAL + 1, _SEAL + 2
+GATE_BYTES = 8 * (_PLANNED + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
-_RATES = 4  # of frames, of which the best is what the link carries
 MOST_FILLED = 32  # bubbles of which is told how much went in them
+MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
+_FADES = 0.9  # what frames before still count for, one later
+STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
+TRICKLE = 0.01  # of the time
+_UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
-NO_BUBBLE = _NUMBERS  # as the number of one: what is granted is a rate
+STEADY = _NUMBERS - 1  # in the place of a bubble: what is granted is a rate, and in no bubble
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -62,7 +70,8 @@ class Opening:
 
 
 class Gate:
-    """One rank's. Its trainer alone opens and closes; anyone reads. `buffer` has GATE_BYTES, aligned to 8."""
+    """One rank's. Its trainer alone opens and closes, its node's SMP alone counts what moves; anyone reads. `buffer`
+    has GATE_BYTES, aligned to 8."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._words = buffer[:GATE_BYTES].view(np.uint64)
@@ -82,17 +91,41 @@ class Gate:
         self._bytes[:] = sealed
         self._words[_SEAL] = xxhash.xxh3_64_intdigest(sealed)
 
+    def hold(self, seconds: float, now_ns: int) -> None:
+        """Nothing may go until it is closed, for so long at most: an opening for no bytes."""
+        self.open((Grant(0, -1, 0.0, seconds, 0),), 0, now_ns)
+
     def close(self) -> None:
         """The bubble is over, or a trainer has come that has not opened anything yet."""
         self._words[_CLOSED] = self._words[_NUMBER]
 
     @property
-    def number(self) -> int:
-        """Of the opening that came last, over or not."""
+    def openings(self) -> int:
+        """How many there were."""
         return int(self._words[_NUMBER])
+
+    @property
+    def moved(self) -> int:
+        """A number that is another one when a frame has begun to move, or is through."""
+        return int(self._words[_MOVED])
+
+    def count_move(self) -> None:
+        """A frame begins to move, or is through."""
+        self._words[_MOVED] = (int(self._words[_MOVED]) + 1) % _NUMBERS
+
+    @property
+    def planned(self) -> int:
+        """Iterations within which the bubbles of the plan carry all that is sent; 0 where there is none."""
+        return int(self._words[_PLANNED])
+
+    @planned.setter
+    def planned(self, iterations: int) -> None:
+        self._words[_PLANNED] = iterations
 
     def read(self) -> Opening | None:
         """The opening that stands, whether its time has come, is or is over; None for a gate that is closed."""
+        if self._words[_CLOSED] == self._words[_NUMBER]:  # the usual case, at little cost
+            return None
         for _ in range(_LOOKS):
             sealed = bytes(self._bytes)
             if xxhash.xxh3_64_intdigest(sealed) == int(self._words[_SEAL]):
@@ -161,14 +194,16 @@ class Gatekeeper:
 
 
 class GatePacer:
-    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline,
-    by the rate that was planned or the one that is seen, if that is less; what is granted in no bubble evenly over its
-    time.
+    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline: at
+    the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
+    of what was planned delays nothing but copies. What is granted in no bubble goes evenly over its time.
 
-    `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was opened for
+    `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was open for
     `patience_seconds`: a trainer that is dead, evaluation.
-    `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was closed;
-    `rate_bytes` by a rate. `filled` has those of each bubble.
+    Where gates are opened and nothing goes (bubbles are shorter than planned, the machine is too busy to meet them), a
+    copy must not stop for ever: after STARVED_OPENINGS frames go all the same, in a TRICKLE of the time. Never while a
+    gate is held. `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was
+    closed; `rate_bytes` by a rate. `filled` has those of each bubble.
     """
 
     def __init__(
@@ -177,7 +212,7 @@ class GatePacer:
         otherwise: Pacer | None = None,
         patience_seconds: float = 60.0,
         least_bytes: int = LEAST_BYTES,
-        poll_seconds: float = 0.0005,
+        poll_seconds: float = 0.002,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._gate = gate
@@ -187,46 +222,78 @@ class GatePacer:
         self._poll = poll_seconds
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
-        self._number: int | None = None  # the opening that was seen open last
-        self._latest = gate.number  # that there was, also if it was closed when it was looked for
-        self._opened = False  # since then
-        self._seen_ns = clock_ns()  # when there was a later one
+        self._number: int | None = None  # the opening that was seen last
+        self._seen_ns = clock_ns()  # when one was open
+        self._asked_ns = self._seen_ns  # when somebody wanted to send
+        self._fed_ns = self._seen_ns  # when the gate let something go, was held, or nobody had wanted
+        self._fed_at = gate.openings  # how many there had been then
+        self._trickle_ns = 0  # not before
+        self._before = self._fed_at  # openings of trainers before: those of this one come after
         self._left: list[int] = []  # of it: bytes that may still go in each window
-        self._rates: deque[float] = deque(maxlen=_RATES)  # bytes per nanosecond, of the last frames in windows
+        self._moved = 0.0  # bytes of the frames before, the last ones most
+        self._took = 0.0  # nanoseconds, likewise
+        self._idle = False  # nothing went in the opening that was seen last
         self.inside_bytes = 0
         self.late_bytes = 0
         self.rate_bytes = 0
         self._filled: dict[int, int] = {}  # of `inside_bytes`, by bubble
+
+    @property
+    def planned(self) -> int:
+        """As the trainer says: `Gate.planned`."""
+        return self._gate.planned
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
         while not stop.is_set():
             with self._lock:
                 allowed, wait = self._look(nbytes)
-                silent = not self._opened or self._clock_ns() - self._seen_ns > self._patience_ns
+                if allowed is None and self._starved():
+                    allowed = Allowance(min(nbytes, self._least))
+                none = self._number is None and self._gate.openings == self._before
+                silent = none or self._clock_ns() - self._seen_ns > self._patience_ns
+            if allowed is None and silent and self._otherwise is not None:
+                allowed = self._otherwise.take(nbytes, stop)
             if allowed is not None:
-                return allowed
-            if silent and self._otherwise is not None:
-                return self._otherwise.take(nbytes, stop)
+                with self._lock:
+                    self._gate.count_move()
+                return replace(allowed, began_ns=self._clock_ns())
             stop.wait(wait)
         return Allowance(0)
 
-    def ended(self, allowed: Allowance) -> None:
+    def ended(self, allowed: Allowance) -> bool | None:
         """Count a frame that is through."""
-        if allowed.deadline_ns == NO_DEADLINE:
-            with self._lock:
-                self.rate_bytes += allowed.nbytes
-            return
-        now, opening = self._clock_ns(), self._gate.read()  # None when the bubble has ended before its time
+        opening = self._gate.read()  # None when the bubble has ended before its time
         stands = opening is not None and any(deadline == allowed.deadline_ns for _, deadline, _ in opening.windows)
         with self._lock:
-            self._rates.append(allowed.nbytes / max(1, now - allowed.since_ns))
-            if stands and now <= allowed.deadline_ns:
+            self._gate.count_move()
+            now = self._clock_ns()
+            if allowed.deadline_ns == NO_DEADLINE:
+                self.rate_bytes += allowed.nbytes
+                self._trickle_ns = now + int((now - allowed.began_ns) * (1 / TRICKLE - 1))
+                return None
+            self._moved = _FADES * self._moved + allowed.nbytes
+            self._took = _FADES * self._took + now - allowed.began_ns
+            inside = stands and now <= allowed.deadline_ns
+            if inside:
                 self.inside_bytes += allowed.nbytes
-                bubble = opening.bubble if opening is not None else NO_BUBBLE
+                bubble = opening.bubble if opening is not None else STEADY
                 self._filled[bubble] = self._filled.get(bubble, 0) + allowed.nbytes
             else:
                 self.late_bytes += allowed.nbytes
+            return inside
+
+    def _starved(self) -> bool:
+        """Whether a frame may go although no window lets it."""
+        now, openings = self._clock_ns(), self._gate.openings
+        if now - self._asked_ns > _UNASKED_NS:
+            self._fed_ns, self._fed_at = now, openings
+        self._asked_ns = now
+        hungry = now - self._fed_ns > STARVED_SECONDS * 1e9 and openings - self._fed_at >= STARVED_OPENINGS
+        if not hungry or now < self._trickle_ns:
+            return False
+        self._trickle_ns = now + _UNASKED_NS  # until it is through
+        return True
 
     def filled(self, most: int = MOST_FILLED) -> list[tuple[int, int]]:
         """(bubble, bytes) of those in which most has gone, by bubble."""
@@ -236,24 +303,27 @@ class GatePacer:
 
     def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
         """What may go now, or for how many seconds there is nothing to look for."""
-        opening, now, latest = self._gate.read(), self._clock_ns(), self._gate.number
-        if latest != self._latest:
-            self._latest, self._opened, self._seen_ns = latest, True, now
+        opening, now = self._gate.read(), self._clock_ns()
         if opening is None or all(now >= deadline for _, deadline, _ in opening.windows):
             return None, self._poll  # closed, or left open by a trainer that is dead
+        self._seen_ns = now
         if opening.number != self._number:
-            self._number, self._opened, self._seen_ns = opening.number, True, now
+            if self._idle:  # a frame that was stuck once must not be what all others are measured by
+                self._took /= 2
+            self._number, self._idle = opening.number, True
             self._left = [window[2] for window in opening.windows]
+        if not any(window[2] for window in opening.windows):
+            self._fed_ns, self._fed_at = now, self._gate.openings  # it is held
         for place, (begin, deadline, planned) in enumerate(opening.windows):
             if now >= deadline:
                 continue
             if now < begin:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
             rate = planned / (deadline - begin)
-            if len(self._rates) == _RATES:  # the plan may have another link in mind
-                rate = min(rate, max(self._rates))
+            if self._took > 0:  # the plan may have another link in mind
+                rate = min(rate, MARGIN * self._moved / self._took)
             room = min(self._left[place], int(rate * (deadline - now) + 1e-6))
-            if opening.bubble == NO_BUBBLE:  # a rate: as time passes, and no burst
+            if opening.bubble == STEADY:  # a rate: as time passes, and no burst
                 due = planned * (now - begin) // (deadline - begin) + self._least
                 room = min(room, due - (planned - self._left[place]))
             # a window that carries less than is worth a frame is taken where half of it gets through
@@ -262,5 +332,7 @@ class GatePacer:
                 longest = max(self._least, int(rate * FRAME_SECONDS * 1e9))
                 allowed = min(nbytes, room, longest)
                 self._left[place] -= allowed
-                return Allowance(allowed, NO_DEADLINE if opening.bubble == NO_BUBBLE else deadline, now), 0.0
+                self._idle = False
+                self._fed_ns, self._fed_at, self._asked_ns = now, self._gate.openings, now
+                return Allowance(allowed, NO_DEADLINE if opening.bubble == STEADY else deadline), 0.0
         return None, self._poll

@@ -35,7 +35,7 @@ TABLE_SENDERS = 64
 
 
 class Snapshot(str, Enum):
-    """Where a version is copied to right after the update."""
+    """Where a version has room right after the update. What is captured goes to the host's in any case."""
 
     DEVICE = "device"
     HOST = "host"
@@ -61,7 +61,8 @@ class SenderPlan:
 
     @property
     def order(self) -> tuple[Part, ...]:
-        """The parts of the slot in the order in which they go out."""
+        """The parts of the slot in the order in which they are planned. What is sent are bytes, in the order in which
+        they lie in the slot: of the parts of a window only how many bytes they have (`smp.exchange`)."""
         parts = tuple(part for grants in self.iterations for grant in grants for part in grant.parts)
         return parts or (Part(0, self.transfer.nbytes),)
 
@@ -114,20 +115,24 @@ class BubblePlan:
             f"a checkpoint every {self.iterations} iteration(s) of {self.seconds:.3f} s, bubbles filled by {by}"
             + (f" ({', '.join(fills)})" if fills else "")
         ]
-        lines.append(f"{'rank':>6} {'to':>6} {'bytes':>14} {'idle':>6} {'shared':>6} {'bubbles':>8} {'n':>4}  snapshot")
+        lines.append(f"{'rank':>6} {'to':>6} {'bytes':>14} {'idle':>6} {'shared':>6} {'bubbles':>8} {'n':>4}")
         for one in self.senders[:TABLE_SENDERS]:
             idle, both = (seconds / self.seconds for seconds in (one.idle_seconds, one.shared_seconds))
             bubbles = len({grant.bubble for grant in one.every})
             turns = str(len(one.iterations)) if not one.reason else "-"
             lines.append(
                 f"{one.transfer.sender:>6} {one.transfer.receiver:>6} {one.transfer.nbytes:>14} {idle:>6.1%} "
-                f"{both:>6.1%} {bubbles:>8} {turns:>4}  {one.snapshot.value}"
+                f"{both:>6.1%} {bubbles:>8} {turns:>4}"
             )
         if len(self.senders) > TABLE_SENDERS:
             lines.append(f"  ... and {len(self.senders) - TABLE_SENDERS} more senders")
         for one in self.paced_by_rate[:TABLE_SENDERS]:
             rate = f"{one.bytes_per_second:.0f} bytes/s"
             lines.append(f"  rank {one.transfer.sender} is paced by a rate, {rate}: {one.reason}")
+        roomy = sum(one.snapshot is Snapshot.DEVICE for one in self.senders)
+        if roomy:
+            many = f"{roomy} of {len(self.senders)} ranks"
+            lines.append(f"  snapshots go to host memory; the devices of {many} would have room for one")
         return "\n".join(lines)
 
 
@@ -147,9 +152,9 @@ def plan_bubbles(
 
     `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: into the first
     iteration, until the version that is to be sent has been captured. `device_bytes`: memory of a device, 0 where a
-    snapshot on the device is not to be had. `least_bytes`: a window that carries less is left alone. Times of all ranks
-    count from one moment: they begin an iteration together, as far as they meet before each update. Raises ConfigError
-    for a rank without timeline or layers.
+    snapshot on the device is not to be had. `least_bytes`: a window that carries less, and not all there is, is left
+    alone, unless all of them are such. Times of all ranks count from one moment: they begin an iteration together, as
+    far as they meet before each update. Raises ConfigError for a rank without timeline or layers.
     """
     if not transfers:
         raise ConfigError("there is nothing to send: expected a transfer for each rank")
@@ -174,7 +179,7 @@ def plan_bubbles(
         idle = sum(bubble.end - bubble.begin for bubble in offer.own)
         snapshot = choose_snapshot(timelines[one.sender].memory, one.nbytes, device_bytes)
         rate = one.nbytes / (slowest * seconds) if reason else 0.0
-        every = () if reason else offer.grants(offer.every)
+        every = () if reason or not one.nbytes else offer.offered(granularity)
         senders.append(SenderPlan(one, grants, every, idle, offer.windows.seconds, snapshot, reason, rate))
     carried = [offer for offer, (_, reason) in zip(found, planned, strict=True) if not reason and offer.transfer.nbytes]
     by_bytes = _share([offer.filled(offer.by_bytes) for offer in carried])

@@ -13,22 +13,26 @@ no rank waits for a word that another does not send. A message has a whole itera
 met all ranks: nothing waits in the step path but for a rank that is late anyway; `waited` says how long. An error
 here ends the profile, never training.
 
-In: a `Recorder` that the host tells of spans, begin and end of iterations, a collective. Out: `profile`, and
-`on_profile` for each new one; `on_failure`.
+An iteration in which copies went that nobody has planned yet (`traffic` has changed) is no measure of the others, and
+is left out.
+
+In: a `Recorder` that the host tells of spans, begin and end of iterations, a collective; what this rank knows of the
+copies that it sends, which the others are told with its timeline. Out: `profile`, and `on_profile` for each new one;
+`on_failure`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import Enum
 from typing import Protocol
 
 import msgpack
 
 from ..errors import FtError
-from ..model.timeline import Kind, Misses, Profile, Span, Timeline, median, strays
+from ..model.timeline import Kind, Misses, Profile, SenderFacts, Span, Timeline, median, strays
 from .record import Recorder
 
 _ATTEMPTS = 3  # at a profile for which a rank has recorded nothing
@@ -99,21 +103,30 @@ class Profiler:
         settings: Profiling = Profiling(),  # noqa: B008  frozen
         on_profile: Callable[[Profile], None] = _nothing,
         on_failure: Callable[[str], None] = _nothing,
+        sender: Callable[[], SenderFacts] = SenderFacts,
+        traffic: Callable[[], int] = int,
     ) -> None:
+        """`sender` is asked once for each profile, `traffic` at both ends of an iteration that is recorded."""
         self._rank = rank
         self._recorder = recorder
         self._collective = collective
         self._settings = settings
         self._on_profile = on_profile
         self._on_failure = on_failure
+        self._sender = sender
+        self._traffic = traffic
         self.profile: Profile | None = None
-        self.left_out: dict[int, tuple[int, ...]] = {}  # by rank: iterations of another shape than the others
+        self.left_out: dict[int, tuple[int, ...]] = {}  # by rank: iterations that were left out
         self.phase = Phase.WARMING
         self.waited = 0.0  # seconds, for messages
         self._ends = 0  # of iterations, in this phase
         self._attempts = 0
         self._recorded: list[tuple[int, Timeline]] = []  # with their iterations
         self._current = 0  # the iteration that is, or was last, recorded
+        self._before = 0  # of traffic, at its begin
+        self._measuring = False
+        self._disturbed = False
+        self._left_out: list[int] = []  # iterations that were disturbed
         self._payload = b""
         self._pending: Gathering | None = None
         self._misses = Misses(settings.tolerance, settings.misses)
@@ -125,7 +138,7 @@ class Profiler:
             self.phase in (Phase.WATCHING, Phase.ASKING) and step % self._settings.watch_every == 0
         )
         if wanted and self._recorder.free and not self._failure:
-            self._current = step
+            self._current, self._before, self._measuring = step, self._traffic(), True
             self._recorder.iteration_begin()
 
     def iteration_end(self, step: int) -> None:
@@ -161,7 +174,7 @@ class Profiler:
             raise FtError(f"rank {self._rank}: a profile cannot go from {self.phase.value} to {phase.value}")
         self.phase, self._ends = phase, 0
         if phase is Phase.RECORDING:
-            self._recorded = []
+            self._recorded, self._left_out = [], []
 
     def _ask(self, payload: bytes, longest: int) -> None:
         self._pending = self._collective.start_gather(payload, longest)
@@ -178,28 +191,40 @@ class Profiler:
         """Whatever fails here is told to all ranks with the next message."""
         try:
             self._recorder.iteration_end()
+            if self._measuring:
+                self._measuring, self._disturbed = False, self._traffic() != self._before
             measured = self._recorder.take()
             if measured is None:
                 return
-            if self.phase is Phase.RECORDING:
+            if self.phase is Phase.RECORDING and self._disturbed:
+                self._left_out.append(self._current)
+            elif self.phase is Phase.RECORDING:
                 self._recorded.append((self._current, measured))
             elif self.profile is not None:
                 self._misses = self._misses.seen(self.profile.timelines[self._rank], measured)
         except Exception as error:
-            self._failure = f"rank {self._rank}: {type(error).__name__}: {error}"
+            self._failure = self._words(error)
 
     def _own(self) -> bytes:
         """What this rank tells the others."""
+        facts = None
+        try:
+            facts = astuple(self._sender())
+        except Exception as error:
+            self._failure = self._failure or self._words(error)
         if self._failure or not self._recorded:
-            return bytes(msgpack.packb([self._failure or None, [], None]))
+            return bytes(msgpack.packb([self._failure or None, [], None, None]))
         timelines = [timeline for _, timeline in self._recorded]
-        stray = [self._recorded[index][0] for index in strays(timelines)]
-        return bytes(msgpack.packb([None, stray, pack(median(timelines))]))
+        stray = sorted([*(self._recorded[index][0] for index in strays(timelines)), *self._left_out])
+        return bytes(msgpack.packb([None, stray, pack(median(timelines)), facts]))
+
+    def _words(self, error: Exception) -> str:
+        return f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _shared(self, parts: Sequence[bytes]) -> Phase:
-        told = [msgpack.unpackb(part) for part in parts]
-        failure = next((failure for failure, _, _ in told if failure), None)
-        empty = [rank for rank, (_, _, packed) in enumerate(told) if packed is None]
+        told = [msgpack.unpackb(part, use_list=False) for part in parts]
+        failure = next((failure for failure, *_ in told if failure), None)
+        empty = [rank for rank, (_, _, packed, _) in enumerate(told) if packed is None]
         self._attempts += 1
         if failure is None and empty:
             if self._attempts < _ATTEMPTS:
@@ -208,8 +233,9 @@ class Profiler:
         if failure is not None:
             return self._off(failure)
         self._attempts = 0
-        self.left_out = {rank: tuple(stray) for rank, (_, stray, _) in enumerate(told) if stray}
-        self.profile = Profile(tuple(unpack(packed) for _, _, packed in told))
+        self.left_out = {rank: tuple(stray) for rank, (_, stray, *_) in enumerate(told) if stray}
+        timelines = tuple(unpack(packed) for _, _, packed, _ in told)
+        self.profile = Profile(timelines, tuple(SenderFacts(*facts) for *_, facts in told))
         self._misses = Misses(self._settings.tolerance, self._settings.misses)
         self._on_profile(self.profile)
         return Phase.WATCHING

@@ -9,19 +9,21 @@ secret: what is secret is a file that only its owner can read.
     keys      a field of the schema in all its spellings, and the words for what it expects
     sources   a command line or a JSON block -> values by key; nothing unknown gets through
     deepspeed_json   the block of a DeepSpeed configuration
+    checks    what keys must not say together
     launch    the environment of a worker, the run directory of a job on a node
 """
 
 from . import deepspeed_json
 from .keys import Key
 from .launch import LaunchContext, launch_context, run_directory, run_root, worker_environment
-from .schema import BaftConfig, Config, ReftConfig, SystemConfig, add_flags, keys, merge
+from .schema import BaftConfig, Config, PaftConfig, ReftConfig, SystemConfig, add_flags, keys, merge
 
 __all__ = [
     "BaftConfig",
     "Config",
     "Key",
     "LaunchContext",
+    "PaftConfig",
     "ReftConfig",
     "SystemConfig",
     "add_flags",

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, ValidationError
 
 from .. import faults as fault_points
 from ..errors import ConfigError
-from . import sources
+from . import checks, sources
 from .keys import Key, KeyPath, derive
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"  # becomes part of paths and of names in shared memory
@@ -66,11 +66,11 @@ class ReftConfig(SystemConfig):
     bucket_mib: int = Field(
         4, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
     )
-    redundancy: Literal["raim5", "raim6", "neighbour", "none"] | None = Field(
+    redundancy: Literal["raim5", "raim6", "neighbour", "both", "none"] | None = Field(
         None,
         description="with several nodes: parity over the nodes of a sharding group, against the loss of one of them "
-        "(raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); or nothing; "
-        "unset: raim5, with BAFT neighbour",
+        "(raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); that copy "
+        "and raim5 (both); or nothing; unset: raim5, with BAFT neighbour",
     )
     exchange_interval: int = Field(
         1,
@@ -115,11 +115,12 @@ class ReftConfig(SystemConfig):
 class BaftConfig(SystemConfig):
     """BAFT: snapshots are copied to the node of a neighbouring pipeline stage, while the pipeline is idle anyway."""
 
-    link_mbps: float = Field(
-        10_000.0,
+    link_mbps: float | None = Field(
+        None,
         gt=0,
-        description="what the link of a node carries, each way: by it the bytes of a bubble are planned",
-        json_schema_extra=_more("megabits per second"),
+        description="what the link of a node carries, each way: by it the bytes of a bubble are planned; unset: "
+        "measured at start",
+        json_schema_extra=_more("megabits per second", "a number > 0"),
     )
     reserve_ms: float = Field(
         1.0,
@@ -127,12 +128,75 @@ class BaftConfig(SystemConfig):
         description="at both ends of a bubble nothing is sent for so long: the pipeline's own messages come first",
         json_schema_extra=_more("milliseconds"),
     )
+    granularity: Literal["bytes", "layer"] = Field(
+        "bytes",
+        description="how full a bubble is planned: to the byte, or by what whole layers of the model have",
+    )
     profile_iterations: int = Field(
         6,
         ge=1,
         description="measure so many before bubbles are planned",
         json_schema_extra=_more("iterations"),
     )
+
+
+class PaftConfig(SystemConfig):
+    """PAFT: replicas of parameters are compared and averaged over data parallelism, against silent corruption."""
+
+    protects: ClassVar[bool] = False
+
+    mode: Literal["dyn", "sync", "audit"] = Field(
+        "dyn",
+        description="average parameters behind the next iteration, as often as measured noise asks for (dyn), or after "
+        "every h iterations, while training waits (sync); or average nothing and compare (audit)",
+    )
+    h: int = Field(
+        10,
+        ge=1,
+        description="average after so many iterations; with dyn the first time",
+        json_schema_extra=_more("iterations"),
+    )
+    h_min: int = Field(
+        5, ge=1, description="the smallest interval that noise can ask for", json_schema_extra=_more("iterations")
+    )
+    h_max: int = Field(
+        500, ge=1, description="the largest, as without any noise", json_schema_extra=_more("iterations")
+    )
+    aggregate: Literal["mean", "median", "trimmed"] = Field(
+        "mean",
+        description="what replicas are averaged by: the mean; or, against large noise and at the cost of a sort, the "
+        "median or the mean without the lowest and highest values",
+    )
+    trim: int = Field(1, ge=1, description="how many of each are left out", json_schema_extra=_more("replicas"))
+    average_optimizer_state: bool = Field(
+        False, description="average what the optimizer keeps as well: little is gained, and three times as much is sent"
+    )
+    audit_interval: int | None = Field(
+        None,
+        ge=0,
+        description="compare digests of the replicas after every so many iterations; 0: never; unset: 10 with mode "
+        "audit, else never",
+        json_schema_extra=_more("iterations", expected="an integer >= 0"),
+    )
+    audit_at: Literal["update", "forward"] = Field(
+        "update",
+        description="await the verdict before the next update, behind forward and backward; or before the next forward",
+    )
+    on_corruption: Literal["repair", "average", "rollback"] = Field(
+        "repair",
+        description="when replicas differ: copy from the majority, and average where there is none; average; or go "
+        "back to the newest snapshot whose replicas agreed",
+    )
+    bucket_mib: int = Field(
+        16, ge=1, le=1024, description="how much is averaged or digested at a time", json_schema_extra=_more("MiB")
+    )
+
+    @property
+    def audits_every(self) -> int:
+        """Iterations between two audits; 0 for none."""
+        if self.audit_interval is None:
+            return 10 if self.mode == "audit" else 0
+        return self.audit_interval
 
 
 class Config(_Block):
@@ -198,6 +262,11 @@ class Config(_Block):
         None,
         description="switch on BAFT: snapshots copied to the node of a neighbouring pipeline stage, sent in the "
         "bubbles of the pipeline; with --reft its keys hold for the snapshots",
+    )
+    paft: PaftConfig | None = Field(
+        None,
+        description="switch on PAFT: replicas of parameters that should be identical are averaged or compared, against "
+        "silent corruption",
     )
     _waiting: dict[KeyPath, Any] = PrivateAttr(default_factory=dict)  # of systems that another source may switch on
 
@@ -347,29 +416,25 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
         key = known[tuple(str(step) for step in problem["loc"][: 2 if problem["loc"][:2] in known else 1])]
         raise ConfigError(f"{spell(key)}: {key.complaint(problem)}") from error
     config._waiting.update(waiting)
-    _require_no_contradiction(config, spell)
+    by_path = checks.speller(keys(), spell)
+    checks.require_no_contradiction(config, by_path)
     if whole:
         _require_effect(config, spell)
+        checks.require_sense_of_paft(config, by_path)
     return config
-
-
-def _require_no_contradiction(config: Config, spell: Spelling) -> None:
-    redundancy = config.reft.redundancy if config.reft else None
-    if config.baft is not None and redundancy not in (None, "neighbour"):
-        known = {key.path: key for key in keys()}
-        first, second = known["reft", "redundancy"], known[("baft",)]
-        raise ConfigError(
-            f"{spell(first)}: {redundancy} contradicts {spell(second)}, which keeps a copy on a neighbouring stage "
-            "(neighbour); drop one of the two"
-        )
 
 
 def _require_effect(config: Config, spell: Spelling) -> None:
     for key in keys():
         if key.needs_system and not config.protects and config.given().get(key.path, key.default) != key.default:
-            switches = " or ".join(key.flag for key in keys() if key.system)
+            switches = " or ".join(key.flag for key in keys() if key.system and _protects(key))
             raise ConfigError(f"{spell(key)}: has no effect while no system is on; add {switches} or drop it")
         block = getattr(config, key.path[0]) if key.needs and key.path in config.given() else None
         if block is not None and not getattr(block, key.needs) and getattr(block, key.path[-1]) != key.default:
             (needed,) = (each for each in keys() if each.path == (key.path[0], key.needs))
             raise ConfigError(f"{spell(key)}: has no effect while {spell(needed)} is unset; add it or drop this one")
+
+
+def _protects(key: Key) -> bool:
+    """Whether the system that `key` switches on keeps training state safe."""
+    return any(getattr(block, "protects", False) for block in get_args(key.annotation))

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from .. import faults
 from ..config import LaunchContext, launch_context
-from ..errors import EXIT_REFUSED, FtError, ProtocolError
+from ..errors import EXIT_REFUSED, DivergedError, FtError, ProtocolError
 from . import hooks
 
 _PR_SET_PDEATHSIG = 1
@@ -95,7 +95,7 @@ def _end(error: FtError) -> NoReturn:
     message = " ".join(str(error).split())
     named = re.match(r"rank \d+: ", message)  # most errors name the rank that they are about
     line = f"ft_plugins: {message}" if named else f"ft_plugins: rank {context.rank}: {message}"
-    code = _EXIT_FAILED if isinstance(error, ProtocolError) else EXIT_REFUSED
+    code = _EXIT_FAILED if isinstance(error, (DivergedError, ProtocolError)) else EXIT_REFUSED
     if not _report(line, code) or code == _EXIT_FAILED:
         print(line, file=sys.stderr)  # where an agent reads the report of a refusal, it prints the line: once
     sys.stdout.flush()

@@ -9,6 +9,7 @@ iterations are completed, skipped updates included. A version's iteration is tha
             install_edges                                               'and these, around each span'
     hooks:  iteration_begin, before_update, after_update, iteration_end, shutdown
     edges:  begin, end                                                  only where a system asks for them
+    steps:  learning_rate, gradients, recompute, derive                 only where replicas are compared or averaged
 
 Order in one iteration: iteration_begin(k), forward and backward, before_update(k), the optimizer's step,
 after_update(k), the framework's own bookkeeping (scheduler, counters), iteration_end(k). The spans of an iteration lie
@@ -19,7 +20,7 @@ reduces gradients or agrees on their norm, the update. Evaluation has none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -118,4 +119,29 @@ class Host(Protocol):
     def install_edges(self, edges: Edges) -> None:
         """Call `edges` from now on; before `install`, once. Raises UnsupportedError where this framework, version or
         engine has no spans that can be followed, by name."""
+        ...
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """What a host offers beside, to systems that change its tensors between two updates; one without is refused."""
+
+    recomputes: bool  # whether `recompute` can be called
+
+    def learning_rate(self) -> float:
+        """Of the update that comes next, as the optimizer will apply it; the largest where there are several."""
+        ...
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """From `before_update` to the update: the live gradients after aggregation, by the item of their parameter.
+        Empty where they cannot be had."""
+        ...
+
+    def recompute(self, step: int) -> None:
+        """Forward, backward and reduction of iteration `step` once more, on the same data and random numbers, in place
+        of the gradients that are there. All ranks of the job call together, inside of `before_update`."""
+        ...
+
+    def derive(self) -> None:
+        """Item tensors were written: rebuild what is derived from them (low-precision copies, gathered parameters)."""
         ...

@@ -45,7 +45,8 @@ class Item:
     `replicas` are the global ranks that hold identical bytes under the same name, this one included, ascending; a
     tensor that data parallelism shards is unique: a set of one. `layer` is the global layer number where it has one.
     `piece` says of such a shard which elements of the whole, flattened tensor it is: start, stop, and how many there
-    are; by it a job of another data-parallel size takes it over.
+    are; by it a job of another data-parallel size takes it over. `counts` is False for a copy of what a rank of another
+    TP or PP index has in its inventory as well: a norm over the whole model takes it once.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Item:
     layer: int | None = None
     changed_by: frozenset[Span] = frozenset({Span.UPDATE})
     piece: tuple[int, int, int] | None = None
+    counts: bool = True
 
     @property
     def background(self) -> bool:

@@ -25,7 +25,7 @@ class Allowance:
 
     nbytes: int
     deadline_ns: int = NO_DEADLINE
-    since_ns: int = field(default=0, compare=False)
+    began_ns: int = field(default=0, compare=False)  # when it was given
 
 
 class Pacer(Protocol):
@@ -35,6 +35,6 @@ class Pacer(Protocol):
         """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
         ...
 
-    def ended(self, allowed: Allowance) -> None:
-        """The frame of that allowance has been taken by its receiver."""
+    def ended(self, allowed: Allowance) -> bool | None:
+        """The frame of that allowance has been taken by its receiver; whether in time, None where any time will do."""
         ...

@@ -163,10 +163,21 @@ def busy_share(timeline: Timeline, reduce_work: Sequence[float] = ()) -> float:
 
 
 @dataclass(frozen=True)
+class SenderFacts:
+    """What a rank alone knows of the copies that it sends; 0 where it knows nothing."""
+
+    ready_seconds: float = 0.0  # from the end of an iteration until what is captured of it is sealed
+    beside_bytes: int = 0  # that go out with each version beside its slot's data: small state and digests
+    device_bytes: int = 0  # memory of the device that it computes on
+    layers: tuple[int, ...] = ()  # bytes of each layer in a slot, in the order in which they lie there
+
+
+@dataclass(frozen=True)
 class Profile:
-    """The timelines of all ranks of a job, by rank."""
+    """The timelines of all ranks of a job, by rank, and what else they have told each other with them."""
 
     timelines: tuple[Timeline, ...]
+    senders: tuple[SenderFacts, ...] = ()  # empty where nobody sends
 
     @property
     def reduce_work(self) -> tuple[float, ...]:

@@ -34,7 +34,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..model.timeline import Timeline
-from . import idle
+from . import fitting, idle
 from .intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
 from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
 
@@ -79,8 +79,8 @@ class Upkeep:
 
 @dataclass(frozen=True)
 class GoodputPlan:
-    """One size of a job. `iterations_per_checkpoint` is BAFT's n; None: some rank shares no bubble with its
-    destination, and all send at the link's rate as REFT does."""
+    """One size of a job. `iterations_per_checkpoint` is BAFT's n; None: the bubbles that some rank shares with
+    its destination do not carry it, and all send at the link's rate as REFT does."""
 
     nodes: int
     failures: float  # a day
@@ -107,7 +107,7 @@ def plan_goodput(
     costs: Costs,
     timelines: Sequence[Timeline],
     restart_seconds: float = 600.0,
-    fit: idle.Fit = idle.fit,
+    fit: idle.Fit = fitting.fit,
 ) -> GoodputPlan:
     """Every protection for a job whose nodes are each a stage (or a part of one) of a pipeline with these timelines.
 
@@ -138,7 +138,7 @@ def plan_growth(
     costs: Costs,
     timelines: Sequence[Timeline],
     restart_seconds: float = 600.0,
-    fit: idle.Fit = idle.fit,
+    fit: idle.Fit = fitting.fit,
 ) -> tuple[GoodputPlan, ...]:
     """The same pipeline in 1, 4, 16 and 64 times as many replicas, the batch growing with them: a node's part of the
     replicated state shrinks as fast, failures grow."""
@@ -169,7 +169,8 @@ def table(plans: Sequence[GoodputPlan]) -> str:
             first = ("", "")
     notes = []
     if plans[0].iterations_per_checkpoint is None:
-        notes.append("  a rank and its destination share no bubbles: BAFT sends at the link's rate, as REFT does")
+        why = "a rank and its destination share no bubbles, or too few"
+        notes.append(f"  {why}: BAFT sends at the link's rate, as REFT does")
     return "\n".join([head, *columns(rows), *notes])
 
 

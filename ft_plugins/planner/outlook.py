@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..model.timeline import Timeline
-from . import goodput, idle
+from . import fitting, goodput, idle
 from .goodput import GoodputPlan, plan_goodput, plan_growth
 from .idle import Placement
 from .intervals import Costs
@@ -66,7 +66,7 @@ class Wanted:
 @dataclass(frozen=True)
 class PipelineOutlook:
     """`shares`: bubbles by schedule, of those in which it can be run. With costs: iterations of a checkpoint by
-    placement (None: some rank shares no bubble with its destination), and the job as it grows, as a ring."""
+    placement (None: some rank goes by a rate), and the job as it grows, in pairs."""
 
     wanted: Wanted
     timelines: tuple[Timeline, ...]
@@ -116,7 +116,7 @@ def plan_pipeline(wanted: Wanted, cluster: Cluster, costs: Costs | None) -> Pipe
             shares[schedule] = idle.bubble_share(timelines if other == pipeline else wanted.simulate(other))
     if costs is None:
         return PipelineOutlook(wanted, timelines, shares, {}, ())
-    fit = partial(idle.fit, reserved=wanted.message_share)
+    fit = partial(fitting.fit, reserved=wanted.message_share)
     plans = plan_growth(cluster, costs, timelines, wanted.restart_seconds, fit)
     counts = {
         to: plan_goodput(cluster, costs, timelines, fit=partial(fit, placement=to)).iterations_per_checkpoint

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from . import idle
+from . import fitting, idle
 from .goodput import GoodputPlan, plan_goodput
 from .jobs import Job
 from .pipeline import Schedule
@@ -25,7 +25,7 @@ from .survival import columns
 
 @dataclass(frozen=True)
 class Shape:
-    """A configuration of the paper's. Seconds; None: some rank shares no bubble with its destination."""
+    """A configuration of the paper's. Seconds; None: some rank goes by a rate."""
 
     job: Job
     iteration_seconds: float
@@ -104,9 +104,9 @@ def study_scale(job: Job, restart_seconds: float = 600.0, snapshot_seconds: floa
 
 
 def fit_for(job: Job, times: Times) -> partial[int | None]:
-    """`idle.fit` with the job's nodes, and its longest message reserved."""
+    """`fitting.fit` with the job's nodes, and its longest message reserved."""
     message = max(link.seconds(times.message_bytes) for link in times.links)
-    return partial(idle.fit, per_node=job.stages_per_node, reserved=message)
+    return partial(fitting.fit, per_node=job.stages_per_node, reserved=message)
 
 
 def shapes_table(shapes: Sequence[Shape]) -> str:

@@ -45,6 +45,8 @@ class NodeTierConfig:
     towards: str  # a host of the job: the interface is the one that leads there, unless named
     run_dir: Path
     token: int
+    both: bool = False  # parity beside copies
+    measure: bool = False  # what the links carry by which copies go
 
 
 Endpoint = tuple[str, int]
@@ -203,10 +205,12 @@ class JobNodes(LinkedNodes):
             lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
             losses=config.losses, position=self._position, endpoints=self._endpoints, interval=config.interval,
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
-            replicated=() if config.stages else gathered([told for _, told in facts]), stages=config.stages,
+            replicated=() if config.stages and not config.both else gathered([told for _, told in facts]),
+            stages=config.stages, both=config.both, measure=config.measure,
         )  # fmt: skip
         self.exchange = self._protection.plan()
         self.digest = self._protection.digest
+        self.links: dict[int, float] = {}  # bytes per second by position, as measured by `protect`
 
     def rebuild(self, plan: RecoveryPlan) -> None:
         """Have this rank's slot put back together. Raises what the SMP refused with; called by this rank alone."""
@@ -234,7 +238,22 @@ class JobNodes(LinkedNodes):
                     f"node {name}: {answer['bytes']} bytes were claimed for what other nodes send, but the kernel has "
                     f"given {answer['resident_bytes']}; something has taken pages of it, 'ft-plugins end' removes it"
                 )
+        self.links = links_of([answer["links"] for answer in found])
         return [(name, int(answer["bytes"])) for name, answer in zip(self._names, found, strict=True)]
+
+
+def links_of(sent: Sequence[Sequence[tuple[int, float]]]) -> dict[int, float]:
+    """What the link of each position carries each way, from what each has `sent` to others, in bytes per second: what
+    went out of it or what came in, whichever is more. Positions of which neither is known have the least of all."""
+    found = dict.fromkeys(range(len(sent)), 0.0)
+    into = dict(found)
+    for source, targets in enumerate(sent):
+        for target, rate in targets:
+            found[source] += rate
+            into[target] += rate
+    found = {position: max(rate, into[position]) for position, rate in found.items()}
+    least = min((rate for rate in found.values() if rate > 0), default=0.0)
+    return {position: rate or least for position, rate in found.items()} if least else {}
 
 
 def _address(config: NodeTierConfig) -> str:

@@ -245,8 +245,7 @@ def _sources(
         holders = _holders(version, corrupt, nodes, exchange, plan_digest)
         gone = tuple(position for position in range(len(exchange.nodes)) if position not in holders)
         for rank in missing:
-            section = exchange.section_of_rank[rank]
-            if len(set(gone) & set(section.positions)) > exchange.losses:
+            if exchange.ways(rank, gone) is None:
                 return None
             ways[rank] = Source(Way.DECODE)
     return tuple(ways[rank] for rank in sorted(ways)), holders, gone
@@ -275,9 +274,12 @@ def _too_much_lost(
     if version is None:
         return (), ""
     there = _holders(version, (), nodes, exchange, plan_digest)
+    everywhere = [position for position in range(len(exchange.nodes)) if position not in there]
     for section in exchange.sections:
         gone = tuple(position for position in section.positions if position not in there)
-        if len(gone) > exchange.losses:
+        ranks_of = {extent.rank for stream in section.streams for extent in stream}
+        lost = [rank for rank in ranks_of if exchange.position_of_rank[rank] in gone]
+        if len(gone) > exchange.losses and any(exchange.ways(rank, everywhere) is None for rank in lost):
             ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
             return gone, (
                 f"of version {version} the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} "

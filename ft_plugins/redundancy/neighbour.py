@@ -18,6 +18,9 @@ what another of them held; so any one node may be lost, and of several those of 
 To the executor a copy is parity of one source: a `Section` for each rank, of two nodes, whose second keeps a `Mirror`
 of the stream of the first. So SMPs carry it out, seal it, let it count, and rebuild from it, as they do for RAIM5.
 
+With parity beside them (`BothPlan`) the sections of sharding groups come behind those of copies. What is lost comes
+from its copy where that is left, else from parity: so two nodes may be lost as well that keep each other's copies.
+
 In: node of each rank, pipelines in the order of their stages, bytes of slot data of each rank. Out: `NeighbourPlan`,
 and by `exchange()` the `ExchangePlan` that carries it out.
 """
@@ -31,7 +34,7 @@ from functools import cached_property
 from ..errors import TopologyError
 from ..model.topology import Topology
 from .parity import ALIGNMENT, OnDemand, Piece, Placement, Stripe
-from .plan import ExchangePlan, positions
+from .plan import ExchangePlan, plan_exchange, positions
 from .sections import Extent, Section
 
 NAME = "a copy on the neighbouring stage"
@@ -188,6 +191,56 @@ class CopyPlan(ExchangePlan):
     def table(self) -> str:
         """For people."""
         return self.neighbours.table()
+
+
+@dataclass(frozen=True)
+class BothPlan(CopyPlan):
+    """Copies, and beside them `parity`, whose sections come behind those of copies."""
+
+    parity: ExchangePlan
+
+    def ways(self, rank: int, lost: Collection[int]) -> tuple[Section, ...] | None:
+        """The copy where it is left; of that no parity is had, which the rank computes again. Else parity."""
+        if self.neighbours.copies[rank].target not in lost:
+            return (self.sections[rank],)
+        return self.parity.ways(rank, lost)
+
+    def copy_holders(self, rank: int) -> tuple[int, ...]:
+        """Where its copy is, and where parity wants it."""
+        return tuple(dict.fromkeys((self.neighbours.copies[rank].target, *self.parity.copy_holders(rank))))
+
+    def copies_on(self, position: int) -> tuple[int, ...]:
+        """Likewise."""
+        kept = {copy.rank for copy in self.neighbours.kept_on[position]}
+        return tuple(sorted(kept.union(self.parity.copies_on(position))))
+
+    def sent_beside(self, rank: int) -> int:
+        """Bytes that go out for parity beside the copy of a rank; those of several ranks with the first of them."""
+        found = 0
+        for send in self.parity.sends[self.position_of_rank[rank]]:
+            members = self.sections[send.area.section].members(send.node)
+            found += send.stop - send.start if members[:1] == (rank,) else 0
+        return found
+
+    def table(self) -> str:
+        """For people."""
+        return f"{self.neighbours.table()}\n{self.parity.table()}"
+
+
+def plan_both(
+    nodes: Sequence[str],
+    stages: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[int]],
+    nbytes: Sequence[int],
+    replicated: Sequence[Sequence[Extent]] = (),
+) -> BothPlan:
+    """Copies on pipeline neighbours, and parity that makes up for one node of each sharding group: arguments as those
+    of `plan_neighbours` and `plan_exchange`. Raises TopologyError where either cannot be had."""
+    copies = plan_neighbours(nodes, stages, nbytes).exchange()
+    parity = plan_exchange(nodes, groups, nbytes, LOSSES, replicated, len(copies.sections))
+    sections = (*copies.sections, *parity.sections)
+    name = f"{NAME} or {parity.name}"
+    return BothPlan(copies.nodes, copies.ranks, LOSSES, sections, copies.nbytes, name, copies.neighbours, parity)
 
 
 def pipelines(topology: Topology) -> tuple[tuple[int, ...], ...]:

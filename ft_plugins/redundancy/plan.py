@@ -16,7 +16,7 @@ Out: `ExchangePlan`; `Loss`, the answer to 'which nodes may be lost now?'.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -166,6 +166,13 @@ class ExchangePlan:
                     found[extent.rank][section.index] = section
         return {rank: tuple(there.values()) for rank, there in found.items()}
 
+    def ways(self, rank: int, lost: Collection[int]) -> tuple[Section, ...] | None:
+        """The sections of which the slot of a rank is put together when what lay at the positions `lost` is gone; None
+        where it cannot be."""
+        if len(set(lost) & set(self.section_of_rank[rank].positions)) > self.losses:
+            return None
+        return self.sections_of_rank[rank]
+
     @cached_property
     def parts(self) -> tuple[tuple[Part, ...], ...]:
         """By rank, the parity of LOCAL sections that lies in its slots, behind the data, in order."""
@@ -274,8 +281,10 @@ def plan_exchange(
     nbytes: Sequence[int],
     losses: int,
     replicated: Sequence[Sequence[Extent]] = (),
+    first: int = 0,
 ) -> ExchangePlan:
-    """The plan of a job: `nodes[rank]`, sharding groups as tuples of ranks, `nbytes[rank]` of slot data.
+    """The plan of a job: `nodes[rank]`, sharding groups as tuples of ranks, `nbytes[rank]` of slot data. Sections are
+    numbered from `first`.
 
     `replicated` are the streams of the replica sets of which the ranks can compute parity themselves: whose share of
     each lies where in its slots, in the order of the stream.
@@ -288,7 +297,7 @@ def plan_exchange(
         raise TopologyError(f"{len(nodes)} ranks, but the sharding groups are {[list(group) for group in groups]}")
     names, ranks = positions(nodes)
     at = {name: position for position, name in enumerate(names)}
-    local = local_sections([at[name] for name in nodes], groups, replicated, losses, len(groups))
+    local = local_sections([at[name] for name in nodes], groups, replicated, losses, first + len(groups))
     left = remainder(local, nbytes)
     sections = []
     for index, group in enumerate(groups):
@@ -298,5 +307,5 @@ def plan_exchange(
         where = tuple(sorted(members))
         streams = tuple(tuple(members[position]) for position in where)
         placement = place([sum(extent.nbytes for extent in stream) for stream in streams], losses)
-        sections.append(Section(index, where, streams, placement))
+        sections.append(Section(first + index, where, streams, placement))
     return ExchangePlan(names, ranks, losses, (*sections, *local), tuple(nbytes), NAMES[losses])

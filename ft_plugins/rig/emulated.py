@@ -8,8 +8,9 @@ float32.
 Iterations are run in blocks, each in one mode, so that modes are compared within one run:
 
     on      protected: captured after each iteration, copies go in bubbles
-    once    protected, and copies go at once, whatever the pipeline does: the gate is open from begin to end
     off     nothing of this package is called: no spans, no capture, and the gate stays closed
+    once    as off, and after each update every rank sends the same bytes to the same rank at once, and waits for them:
+            what FTPipeHD does
 
 Invariant: what is off is off on all ranks alike, by counting iterations; the first iteration of a block belongs to what
 was before (its capture, its frames in flight) and is not counted. The host counts protected iterations only, so that
@@ -34,9 +35,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..bubbles.filling import Grant
-from ..bubbles.gate import Gatekeeper
-from ..bubbles.plan import SenderPlan
 from ..bubbles.profile import pack
 from ..config import launch_context
 from ..model.host import Edges
@@ -47,7 +45,6 @@ from .forkserver import load
 
 ON, ONCE, OFF = "on", "once", "off"
 LAYERS = 6  # of a stage
-_ALL_OF_IT = 3600.0  # seconds that an open gate is open
 
 
 @dataclass(frozen=True)
@@ -227,39 +224,43 @@ def _run(
     found = []
     for mode, count in blocks:
         begun, seconds = [], []
-        switch.on = mode != OFF
-        _open_at_once(session, mode == ONCE)
+        switch.on = mode == ON
+        at_once = _AtOnce(session) if mode == ONCE else None
         for _ in range(count + 1):
             begun.append(time.time())
             began = time.perf_counter()
             step = job.iteration + 1
-            if mode == OFF:
-                job.train_step(skip=partial(host.skip_update, session))
-                job.iteration = step - 1  # not a protected one
-            else:
+            if mode == ON:
                 session.iteration_begin(step)
                 job.train_step(skip=partial(host.skip_update, session))
                 session.iteration_end(step)
+            else:
+                job.train_step(skip=partial(host.skip_update, session))
+                job.iteration = step - 1  # not a protected one
+            if at_once is not None:
+                at_once.send()
             seconds.append(time.perf_counter() - began)
         found.append({"mode": mode, "begun": begun, "seconds": seconds, "completed": job.iteration})
     return found
 
 
-def _open_at_once(session: Session, at_once: bool) -> None:
-    """Have this rank's gate open as it is planned to, or all of the time."""
-    baft: Any = session._baft
-    if baft is None or baft._keeper is None:
-        return
-    planned = getattr(baft, "_planned", baft._keeper)
-    baft._planned = planned
-    if not at_once:
-        baft._keeper = planned
-        return
-    transfer = baft._copies.copies[session._host.rank]
-    grant = Grant(0, -1, 0.0, _ALL_OF_IT, 1 << 40)
-    plan = SenderPlan(planned._plan.transfer, (), (grant,), 0.0, 0.0)
-    assert transfer.rank == plan.transfer.sender
-    baft._keeper = Gatekeeper(baft._gate, plan, steady=True)
+class _AtOnce:
+    """Copies as they are planned, by torch.distributed instead of the SMPs."""
+
+    def __init__(self, session: Session) -> None:
+        assert session.baft is not None and session.baft.copies is not None
+        copies, rank = session.baft.copies.copies, dist.get_rank()
+        self._out = torch.zeros(copies[rank].nbytes, dtype=torch.uint8)
+        self._to = copies[rank].receiver
+        self._into = {
+            one.rank: torch.empty(one.nbytes, dtype=torch.uint8) for one in copies if one.receiver == rank
+        }
+
+    def send(self) -> None:
+        requests: list[Any] = [dist.isend(self._out, self._to)]
+        requests += [dist.irecv(room, rank) for rank, room in self._into.items()]
+        for request in requests:
+            request.wait()
 
 
 def _write(session: Session, rank: int, blocks: list[dict[str, Any]], out: Path) -> None:

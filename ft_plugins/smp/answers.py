@@ -48,6 +48,8 @@ class Answers:
         match message.get("do"):
             case "read":
                 return self.read(message)
+            case "probe":  # how fast its payload came is all that is asked
+                return {}, None
             case "spare" | "release":
                 return self._outside(message), None
             case "beat":

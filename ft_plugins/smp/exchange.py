@@ -4,7 +4,11 @@ Of state whose parity this node has computed itself, from its replicas, nothing 
 that captured the same bytes says whether it has the same.
 
 What goes to a node goes in lanes, a thread and a connection each: one for every rank that has a pacer of its own (its
-bubbles are not those of another), one for all else.
+bubbles are not those of another), one for all else. A block of several ranks goes with the first of them.
+
+A pacer says how many bytes may go, never which: frames are consecutive bytes of a stream, in its order. So where
+bubbles are planned by whole layers, a window carries as many bytes as the layers chosen for it have, and not those
+layers: a version is of use only when all of it is there, whatever came first, and a receiver needs to know no plan.
 
 Invariant: nothing of it is in the step path; it is paced, and gets slower, never wrong. What a receiver says it has
 taken decides what is sent next, so a broken connection, a frame that came twice or a receiver that was replaced costs
@@ -64,8 +68,9 @@ class RatePacer:
             stop.wait(wait)
         return Allowance(0 if stop.is_set() else nbytes)
 
-    def ended(self, allowed: Allowance) -> None:
+    def ended(self, allowed: Allowance) -> bool | None:
         """A frame of the rate has no time by which it has to be through."""
+        return None
 
 
 @dataclass(frozen=True, order=True)
@@ -108,7 +113,7 @@ class Exchange:
     ) -> None:
         """`segments` of this node's ranks hold `version` pinned; `connect` gives a connection to a position's SMP.
 
-        `pacers` are those of ranks by which goes what is theirs alone; `pacer` is for all else.
+        `pacers` are those of ranks by which goes what is theirs; `pacer` is for all else.
 
         `alike` is called when every replica that parity was made from here has been found equal to its other side.
         Raises ProtocolError when a slot is laid out otherwise than the plan has it.
@@ -129,7 +134,7 @@ class Exchange:
         self._checks = checks.by_target(plan, plan.ranks[position], segments)
         self._unchecked = set(self._checks)  # positions that have not said yet that all is equal
         self._counting = threading.Lock()
-        self._sent_bytes = 0
+        self._sent_bytes = self._inside_bytes = self._late_bytes = 0
         self._announced = False
         self.differences: list[Difference] = []
         if not self._checks:  # also where there is parity, of nothing
@@ -137,7 +142,7 @@ class Exchange:
         self._lanes: dict[Lane, tuple[list[Send], list[int]]] = {Lane(to, NO_RANK): ([], []) for to in self._checks}
         for send in plan.sends[position]:
             members = plan.sections[send.area.section].members(send.node)
-            lane = self._lane(send.area.position, members[0] if len(members) == 1 else NO_RANK)
+            lane = self._lane(send.area.position, members[0] if members else NO_RANK)
             self._lanes.setdefault(lane, ([], []))[0].append(send)
         for rank in plan.ranks[position]:
             for holder in plan.copy_holders(rank):
@@ -240,8 +245,7 @@ class Exchange:
                 answer, _ = self._peers[lane].ask(
                     "take", frame, key=list(key), node=send.node, at=at, exponent=send.exponent, **fields
                 )
-                self._pacers[lane.rank].ended(allowed)
-                self._count(len(frame))
+                self._count(len(frame), self._pacers[lane.rank].ended(allowed))
                 at = int(answer["taken"])
         for rank in sorted(set(ranks) - set(reply["copies"])):
             self._done[lane] = False
@@ -296,18 +300,21 @@ class Exchange:
             bytes=check.source.nbytes, count=count, reason=str(found),
         )  # fmt: skip
 
-    def _count(self, nbytes: int) -> None:
+    def _count(self, nbytes: int, in_time: bool | None = None) -> None:
         with self._counting:
             self._sent_bytes += nbytes
+            self._inside_bytes += nbytes if in_time else 0
+            self._late_bytes += nbytes if in_time is False else 0
 
     def _announce(self) -> None:
-        """Say once what it took."""
+        """Say once what it took: of the bytes, how many were through within their bubble, and how many after it."""
         with self._counting:
             if self._announced or not self.done:
                 return
             self._announced = True
         self._events.emit(
             "exchange.sent", lineage=self._version.lineage, iteration=self._version.iteration, bytes=self._sent_bytes,
+            inside=self._inside_bytes, late=self._late_bytes,
             compared=sum(map(len, self._checks.values())), seconds=round(time.monotonic() - self._started, 3),
         )  # fmt: skip
 
@@ -334,6 +341,5 @@ class Exchange:
                     return
             part = whole[at : at + allowed.nbytes]
             answer, _ = self._peers[lane].ask("copy", part, rank=rank, at=at, total=len(whole), **fields)
-            self._pacers[lane.rank].ended(allowed)
-            self._count(len(part))
+            self._count(len(part), self._pacers[lane.rank].ended(allowed))
             at = int(answer["taken"])

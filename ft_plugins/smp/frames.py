@@ -10,7 +10,7 @@ In: an exchange plan and the positions that are lost, or where the slot lies who
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..redundancy.parity import Rebuild, plan_decode
@@ -84,8 +84,9 @@ def decoded(plan: ExchangePlan, rank: int, version: Version, lost: Collection[in
 
     Raises ResumeError when more is lost than parity makes up for.
     """
-    regions = sorted(_regions(plan, rank), key=lambda region: region.offset)
-    rebuilds = {section.index: _needed(plan, section, lost) for section in plan.sections_of_rank[rank]}
+    sections = plan.ways(rank, lost) or plan.sections_of_rank[rank]  # None: the decoding says what is lost
+    regions = sorted(_regions(plan, rank, sections), key=lambda region: region.offset)
+    rebuilds = {section.index: _needed(plan, section, lost) for section in sections}
     return _decoded(plan, version, regions, rebuilds)
 
 
@@ -102,10 +103,10 @@ class _Region:
     stripe: int | None = None
 
 
-def _regions(plan: ExchangePlan, rank: int) -> Iterator[_Region]:
-    """What the slot of a rank is made of."""
+def _regions(plan: ExchangePlan, rank: int, sections: Sequence[Section]) -> Iterator[_Region]:
+    """What the slot of a rank is made of, as far as `sections` have it."""
     position = plan.position_of_rank[rank]
-    for section in plan.sections_of_rank[rank]:
+    for section in sections:
         node, at = section.positions.index(position), 0
         for extent in section.streams[node]:
             if extent.rank == rank:
@@ -113,6 +114,8 @@ def _regions(plan: ExchangePlan, rank: int) -> Iterator[_Region]:
             at += extent.nbytes
     for part in plan.parts[rank]:
         section = plan.sections[part.section]
+        if section not in sections:
+            continue
         node = section.positions.index(position)
         yield _Region(part.offset, part.stop - part.start, section, node, part.start, part.stripe)
 

@@ -26,11 +26,12 @@ from ..events import Events
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.segment import Segment, vault_of
 from ..snapshot.slots import Pin, SlotState, Version
-from . import checks, protocol, wire
+from . import checks, probe, protocol, wire
 from .answers import Answers
 from .exchange import Exchange, RatePacer
 from .former import Former
 from .kept import Kept
+from .pace import Pace
 from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, read_version, told, written
 from .pins import Directive, Report
 from .protection import Protection
@@ -71,7 +72,7 @@ class NodeTier:
         self._first: Peer | None = None  # where the agreement is reached
         self._coordinator: Coordinator | None = None
         self._exchange: Exchange | None = None
-        self._pacers: dict[int, GatePacer] = {}  # of this node's ranks, where copies go out in bubbles
+        self._pace = Pace(1, None)
         self._directive = Directive()
         self._missed: Version | None = None
         self._began = 0.0
@@ -103,17 +104,32 @@ class NodeTier:
         written(self._run_dir / "endpoint.json", where)
 
     def protect(self, told_now: Protection, token: int) -> dict[str, Any]:
-        """Protect the job as it is now. Returns the bytes that are claimed, and the kernel's figure.
+        """Protect the job as it is now. Returns the bytes that are claimed, the kernel's figure, and what the links
+        carry, where that is to be measured.
 
         Raises BudgetError, TopologyError, ProtocolError for a position that is not this node's.
         """
+        links = self._links(told_now) if told_now.measure else []  # nothing else moves now
         self.suspend()
         with self._lock:
             vault = self._begin(told_now, token)
             self._kept.begin(told_now, vault)
+            self._pace = Pace(told_now.interval, self._kept.counted)
             written(self._run_dir / _TOLD, {**told_now.block(), "token": token})  # what it says to be kept is
             self._run()
-            return {"bytes": vault.nbytes, "resident_bytes": vault.resident_bytes}
+            return {"bytes": vault.nbytes, "resident_bytes": vault.resident_bytes, "links": links}
+
+    def _links(self, told_now: Protection) -> list[tuple[int, float]]:
+        """Bytes per second to each position to which this node sends copies; none where that cannot be measured."""
+        plan = told_now.plan()
+        targets = [send.area.position for send in plan.sends[told_now.position]]
+        try:
+            return probe.measure(
+                targets, lambda at: self.peer(told_now.endpoints[at], told_now.detect_seconds)
+            )
+        except (FtError, OSError) as error:
+            self._events.emit("link.unmeasured", reason=str(error))
+            return []
 
     def _begin(self, told_now: Protection, token: int) -> Vault:
         plan = told_now.plan()
@@ -206,24 +222,14 @@ class NodeTier:
                 "nodes": list(self._plan.nodes) if self._plan else [],
                 "counts": told(self._kept.counted),
                 "exchange": told(self._directive.exchange),
-                **self._in_bubbles(),
+                **self._pace.status(),
                 "parity_bytes": self._vault.nbytes if self._vault else 0,
                 "released": self._released,
             }
 
-    def _in_bubbles(self) -> dict[str, int]:
-        """Bytes of copies that went in their bubble, that were through after it, and that went by a rate, since the job
-        was protected."""
-        pacers = self._pacers.values()
-        return {
-            "in_bubbles": sum(pacer.inside_bytes for pacer in pacers),
-            "late": sum(pacer.late_bytes for pacer in pacers),
-            "by_rate": sum(pacer.rate_bytes for pacer in pacers),
-        }
-
     def _filled(self) -> dict[str, list[list[int]]]:
-        """The same bytes, of those bubbles in which most has gone, as [rank, bubble, bytes]; nothing without any."""
-        found = [[rank, *one] for rank, pacer in sorted(self._pacers.items()) for one in pacer.filled()]
+        """Bytes of copies in those bubbles in which most has gone, as [rank, bubble, bytes]; nothing without any."""
+        found = [[rank, *one] for rank, pacer in sorted(self._pace.pacers.items()) for one in pacer.filled()]
         return {"filled": found} if found else {}
 
     def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
@@ -327,11 +333,15 @@ class NodeTier:
                 return
             counts = directive.counts
             if counts is not None and counts != self._kept.counted and self._kept.count(counts):
+                changed = self._pace.counted(counts)
                 self._events.emit(
                     "node.counts", lineage=counts.lineage, iteration=counts.iteration,
                     seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
-                    **self._in_bubbles(), **self._filled(),
+                    **self._pace.fields(), **self._filled(),
                 )  # fmt: skip
+                if changed and self._told.position == 0:  # every node knows it, one says so
+                    name = "checkpoints.rarer" if self._pace.rarer else "checkpoints.as_planned"
+                    self._events.emit(name, **self._pace.fields())
             if directive.exchange != self._directive.exchange:
                 self._end_exchange()
                 self._kept.turn_to(directive)
@@ -358,12 +368,12 @@ class NodeTier:
             self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
             rate = RatePacer(self._told.exchange_mbps * 1e6 / 8)
             ranks = self._plan.ranks[self._told.position]
-            if self._told.stages and not self._pacers:
-                self._pacers = {rank: GatePacer(Gate(self._segments[rank].gate), rate) for rank in ranks}
+            if self._told.stages and not self._pace.pacers:
+                self._pace.pacers = {rank: GatePacer(Gate(self._segments[rank].gate), rate) for rank in ranks}
             self._exchange = Exchange(
                 self._plan, self._told.position, version, self._told.lineage,
                 {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events, self._vault.alike,
-                self._pacers,
+                self._pace.pacers,
             )  # fmt: skip
             return False
 
@@ -409,7 +419,9 @@ class NodeTier:
             token = block.pop("token")
             with self._lock:
                 told_before = Protection.read(block)
-                if self._kept.go_on(told_before, self._begin(told_before, token)):
+                whole = self._kept.go_on(told_before, self._begin(told_before, token))
+                self._pace = Pace(told_before.interval, self._kept.counted)
+                if whole:
                     self._run()
         except FileNotFoundError:
             return
@@ -429,7 +441,7 @@ class NodeTier:
             self._thread = None
         with self._lock:
             self._end_exchange()
-            self._pacers = {}  # they hold the segments
+            self._pace.pacers = {}  # they hold the segments
             self._coordinator = None
             if self._vault is not None:
                 self._vault.pause()

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ProtocolError
-from ..redundancy.neighbour import plan_neighbours
+from ..redundancy.neighbour import plan_both, plan_neighbours
 from ..redundancy.plan import ExchangePlan, plan_exchange
 from ..redundancy.sections import Extent
 from ..snapshot.segment import Shape
@@ -41,11 +41,15 @@ class Protection:
     detect_seconds: float
     replicated: tuple[tuple[Extent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
     stages: tuple[tuple[int, ...], ...] = ()  # pipelines, where each rank's copy is on that of a neighbouring stage
+    both: bool = False  # parity as well, where there are copies
+    measure: bool = False  # what the links carry by which copies go is wanted
     counted: Version | None = None  # the newest that counts on any node: kept on all of them until a newer one does
 
     def plan(self) -> ExchangePlan:
         """Who sends what to whom. Raises TopologyError."""
         sizes = [shape.data_nbytes for shape in self.shapes]
+        if self.stages and self.both:
+            return plan_both(self.nodes, self.stages, self.groups, sizes, self.replicated)
         if self.stages:
             return plan_neighbours(self.nodes, self.stages, sizes).exchange()
         return plan_exchange(self.nodes, self.groups, sizes, self.losses, self.replicated)
@@ -60,7 +64,8 @@ class Protection:
         of nodes may differ."""
         plan = self.plan()
         shapes = [(shape.nbytes, shape.buckets, shape.layout) for shape in self.shapes]
-        facts = (plan.ranks, self.groups, shapes, self.losses, self.replicated, self.stages)
+        facts: tuple[object, ...] = (plan.ranks, self.groups, shapes, self.losses, self.replicated, self.stages)
+        facts += ("both",) if self.both else ()
         return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
 
     def block(self) -> dict[str, Any]:

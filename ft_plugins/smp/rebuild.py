@@ -122,7 +122,7 @@ def _write(
 ) -> int:
     """Write what `frames` tell into a slot, verify it against the copied digests, and seal it."""
     small, table = msgpack.unpackb(copy)
-    digests = np.frombuffer(table, dtype=np.uint64)
+    digests = np.frombuffer(table, dtype=np.uint64).copy()
     if len(digests) != segment.shape.digests:
         raise ResumeError(
             f"rank {segment.rank}: version {version} has {len(digests)} digests, this segment {segment.shape.digests}: "
@@ -258,8 +258,12 @@ class _Filling:
         self._verified[place] = True
 
     def verify_the_rest(self) -> None:
-        """Verify the buckets that no frame has filled up: those without bytes. Raises CorruptSlotError."""
+        """Verify the buckets that no frame has filled up: those without bytes, and parity that is to be computed again
+        because nobody has it whole. Raises CorruptSlotError."""
         for place, done in enumerate(self._verified):
+            offset, nbytes, number = self._buckets[place]
+            if offset >= self._captured and 0 < self._missing[place] == nbytes:
+                self._digests[number] = NOT_COMPUTED
             if not done:
                 self._verify(place)
 

@@ -201,6 +201,23 @@ def plan_layout(inventory: Inventory, nodes: Sequence[str], bucket_bytes: int) -
     )
 
 
+def layer_bytes(layout: Layout) -> tuple[int, ...]:
+    """Bytes of each layer of the model in a slot, in the order in which they lie there: runs of items of one layer, an
+    item without a layer for itself. What is between two belongs to the first of them."""
+    starts: list[int] = []
+    before: tuple[int | None, str] | None = None
+    for stream in layout.streams:
+        items = {item.name: item for item in stream.items}
+        for piece in pieces_of(stream, layout.rank):
+            layer = items[piece.item].layer
+            now = layer, piece.item if layer is None else ""
+            if now != before:
+                starts.append(piece.offset)
+            before = now
+    stops = [*starts[1:], layout.nbytes]
+    return tuple(stop - start for start, stop in zip([0, *starts[1:]], stops, strict=True)) if starts else ()
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 

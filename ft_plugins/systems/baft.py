@@ -3,27 +3,39 @@
     profile of all ranks -> bubbles -> plan (the same on every rank) -> this rank's gate, opened and closed at edges
 
 Where what lives, how it is sent, counts and comes back is REFT's machinery with another placement
-(redundancy.neighbour); this decides only when. Until there is a plan no gate is opened, and copies go by rate
-(bubbles.gate).
+(redundancy.neighbour); this decides only when.
+
+Until there is a plan no gate is opened, and copies go by rate (bubbles.gate): what was restored, or captured first, is
+protected as soon as can be. Only while iterations are recorded for a profile, the first or another one, copies are
+held, on all ranks at once: what they do to the link and to the processor is not to be taken for the pipeline's own. So
+protection is late by the iterations that are recorded, `profile_iterations`, and by two in which the ranks tell each
+other; and where one of them takes longer than HOLD_SECONDS, copies go on in it all the same.
 
 Invariant: in the step path there is no send, no lock and no process group: a count at each edge, and at the edges of
-bubbles a few stores into shared memory. A plan changes nothing but when bytes go.
+bubbles a few stores into shared memory. A plan changes nothing but when bytes go. While a plan no longer fits, the gate
+is open when the host is at the edges that were planned, for no longer than was planned: late, or less, never more.
 
-In: the spans of this rank as the host tells them, the job's profile, its copies. Out: openings of the gate; a
-`baft.plan` event for each plan.
+In: the spans of this rank as the host tells them, the job's profile, its copies, what links carry. Out: openings of the
+gate; a `baft.plan` event for each plan.
 """
 
 from __future__ import annotations
 
-from ..bubbles.filling import Grant, transfers_of
-from ..bubbles.gate import NO_BUBBLE, Gate, Gatekeeper
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..bubbles.filling import Grant, Granularity, transfers_of
+from ..bubbles.gate import LEAST_BYTES, STEADY, Gate, Gatekeeper
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig
 from ..events import Events
-from ..model.timeline import Kind, Profile
+from ..model.timeline import Kind, Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan
 
+HOLD_SECONDS = 600.0
+USUAL_MBPS = 10_000.0  # of a link that was neither named nor could be measured
 _ANY = 1 << 30  # an iteration beyond those that are planned one by one: which version is under way, only SMPs know
 
 
@@ -35,66 +47,96 @@ class Baft:
         self._config = config
         self._events = events
         self._gate: Gate | None = None
-        self._copies: NeighbourPlan | None = None
+        self.copies: NeighbourPlan | None = None  # of all ranks, while they are guarded
         self._keeper: Gatekeeper | None = None
+        self._links: dict[int, float] = {}
+        self._held = False
 
-    def guard(self, gate: Gate, copies: NeighbourPlan) -> None:
-        """From now on the copies of this rank go when `gate` says so."""
+    def guard(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float] | None = None) -> None:
+        """From now on the copies of this rank go when `gate` says so. `links`: bytes per second by position, as they
+        were measured; what is configured goes before it."""
         gate.close()
-        self._gate, self._copies, self._keeper = gate, copies, None
+        gate.planned = 0
+        self._gate, self.copies, self._keeper = gate, copies, None
+        self._links = dict(links or {})
 
     def let_go(self) -> None:
         """No more: the gate is closed, and copies go by rate, if any do."""
         if self._gate is not None:
             self._gate.close()
-        self._gate = self._copies = self._keeper = None
+            self._gate.planned = 0
+        self._gate = self.copies = self._keeper = None
+
+    @property
+    def moved(self) -> int:
+        """Another number when copies of this rank went since it was asked last."""
+        return self._gate.moved if self._gate is not None else 0
 
     def plan(self, profile: Profile) -> BubblePlan | None:
         """Plan anew; every rank of the job finds the same. None while nothing is guarded."""
-        if self._gate is None or self._copies is None:
+        if self._gate is None or self.copies is None:
             return None
-        ranks = range(len(profile.timelines))
+        ranks, carried = range(len(profile.timelines)), self._carried()
+        known = dict(enumerate(profile.senders))
+        told = [known.get(copy.rank, SenderFacts()) for copy in self.copies.copies]  # all ranks plan with the same
         found = plan_bubbles(
-            transfers_of(self._copies),
+            transfers_of(self.copies, [one.beside_bytes for one in told], [one.layers for one in told]),
             dict(enumerate(profile.timelines)),
             {rank: profile.bubbles(rank) for rank in ranks},
-            self._config.link_mbps * 1e6 / 8,
+            carried,
             Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3),
+            Granularity(self._config.granularity),
+            ready_seconds=max(one.ready_seconds for one in told),  # a version goes out when all ranks have captured it
+            device_bytes=min(one.device_bytes for one in told),
+            least_bytes=LEAST_BYTES,
         )
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
         by_rate = bool(own.reason)
         self._keeper = Gatekeeper(self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate)
+        self._gate.planned = found.iterations
         self._events.emit(
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,
-            reason=own.reason,
+            fill_layers=found.fill_layers, granularity=found.granularity.value, reason=own.reason,
+            link_mbps=round(8e-6 * (carried if isinstance(carried, float) else carried[own.transfer.source]), 1),
         )  # fmt: skip
         return found
 
+    def _carried(self) -> float | dict[int, float]:
+        """Bytes per second of links: as configured, else as measured, else a usual one."""
+        if self._config.link_mbps is not None or not self._links:
+            return (self._config.link_mbps or USUAL_MBPS) * 1e6 / 8
+        return self._links
+
     # ---- what the host tells ----
 
-    def iteration_begin(self) -> None:
-        """An iteration begins."""
-        if self._keeper is not None:
+    def iteration_begin(self, held: bool = False) -> None:
+        """An iteration begins; `held`: nothing is to go in it."""
+        self._held = held and self._gate is not None
+        if self._held and self._gate is not None:
+            self._gate.hold(HOLD_SECONDS, time.monotonic_ns())
+        elif self._keeper is not None:
             self._keeper.iteration_begin(_ANY)
 
     def iteration_end(self) -> None:
         """Its last bubble is over."""
-        if self._keeper is not None:
+        if self._held and self._gate is not None:
+            self._gate.close()
+        elif self._keeper is not None:
             self._keeper.iteration_end()
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """A span begins."""
-        if self._keeper is not None:
+        if self._keeper is not None and not self._held:
             self._keeper.begin(kind, microbatch, chunk)
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """The span that has begun last ends."""
-        if self._keeper is not None:
+        if self._keeper is not None and not self._held:
             self._keeper.end(kind, microbatch, chunk)
 
 
 def _steady(sender: SenderPlan, seconds: float) -> SenderPlan:
     """A plan for one that no bubble carries: its rate, over the whole of each iteration."""
-    grant = Grant(NO_BUBBLE, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
-    return SenderPlan(sender.transfer, (), (grant,), sender.idle_seconds, sender.shared_seconds, sender.snapshot)
+    grant = Grant(STEADY, -1, 0.0, seconds, round(sender.bytes_per_second * seconds))
+    return replace(sender, iterations=(), every=(grant,))

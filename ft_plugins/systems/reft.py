@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -32,7 +34,7 @@ from ..recovery.nodes import JobNodes
 from ..recovery.plan import RecoveryPlan, choose_source
 from ..recovery.run import agree_on_version, load_tensors
 from ..recovery.storage import StorageTier
-from ..redundancy.neighbour import CopyPlan, NeighbourPlan
+from ..redundancy.neighbour import BothPlan, CopyPlan, NeighbourPlan
 from ..smp.client import Client
 from ..smp.protocol import ALARM
 from ..snapshot import codec, index, manifest
@@ -41,11 +43,12 @@ from ..snapshot.layout import Layout, plan_layout
 from ..snapshot.manifest import Manifest
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment, Shape, path_of
-from ..snapshot.slots import Pin, Version, slots_for
+from ..snapshot.slots import Pin, SlotState, Version, slots_for
 from .reft_nodes import ReftNodes
 
 DEGRADED = "degraded"  # the word that a rank leaves for the others when it can capture no more
 _ASK_SECONDS = 1.0  # for an SMP to answer a rank that has lost its protection
+_CAPTURES = 9  # of late, by which it is judged how long one takes
 _SMALL_FLOOR = 64 << 10  # bytes claimed for small state at least; twice its first size otherwise
 
 
@@ -80,6 +83,7 @@ class Reft:
         layout = plan_layout(host.inventory(), nodes, self._config.bucket_mib << 20)
         self.layout: Layout = self.nodes.with_parity(layout)
         self.copies: NeighbourPlan | None = None  # whose copy lives where, of this incarnation
+        self.links: dict[int, float] = {}  # bytes per second by position, where that was to be measured
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
@@ -87,6 +91,10 @@ class Reft:
         self._peer_degraded = False
         self._alarm = ""  # printed last
         self._waits: list[tuple[int, float]] = []  # fences not yet reported: that is left to the capture thread
+        self._captures: deque[float] = deque(maxlen=_CAPTURES)  # seconds until they were sealed
+        self._small_bytes = 0  # of the newest version
+        self._holders = 1  # nodes that keep it
+        self._sent_beside = 0  # bytes for parity, where there are copies too
 
     @cached_property
     def shape(self) -> Shape:
@@ -113,6 +121,19 @@ class Reft:
     def gate(self) -> Gate:
         """By which this rank's trainer says when its copy may go."""
         return Gate(self._mapped().gate)
+
+    @property
+    def capture_seconds(self) -> float:
+        """From the end of an iteration until what is captured of it is sealed; 0 before any was."""
+        return statistics.median(tuple(self._captures) or (0.0,))  # the capture thread adds to them
+
+    @property
+    def beside_bytes(self) -> int:
+        """What goes to other nodes with each version beside its slot's data: small state and digest table, to each node
+        that keeps them; and what parity needs, where there is both."""
+        return self._sent_beside + self._holders * (
+            self._small_bytes + 8 * (len(self.layout.ranges) + self.layout.checks)
+        )
 
     @property
     def claimed(self) -> bool:
@@ -221,7 +242,11 @@ class Reft:
         self._collective.barrier()  # every SMP has opened the lineage before anyone captures into it
         if isinstance(nodes, JobNodes):
             self._report_protection(nodes, nodes.protect(plan.lineage, plan.version))
+            self.links = nodes.links
             self.copies = nodes.exchange.neighbours if isinstance(nodes.exchange, CopyPlan) else None
+            if isinstance(nodes.exchange, BothPlan):
+                self._holders = len(nodes.exchange.copy_holders(self._host.rank))
+                self._sent_beside = nodes.exchange.sent_beside(self._host.rank)
         faults.reach("restore.end")
         self._lineage = plan.lineage
         self._capture = Capture(
@@ -239,6 +264,8 @@ class Reft:
         print(nodes.exchange.table() if nodes.exchange else "")
         for name, nbytes in claimed:
             print(f"  {name}: {nbytes} bytes claimed for two versions of parity and copies")
+        for (name, _), rate in zip(claimed, nodes.links.values(), strict=False):
+            print(f"  {name}: its link carries {rate * 8e-6:.0f} megabits per second, as measured")
         sys.stdout.flush()
 
     def _choose(self, found: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
@@ -268,6 +295,32 @@ class Reft:
             **seconds,
         )
 
+    def rest(self) -> None:
+        """A fence of its own, for whoever changes tensors at another time: the running capture is sealed."""
+        if self._capture is not None:
+            self._capture.wait()
+
+    def void(self, since: int) -> None:
+        """What was captured after iteration `since` holds a replica that was found wrong, and is not to be restored:
+        without this rank's share such a version is complete no more. No capture is running.
+
+        One that is being sent or written already is kept, and said to be.
+        """
+        segment = self._mapped()
+        gone: list[int] = []
+        kept: list[int] = []
+        for slot in segment.slots():
+            version = slot.version if slot.state is SlotState.CLEAN else None
+            if version is None or version.lineage != self._lineage or version.iteration <= since:
+                continue
+            (kept if slot.pins else gone).append(version.iteration)
+            if not slot.pins:
+                segment.dirty(slot.index, None, self._token)
+        self._events.emit("version.void", since=since, iterations=sorted(gone))
+        if kept:
+            reason = f"snapshots of iterations {sorted(kept)} hold a wrong replica, but are being sent or written"
+            self._events.emit("version.tainted", iterations=sorted(kept), reason=reason)
+
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
         waited = self._capture.wait() if self._capture else 0.0
@@ -282,7 +335,9 @@ class Reft:
         if self._peer_degraded:
             raise PeerDegraded("another rank lost its protection: what all ranks still hold is kept, nothing is added")
         if self._capture is not None and step % self._config.interval == 0:
-            self._capture.start(Version(self._lineage, step), self._small())
+            small = self._small()
+            self._small_bytes = len(small)
+            self._capture.start(Version(self._lineage, step), small)
 
     def reached(self, step: int) -> None:
         """Iteration `step` is over, whether it is captured or not: a recovery tells from it what is lost."""
@@ -361,6 +416,7 @@ class Reft:
 
     def _committed(self, commit: Commit) -> None:
         self._report_waits()
+        self._captures.append(commit.seconds)
         self._events.emit(
             "capture.commit", lineage=commit.version.lineage, iteration=commit.version.iteration,
             seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,

@@ -58,7 +58,8 @@ class ReftNodes:
         self._events = events
         self._towards = towards
         self._groups = tuple(host.topology().sharding_groups().values())
-        self._copied = self._config.redundancy == "neighbour"
+        self._copied = self._config.redundancy in ("neighbour", "both")
+        self._encoded = self._config.redundancy in ("raim5", "raim6", "both")
         self._takeover: Takeover | None = None
         self.lineage = 0  # the newest that the nodes know of when they begin, also of other sizes of the job
         self.losses = self._survivable(nodes)
@@ -70,7 +71,7 @@ class ReftNodes:
 
     def with_parity(self, layout: Layout) -> Layout:
         """`layout`, with the parity that this rank computes of other nodes' shares."""
-        if not self.losses or self._copied:
+        if not self.losses or not self._encoded:
             return layout
         return with_parity(layout, self._nodes, self._groups, self.losses, self._config.bucket_mib << 20)
 
@@ -82,12 +83,13 @@ class ReftNodes:
     def _survivable(self, nodes: tuple[str, ...]) -> int:
         """How many nodes of a sharding group may be lost; 0 for none. Raises ConfigError where that was asked for."""
         wanted = self._config.redundancy or "none"
-        losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES}[wanted]
+        losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES, "both": 1}[wanted]
         reason = self._impossible(self._host.topology(), nodes, losses) if losses else ""
         if not reason:
             return losses
         if self._named:
-            asked = "--baft" if self._job.baft else f"--reft-redundancy {wanted}"
+            named = self._job.reft is not None and self._job.reft.redundancy is not None
+            asked = f"--reft-redundancy {wanted}" if named else "--baft"
             raise ConfigError(f"{asked}: {reason}")
         if self._host.rank == 0 and len(set(nodes)) > 1:
             print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
@@ -95,8 +97,9 @@ class ReftNodes:
 
     def _impossible(self, topology: Topology, nodes: Sequence[str], losses: int) -> str:
         """Why so many losses cannot be survived with these nodes of the ranks; '' where they can."""
-        if self._copied:
-            return neighbour.unplaced(nodes, neighbour.pipelines(topology))
+        reason = neighbour.unplaced(nodes, neighbour.pipelines(topology)) if self._copied else ""
+        if reason or not self._encoded:
+            return reason
         return unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
 
     def of_job(self, shape: Shape, layout: Layout) -> SeenNodes:
@@ -123,6 +126,8 @@ class ReftNodes:
         return NodeTierConfig(
             self.losses, stages, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
             self._job.detect_seconds, secret_file, self._job.interface, self._towards, self._run_dir, self._token,
+            both=self._copied and self._encoded,
+            measure=self._job.baft is not None and self._job.baft.link_mbps is None,
         )  # fmt: skip
 
     def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:

@@ -174,7 +174,7 @@ def test_config_lists_every_key(ft_plugins: Command) -> None:
 
 def test_config_as_json_is_a_block_that_is_accepted(ft_plugins: Command) -> None:
     block = json.loads(ft_plugins("config", "--format", "json"))["ft_plugins"]
-    assert Config.from_json(block).systems == ("reft", "baft")
+    assert Config.from_json(block).systems == ("reft", "baft", "paft")
     own = [key for key in keys() if key.path[0] == "reft" and not key.system]
     assert block["reft"] == {key.path[-1]: key.default for key in own if key.default is not None}
     assert "checkpoint_dir" not in block["reft"], "unset stays unset"

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from ft_plugins.config import (
     Config,
     LaunchContext,
+    PaftConfig,
     ReftConfig,
     add_flags,
     keys,
@@ -112,7 +113,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 def test_the_table_shows_every_effective_value_and_marks_the_defaults() -> None:
-    table = Config.from_json({"reft": {"interval": 3}, "baft": True}).table().splitlines()
+    table = Config.from_json({"reft": {"interval": 3}, "baft": True, "paft": True}).table().splitlines()
     assert len(table) == 1 + len(keys())
     rows = [line.split() for line in table]
     assert ["--reft-interval", "3", "iterations"] in rows
@@ -129,6 +130,7 @@ def test_what_is_captured_follows_from_the_systems_that_are_on() -> None:
     assert redundancy({"reft": True}) == "raim5"
     assert redundancy({"baft": True}) == redundancy({"reft": True, "baft": True}) == "neighbour"
     assert redundancy({"reft": {"redundancy": "raim6"}}) == "raim6"
+    assert redundancy({"reft": {"redundancy": "both"}, "baft": True}) == "both"
     interval = Config.from_json({"reft": {"interval": 3}, "baft": True}).capture
     assert interval is not None and interval.interval == 3
     with pytest.raises(ConfigError, match="redundancy: raim5 contradicts ft_plugins.baft"):
@@ -203,6 +205,42 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
 )
 def test_a_json_block_is_refused_with_key_expected_and_found(block: Any, line: str) -> None:
     assert refusal(Config.from_json, block).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        ({"h_min": 9, "h_max": 5}, "ft_plugins.paft.h_min: 9 is more than ft_plugins.paft.h_max, 5; expected the"),
+        ({"h": 3}, "ft_plugins.paft.h: expected an interval from ft_plugins.paft.h_min to ft_plugins.paft.h_max, 5 to"),
+        ({"mode": "sync", "h_min": 2}, "ft_plugins.paft.h_min: has no effect with mode sync, whose interval is h; "),
+        ({"mode": "audit", "h": 20}, "ft_plugins.paft.h: has no effect with mode audit, which averages nothing by"),
+        ({"mode": "audit", "audit_interval": 0}, "ft_plugins.paft.audit_interval: 0 contradicts ft_plugins.paft.mode"),
+        ({"on_corruption": "average"}, "ft_plugins.paft.on_corruption: has no effect while audit_interval is 0; drop"),
+        ({"audit_at": "forward"}, "ft_plugins.paft.audit_at: has no effect while audit_interval is 0; drop it"),
+        ({"trim": 2, "aggregate": "median"}, "ft_plugins.paft.trim: has no effect unless aggregate is trimmed; drop"),
+        ({"h": 0}, "ft_plugins.paft.h: expected an integer >= 1, found 0"),
+        ({"mode": "async"}, "ft_plugins.paft.mode: expected one of dyn, sync, audit, found 'async'"),
+        (
+            {"mode": "audit", "on_corruption": "rollback"},
+            "ft_plugins.paft.on_corruption: rollback needs snapshots to go back to; add --reft or --baft, or choose",
+        ),
+    ],
+)
+def test_replicas_are_not_synchronised_by_keys_that_contradict_each_other(block: dict[str, Any], line: str) -> None:
+    assert refusal(Config.from_json, {"paft": block}).startswith(line)
+
+
+def test_audits_come_where_they_are_asked_for_and_bounds_may_come_from_two_sources() -> None:
+    def every(block: dict[str, Any]) -> int:
+        return (Config.from_json({"paft": block}).paft or PaftConfig()).audits_every
+
+    assert (every({}), every({"mode": "audit"}), every({"audit_interval": 3}), every({"mode": "sync"})) == (0, 10, 3, 0)
+    assert Config.from_json({"paft": True}).capture is None and not Config.from_json({"paft": True}).protects
+    file = Config.from_json({"paft": {"h_min": 600, "h": 700}}, whole=False)
+    both = merge(Config.from_flags(["--paft-h-max=1000"], whole=False)[0], file)
+    assert both.paft == PaftConfig(h=700, h_min=600, h_max=1000)
+    with pytest.raises(ConfigError, match="--paft-h-min: 600 is more than --paft-h-max, 500"):
+        merge(Config(), Config.from_json({"paft": {"h_min": 600}}, whole=False))
 
 
 def test_a_key_that_resembles_nothing_is_answered_with_the_known_ones() -> None:

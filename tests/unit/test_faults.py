@@ -51,6 +51,13 @@ def test_a_point_counts_how_often_it_was_reached() -> None:
     assert reach("a.b") == "word", "arming counts anew"
 
 
+def test_a_condition_on_a_remainder_holds_every_so_many_times() -> None:
+    faults.arm("a.b@iteration%5=0:word;a.b@iteration%5=1,x=2:other")
+    assert [reach("a.b", iteration=k) for k in range(1, 11)] == [*[None] * 4, "word", *[None] * 4, "word"]
+    assert reach("a.b", iteration=6, x=2) == "other" and reach("a.b") is None
+    assert [fault.action for fault in faults.armed("a.b")] == ["word", "other"] and not faults.armed("c.d")
+
+
 def test_raise_names_the_point_and_the_facts() -> None:
     faults.arm("a.b:raise", rank=4)
     with pytest.raises(RuntimeError, match=r"fault injected at a.b \(.*'rank': '4'.*'iteration': '9'"):
@@ -103,7 +110,11 @@ def test_a_specification_is_read_as_it_was_written(told: list[tuple[str, dict[st
 
 
 @pytest.mark.parametrize(
-    "text", ["a.b", "a.b:", ":kill", "@x=1:kill", "a.b@x:kill", "a.b@=1:kill", "a.b@x=:kill", "ok:kill;b"]
+    "text",
+    [
+        *("a.b", "a.b:", ":kill", "@x=1:kill", "a.b@x:kill", "a.b@=1:kill", "a.b@x=:kill", "ok:kill;b"),
+        *("a.b@x%=1:kill", "a.b@x%0=0:kill", "a.b@x%a=0:kill", "a.b@%5=0:kill"),
+    ],
 )
 def test_a_part_that_cannot_be_read_is_named_and_nothing_stays_armed(text: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read: expected point@fact=value,...:action") as caught:

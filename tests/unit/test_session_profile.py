@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.plan import BubblePlan
 from ft_plugins.bubbles.profile import Profiling
+from ft_plugins.bubbles.record import Several
 from ft_plugins.bubbles.shown import Row
 from ft_plugins.config import BaftConfig, Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
@@ -93,9 +95,9 @@ def _plan(rank: int, world: int, run_dir: Path) -> None:
     """Train with copies that are planned by what was measured."""
     host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
     session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
-    session._baft = Baft(rank, BaftConfig(link_mbps=8_000.0), session._events)
+    session.baft = Baft(rank, BaftConfig(link_mbps=8_000.0), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
-    session._baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
+    session.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
     session.resume()
     for step in range(1, 6):
         session.iteration_begin(step)
@@ -112,6 +114,90 @@ def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, 
     assert all([kind for kind, _, _ in row.spans] == [Kind.FORWARD, Kind.UPDATE] for row in rows)
 
 
+def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_they_went_is_left_out(
+    tmp_path: Path,
+) -> None:
+    host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
+    place = LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0)
+    session = attach(host, Config(), place, Profiling(warmup=2, iterations=3))
+    gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
+    session.baft = Baft(0, BaftConfig(), Events("n", 0))
+    session.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
+    session.resume()
+    seen = []
+    for step in range(1, 8):
+        session.iteration_begin(step)
+        found = gate.read()
+        seen.append(None if found is None else found.windows[0][2])
+        host.iterate()
+        if step == 4:
+            gate.count_move()  # a frame that the snapshot process had taken before
+        session.iteration_end(step)
+        assert gate.read() is None
+    session.shutdown()
+    assert seen == [None, None, 0, 0, 0, None, None]
+    (done,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.done"]
+    assert done.fields["left_out"] == [4]
+
+
+class Paced(Telling):
+    """Computes for `seconds`, then waits as long for a message."""
+
+    seconds = 0.02
+
+    def iterate(self) -> None:
+        assert self.edges is not None
+        for kind in (Kind.FORWARD, Kind.RECV, Kind.UPDATE):
+            self.edges.begin(kind)
+            time.sleep(self.seconds if kind is not Kind.UPDATE else 0.0)
+            self.gates.append(self.gate.read())
+            self.edges.end(kind)
+
+
+def _replan(rank: int, world: int, run_dir: Path) -> list[tuple[str, int]]:
+    """What the gate says in each receive: how many bytes may go in how many ms, of a plan or held."""
+    host = Paced({"w": torch.zeros(4)}, rank=rank, world_size=world)
+    host.gate, host.gates = Gate(np.zeros(GATE_BYTES, dtype=np.uint8)), []  # type: ignore[attr-defined]
+    place = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
+    settings = Profiling(warmup=1, iterations=3, watch_every=1, ask_every=4, tolerance=0.5, misses=2)
+    session = attach(host, Config(), place, settings)
+    session.baft = Baft(rank, BaftConfig(link_mbps=8.0), Events("n", rank))  # 1 kB/ms
+    assert session.edges is not None
+    host.edges = Several(session.baft, session.edges)
+    session.baft.guard(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
+    session.resume()
+    seen = []
+    for step in range(1, 31):
+        host.seconds = 0.02 if step < 10 else 0.1
+        host.gates.clear()
+        session.iteration_begin(step)
+        host.iterate()
+        session.iteration_end(step)
+        receiving = host.gates[1]
+        phase = "held" if receiving and not receiving.windows[0][2] else "planned" if receiving else "closed"
+        length = (receiving.windows[0][1] - receiving.windows[0][0]) // 1_000_000 if receiving else 0
+        seen.append((phase, length))
+        assert host.gates[0] is None or phase == "held", "open while it computes"
+    session.shutdown()
+    return seen
+
+
+def test_a_profile_that_no_longer_fits_is_measured_and_planned_anew_and_the_gate_is_open_for_less_meanwhile(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks(_replan, 2, tmp_path)
+    assert [phase for phase, _ in first] == [phase for phase, _ in second], "all ranks in step"
+    phases = [phase for phase, _ in first]
+    assert phases[:6] == ["closed", "held", "held", "held", "closed", "closed"]
+    again = phases.index("held", 6)
+    assert set(phases[6:again]) == {"planned"} and phases[again : again + 3] == ["held"] * 3
+    lengths = [length for phase, length in first[6:again]]
+    assert again > 10 and max(lengths) < 90, "longer bubbles are not used before they were measured"
+    assert max(length for phase, length in first[again + 3 :] if phase == "planned") >= 90
+    plans = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.done"]
+    assert len(plans) >= 4, "two of each rank"
+
+
 class Unplannable(Baft):
     """Its bubbles cannot be planned."""
 
@@ -125,7 +211,7 @@ def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Pat
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     baft = Unplannable(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
     baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
-    session._baft = baft
+    session.baft = baft
     session.resume()
     for step in range(1, 6):
         session.iteration_begin(step)

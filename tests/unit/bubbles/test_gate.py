@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.filling import Grant, Transfer
-from ft_plugins.bubbles.gate import FRAME_SECONDS, GATE_BYTES, NO_BUBBLE, Gate, Gatekeeper, GatePacer, Opening
+from ft_plugins.bubbles.gate import FRAME_SECONDS, GATE_BYTES, STEADY, Gate, Gatekeeper, GatePacer, Opening
 from ft_plugins.bubbles.plan import SenderPlan
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.pacer import Allowance
@@ -275,10 +276,11 @@ def test_who_is_late_goes_on_in_the_next_bubble() -> None:
     clock.now = 12 * MS  # the frame took longer than it should
     pacer.ended(first)
     second = pacer.take(900, stop)
-    assert second == Allowance(900, 61 * MS) and 51 * MS <= clock.now < 52 * MS
+    assert second.deadline_ns == 61 * MS and 51 * MS <= clock.now < 52 * MS
+    assert 540 < second.nbytes <= 562, "at 75 a millisecond, three quarters of what would be through in 10"
     pacer.ended(second)
-    assert (pacer.late_bytes, pacer.inside_bytes) == (900, 900)
-    assert pacer.filled() == [(2, 900)], "what was late was in no bubble"
+    assert (pacer.late_bytes, pacer.inside_bytes) == (900, second.nbytes)
+    assert pacer.filled() == [(2, second.nbytes)], "what was late was in no bubble"
 
 
 def test_what_went_in_which_bubble_is_told_of_the_fullest_ones() -> None:
@@ -293,6 +295,90 @@ def test_what_went_in_which_bubble_is_told_of_the_fullest_ones() -> None:
     assert pacer.filled() == [(bubble, 2 * (10 + bubble % 3)) for bubble in range(5)]
     assert pacer.filled(2) == [(1, 22), (2, 24)]
     assert pacer.inside_bytes == sum(nbytes for _, nbytes in pacer.filled())
+
+
+def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_get_slower() -> None:
+    """100 bytes a millisecond were planned; it is a tenth, and a round trip more for each frame."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    late_by, moved = [], []
+    for number in range(30):
+        begin = clock.now = 100 * MS * number
+        gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
+        stop = Stop(clock, begin + 10 * MS)
+        before = pacer.inside_bytes + pacer.late_bytes
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += MS // 20 + allowed.nbytes * MS // 10
+            pacer.ended(allowed)
+        late_by.append(max(0, clock.now - begin - 12 * MS))  # a wait may go on for one poll
+        moved.append(pacer.inside_bytes + pacer.late_bytes - before)
+    assert late_by[0] > 50 * MS, "nothing is known yet"
+    assert not any(late_by[1:]) and min(moved[10:]) >= 70, "of 100 that could be through"
+    for number in range(30, 60):  # it is as planned again
+        begin = clock.now = 100 * MS * number
+        gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
+        stop = Stop(clock, begin + 10 * MS)
+        before = pacer.inside_bytes
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += allowed.nbytes * MS // 100
+            pacer.ended(allowed)
+    assert pacer.inside_bytes - before >= 850
+
+
+def test_a_copy_that_meets_no_window_goes_on_in_a_trickle_of_the_time() -> None:
+    """A bubble of 10 ms every 500, which is over before its window begins: 100 bytes a millisecond, frames of 1000."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), least_bytes=10, clock_ns=clock)
+
+    def bubbles(first: int, last: int) -> list[int]:
+        """Milliseconds at which frames went."""
+        went, end = [], 500 * MS * last
+        opened = {500 * MS * number: lambda: gate.open([grant(1, 0.012, 0.022, 9000)], 0, clock.now)
+                  for number in range(first, last)}  # fmt: skip
+        closed = {at + 10 * MS: gate.close for at in opened}
+        stop = Stop(clock, end, {**opened, **closed})
+        while (allowed := pacer.take(1000, stop)).nbytes:
+            went.append(clock.now // MS)
+            assert allowed.deadline_ns == 0
+            clock.now += 10 * MS
+            stop.wait(1e-9)  # what was due meanwhile has happened
+            assert pacer.ended(allowed) is None
+        return went
+
+    gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
+    assert pacer.take(1000, Stop(clock, MS)).nbytes == 1000, "there is a plan"
+    went = bubbles(1, 31)
+    assert 5_000 < went[0] < 5_600 and len(went) in (9, 10, 11), "1,000 ms apart, 10 of which it moves"
+    assert all(1_000 <= later - sooner < 1_100 for sooner, later in pairwise(went))
+    clock.now = 20_000 * MS  # nothing to send for a while
+    assert bubbles(41, 50) == [], "it begins to wait anew"
+    gate.hold(600.0, clock.now)
+    assert pacer.take(1000, Stop(clock, clock.now + 60_000 * MS)) == Allowance(0), "held"
+
+
+def test_who_waits_for_a_rare_bubble_is_not_starved() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
+    assert pacer.take(1000, Stop(clock, MS)).nbytes == 1000
+    stop = Stop(clock, 40_000 * MS, {30_000 * MS: lambda: gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)})
+    assert pacer.take(1000, stop).deadline_ns >= 30_000 * MS
+
+
+def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    stuck = pacer.take(1000, Stop(clock, 10 * MS))
+    clock.now = 30_000 * MS
+    pacer.ended(stuck)
+    for _ in range(100):
+        gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)
+        before, stop = pacer.inside_bytes, Stop(clock, clock.now + 10 * MS)
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += allowed.nbytes * MS // 100
+            pacer.ended(allowed)
+    assert pacer.inside_bytes - before >= 850
 
 
 def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
@@ -380,6 +466,41 @@ def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next
     gate.close()  # nobody has looked meanwhile
     reopened = {30 * MS: lambda: gate.open([grant(3, 0, 0.010, 60)], 0, 30 * MS)}
     assert pacer.take(70, Stop(clock, 1000 * MS, reopened)).nbytes == 60 and clock.now >= 30 * MS
+
+
+def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_over() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), patience_seconds=0.1, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, MS)).nbytes == 70, "there is no plan yet"
+    gate.hold(2.0, clock.now)
+    assert pacer.take(70, Stop(clock, 1900 * MS)) == Allowance(0), "longer than it has patience with a closed one"
+    assert pacer.take(70, Stop(clock, 9000 * MS)).nbytes == 70 and 2090 * MS < clock.now < 2200 * MS, "a dead trainer"
+    gate.hold(2.0, clock.now)
+    assert pacer.take(70, Stop(clock, clock.now + 50 * MS)) == Allowance(0)
+    gate.close()
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert pacer.take(70, Stop(clock, clock.now + 50 * MS)).nbytes == 50
+
+
+def test_a_trainer_sees_that_a_frame_has_begun_to_move_and_that_it_is_through() -> None:
+    clock, memory = Clock(), empty()
+    gate, pacer = Gate(memory), GatePacer(Gate(memory), Free(), least_bytes=1, clock_ns=clock)
+    seen = [gate.moved]
+    by_rate = pacer.take(70, Stop(clock, MS))
+    seen.append(gate.moved)
+    assert pacer.ended(by_rate) is None
+    seen.append(gate.moved)
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert gate.moved == seen[-1], "opening moves nothing"
+    first, second = (pacer.take(20, Stop(clock, MS)) for _ in range(2))
+    seen.append(gate.moved)
+    assert pacer.ended(first) is True
+    clock.now += 11 * MS
+    assert pacer.ended(second) is False, "late"
+    seen.append(gate.moved)
+    assert len(set(seen)) == len(seen)
+    assert (pacer.inside_bytes, pacer.late_bytes) == (20, 20)
+    assert pacer.take(70, Stop(clock, clock.now + MS)) == Allowance(0) and gate.moved == seen[-1]
 
 
 # the trainer's side: counting spans
@@ -505,7 +626,7 @@ def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late
 
 def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
     clock, gate = Clock(), Gate(empty())
-    gate.open([grant(NO_BUBBLE, 0, 0.100, 1000)], 0, 0)
+    gate.open([grant(STEADY, 0, 0.100, 1000)], 0, 0)
     pacer, stop = GatePacer(gate, least_bytes=100, clock_ns=clock), Stop(clock, 1000 * MS)
     went = []
     while sum(one for _, one in went) < 1000 and not stop.is_set():

@@ -371,6 +371,28 @@ def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it() -> N
     assert [one.nbytes for one in transfers_of(neighbours, [1, 2, 3, 4])] == [101, 72, 53, 24]
 
 
+def test_what_goes_beside_a_slot_is_planned_like_a_layer_of_it() -> None:
+    neighbours = plan_neighbours(["a", "b"], [(0, 1)], [100, 70])
+    found = transfers_of(neighbours, [5, 0], [(60, 40), (70,)])
+    assert [one.layers for one in found] == [(60, 40, 5), (70,)]
+    assert [one.layers for one in transfers_of(neighbours, [5, 1], [(), ()])] == [(), ()], "not known"
+    empty = transfers_of(plan_neighbours(["a", "b"], [(0, 1)], [0, 70]), [5, 0], [(), (70,)])
+    assert [one.layers for one in empty] == [(5,), (70,)], "a rank that has nothing else"
+
+
+@pytest.mark.parametrize("granularity", Granularity)
+def test_by_layers_a_bubble_is_open_for_as_much_as_whole_layers_have(granularity: Granularity) -> None:
+    """100 bytes fit into each iteration's only bubble, layers have 60, 60 and 30."""
+    bubbles = {rank: (Bubble(0, 0.0, 1.0, -1),) for rank in range(2)}
+    transfer = Transfer(0, 0, 1, 1, 150, (60, 60, 30))
+    plan = plan_bubbles([transfer], around(bubbles, 10.0), bubbles, 100.0, Reserve(0, 0), granularity)
+    (one,) = plan.senders
+    planned = [[grant.nbytes for grant in turn] for turn in one.iterations]
+    assert planned == ([[90], [60]] if granularity is Granularity.LAYER else [[100], [50]])
+    assert [grant.nbytes for grant in one.every] == ([90] if granularity is Granularity.LAYER else [100])
+    assert (plan.fill_bytes, plan.fill_layers) == (1.0, 150 / 160), "of the last window what is used"
+
+
 # snapshots, fallbacks, refusals
 
 
@@ -436,6 +458,6 @@ def test_the_table_says_who_sends_what_when() -> None:
     plan, _ = planned()
     assert plan.table().splitlines() == [
         "a checkpoint every 2 iteration(s) of 10.000 s, bubbles filled by bytes (100.0% by bytes)",
-        "  rank     to          bytes   idle shared  bubbles    n  snapshot",
-        "     0      1            250  30.0%  19.0%        2    2  host",
+        "  rank     to          bytes   idle shared  bubbles    n",
+        "     0      1            250  30.0%  19.0%        2    2",
     ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import pytest
 
 from ft_plugins.bubbles.profile import TRANSITIONS, Phase, Profiler, Profiling, pack, unpack
-from ft_plugins.model.timeline import Kind, Profile, Span, Timeline
+from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 
 SETTINGS = Profiling(warmup=2, iterations=3, watch_every=1, ask_every=4, tolerance=0.1, misses=3)
 
@@ -16,6 +17,11 @@ SETTINGS = Profiling(warmup=2, iterations=3, watch_every=1, ask_every=4, toleran
 def lasting(rank: int, seconds: float) -> Timeline:
     spans = (Span(Kind.FORWARD, 0, seconds, 0), Span(Kind.BACKWARD, seconds, 2 * seconds, 0))
     return Timeline(rank, 3 * seconds, spans)
+
+
+def facts(rank: int) -> SenderFacts:
+    """What a rank knows of what it sends."""
+    return SenderFacts(0.5 + rank, 100 * rank, 1000)
 
 
 @dataclass
@@ -84,15 +90,24 @@ class Job:
         self.profiles: list[list[Profile]] = [[] for _ in range(ranks)]
         self.failures: list[list[str]] = [[] for _ in range(ranks)]
         self.recorders = [Recorder() for _ in range(ranks)]
+        self.moved = [0] * ranks
         self.profilers = [
             Profiler(
                 rank, self.recorders[rank], Collective(rank, ranks, rounds), settings,  # type: ignore[arg-type]
-                self.profiles[rank].append, self.failures[rank].append,
+                self.profiles[rank].append, self.failures[rank].append, partial(self.knows, rank),
+                partial(self.moved.__getitem__, rank),
             )
             for rank in range(ranks)
         ]  # fmt: skip
         self.step = 0
+        self.broken: Exception | None = None
+        self.sending: set[int] = set()  # ranks whose copies go
         self.phases: list[Phase] = []
+
+    def knows(self, rank: int) -> SenderFacts:
+        if isinstance(self.broken, Exception):
+            raise self.broken
+        return facts(rank)
 
     def iterate(self, times: int, seconds: float | None = 1.0, **unlike: object) -> None:
         """`times` iterations in which all ranks measure `seconds`; rank `r` measures `unlike['r<r>']`."""
@@ -103,6 +118,8 @@ class Job:
                 number = isinstance(measured, (int, float))
                 self.recorders[rank].next = lasting(rank, measured) if number else measured  # type: ignore
                 profiler.iteration_begin(self.step)
+            for rank in self.sending:
+                self.moved[rank] += 1
             for profiler in self.profilers:
                 profiler.iteration_end(self.step)
             phases = {profiler.phase for profiler in self.profilers}
@@ -117,7 +134,7 @@ def test_after_warming_up_and_two_messages_all_ranks_have_the_same_profile() -> 
     job.iterate(1, 70.0)
     assert job.profilers[0].profile is None, "sizes are told, timelines under way"
     job.iterate(1)
-    expected = Profile((lasting(0, 1), lasting(1, 1), lasting(2, 2)))
+    expected = Profile((lasting(0, 1), lasting(1, 1), lasting(2, 2)), (facts(0), facts(1), facts(2)))
     assert [profiler.profile for profiler in job.profilers] == [expected] * 3
     assert job.profiles == [[expected]] * 3, "told once"
     warming, recording = [Phase.WARMING], [Phase.RECORDING] * 3
@@ -141,7 +158,48 @@ def test_iterations_of_another_shape_are_named() -> None:
     job.iterate(1, r1=cut)
     job.iterate(3)
     assert [profiler.left_out for profiler in job.profilers] == [{1: (4,)}] * 3
-    assert job.profilers[2].profile == Profile(tuple(lasting(rank, 1) for rank in range(3)))
+    assert job.profilers[2].profile == Profile(
+        tuple(lasting(rank, 1) for rank in range(3)), tuple(facts(rank) for rank in range(3))
+    )
+
+
+def test_an_iteration_in_which_copies_went_is_left_out_and_named() -> None:
+    job = Job()
+    job.iterate(2)
+    job.sending = {1}
+    job.iterate(1, 50.0)
+    job.sending = set()
+    job.iterate(4)
+    assert [profiler.left_out for profiler in job.profilers] == [{1: (3,)}] * 3
+    found = job.profilers[2].profile
+    assert found is not None and found.timelines[1] == lasting(1, 1.0)
+    assert found.timelines[0].seconds == 3.0, "a median: of 150, 3 and 3"
+
+
+def test_where_copies_went_in_all_iterations_others_are_recorded() -> None:
+    job = Job()
+    job.sending = {0, 1, 2}
+    job.iterate(7, 50.0)
+    assert job.phases[-1] is Phase.RECORDING and not job.failures[0]
+    job.sending = set()
+    job.iterate(5)
+    assert job.profiles[0] and job.profiles[0][0].timelines[0] == lasting(0, 1.0)
+
+
+def test_copies_that_go_while_a_profile_is_watched_do_not_matter() -> None:
+    job = Job()
+    job.iterate(7)
+    job.sending = {0, 1, 2}
+    job.iterate(9, 2.0)
+    assert Phase.RECORDING in job.phases[7:], "it is missed all the same"
+
+
+def test_a_rank_that_cannot_say_what_it_sends_ends_the_profile_on_all() -> None:
+    job = Job()
+    job.broken = OSError("gone")
+    job.iterate(8)
+    assert [profiler.phase for profiler in job.profilers] == [Phase.OFF] * 3
+    assert job.failures == [["rank 0: OSError: gone"]] * 3
 
 
 def test_when_one_rank_misses_the_profile_too_often_all_record_again() -> None:

@@ -102,8 +102,9 @@ def test_an_error_that_names_its_rank_is_not_told_twice_whose_it_is(tmp_path: Pa
     assert message["message"] == "ft_plugins: rank 3: data changed"
 
 
-def test_a_lost_smp_is_an_error_that_a_restart_may_cure(tmp_path: Path) -> None:
-    script = "from ft_plugins.errors import *\nraise ProtocolError('the SMP hung up')"
+@pytest.mark.parametrize("kind", ["ProtocolError", "DivergedError"])
+def test_a_lost_smp_and_replicas_that_differ_are_errors_that_a_restart_may_cure(tmp_path: Path, kind: str) -> None:
+    script = f"from ft_plugins.errors import *\nraise {kind}('the SMP hung up')"
     code, _, error = forked(tmp_path, script)
     assert (code, error) == (1, "ft_plugins: rank 3: the SMP hung up\n")
 

@@ -53,14 +53,14 @@ def played_out(every: float, wait: float, lag: float, failures: float, down: flo
         (Protection.CHECKFREQ, 0.2, 31.8),
         (Protection.REPLICATION, 2.2, 0.0),  # 10 GiB at 5 GiB/s
         (Protection.REFT, 0.2, 2.0),
-        (Protection.BAFT, 0.2, 40.0),  # four iterations
+        (Protection.BAFT, 0.2, 20.0),  # two iterations
     ],
 )
 def test_goodput_is_that_of_a_job_played_out(protection: Protection, wait: float, lag: float) -> None:
     cluster = replace(CLUSTER, hw_rate=0.04, sw_rate=0.01)
     plan = plan_goodput(cluster, COSTS, TIMELINES, restart_seconds=120)
     found = plan.of(protection)
-    assert plan.iterations_per_checkpoint == 4 and found.every is not None
+    assert plan.iterations_per_checkpoint == 2 and found.every is not None
     every = found.every * COSTS.iteration_seconds
     seen = played_out(every, wait, lag, plan.failures / DAY, found.restart_seconds, useful=4e7)
     # 1,500 failures at random, 2 %; and of second order up to 5 % for the longest interval, a twentieth of the time

@@ -20,8 +20,15 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError, TopologyError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.model.topology import Topology
-from ft_plugins.redundancy.neighbour import NeighbourPlan, partner, pipelines, plan_neighbours, unplaced
-from ft_plugins.redundancy.plan import ExchangePlan
+from ft_plugins.redundancy.neighbour import (
+    NeighbourPlan,
+    partner,
+    pipelines,
+    plan_both,
+    plan_neighbours,
+    unplaced,
+)
+from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Extent
 from ft_plugins.smp.frames import Parity, decoded
 from ft_plugins.snapshot.layout import plan_layout
@@ -338,3 +345,48 @@ def test_the_table_says_who_may_be_lost_and_whose_copy_lives_where() -> None:
         "  rank 2 on b: 64 bytes to a (rank 1, 1 stage back)",
         "  rank 3 on c: 1 bytes to b (rank 2, 1 stage back)",
     ]
+
+
+# parity beside copies
+
+
+NODES = ("a", "a", "b", "b", "c", "c", "d", "d")  # two stages of two nodes, two pipelines on each pair of them
+PIPELINES, GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def test_with_both_exactly_what_one_of_the_two_survives_is_survived() -> None:
+    nbytes = [1000 + 64 * rank for rank in range(8)]
+    both = plan_both(NODES, PIPELINES, GROUPS, nbytes)
+    copies = plan_neighbours(NODES, PIPELINES, nbytes)
+    parity = plan_exchange(NODES, GROUPS, nbytes, 1)
+    for count in range(5):
+        for lost in itertools.combinations(range(4), count):
+            for rank in (rank for at in lost for rank in both.ranks[at]):
+                by_copy, by_parity = rank not in copies.loses(lost), parity.ways(rank, lost) is not None
+                found = both.ways(rank, lost)
+                assert (found is not None) == (by_copy or by_parity)
+                if by_copy:
+                    assert found == (both.sections[rank],), "a copy is read once"
+
+
+def test_both_is_two_plans_side_by_side() -> None:
+    nbytes = [1000 + 64 * rank for rank in range(8)]
+    both = plan_both(NODES, PIPELINES, GROUPS, nbytes)
+    copies = plan_neighbours(NODES, PIPELINES, nbytes).exchange()
+    parity = plan_exchange(NODES, GROUPS, nbytes, 1)
+    assert [section.index for section in both.sections] == list(range(len(both.sections)))
+    for position in range(4):
+        assert both.parity_bytes(position) == copies.parity_bytes(position) + parity.parity_bytes(position)
+        assert both.copies_on(position) == tuple(rank for rank in range(8) if position in both.copy_holders(rank))
+        assert set(both.copies_on(position)) == {*copies.copies_on(position), *parity.copies_on(position)}
+        sent = sum(send.stop - send.start for send in both.sends[position])
+        beside = sum(both.sent_beside(rank) for rank in both.ranks[position])
+        assert sent == beside + sum(nbytes[rank] for rank in both.ranks[position])
+    assert "copies on the nearest" in both.table() and "RAIM5" in both.table()
+
+
+def test_both_is_refused_where_either_cannot_be_had() -> None:
+    with pytest.raises(TopologyError, match="at least 2 nodes"):
+        plan_both(("a", "b"), [(0, 1)], [(0,), (1,)], [10, 10])
+    with pytest.raises(TopologyError, match="no other stage"):
+        plan_both(("a", "b"), [(0,), (1,)], [(0, 1)], [10, 10])

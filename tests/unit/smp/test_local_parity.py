@@ -229,6 +229,31 @@ def test_a_lost_node_comes_back_with_its_data_and_the_parity_that_it_kept(cluste
     assert cluster.events_of("replica.differs") == []
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_with_copies_beside_it_a_lost_node_comes_from_a_copy_and_computes_its_parity_again(
+    cluster: Cluster, position: int
+) -> None:
+    cluster.told = replace(cluster.told, stages=((0, 1, 2, 3),), both=True)
+    cluster.protect()
+    cluster.counted(Version(1, 1), Version(1, 2))
+    before = {rank: cluster.trainers[rank].data(Version(1, 2)) for rank in RANKS}
+    cluster.substitute(position)
+    cluster.rebuild(position, Version(1, 2))
+    plan = cluster.told.plan()
+    for rank in cluster.ranks(position):
+        trainer, captured = cluster.trainers[rank], cluster.layouts[rank].nbytes
+        assert plan.ways(rank, [position]) == (plan.sections[rank],)
+        assert (trainer.data(Version(1, 2))[:captured] == before[rank][:captured]).all()
+        assert trainer.segment.lacks_parity(Version(1, 2)) == bool(cluster.layouts[rank].parity)
+        trainer.train(2)  # as if it had been loaded
+        trainer.capture.add_parity(Version(1, 2))
+        assert trainer.holds(Version(1, 2), before[rank])
+    cluster.protect(2, Version(1, 2))
+    cluster.until_counts(Version(1, 2))
+    cluster.counted(Version(2, 3))
+    assert cluster.events_of("replica.differs") == []
+
+
 def test_of_what_is_replicated_only_digests_are_sent(cluster: Cluster) -> None:
     cluster.protect()
     cluster.counted(Version(1, 1))

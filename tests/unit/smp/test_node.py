@@ -376,16 +376,77 @@ def test_a_copy_on_a_neighbour_counts_and_puts_a_lost_node_s_slots_together(
     assert node.holds(3, Version(2, 5))
 
 
+@pytest.mark.parametrize("lost", [(0,), (0, 1), (0, 2), (1, 3)])
+def test_with_parity_beside_copies_what_is_lost_with_its_copy_comes_from_parity(
+    cluster: Callable[..., Cluster], lost: tuple[int, ...]
+) -> None:
+    """Two stages of two nodes each, data-parallel groups over both: 0 and 2 keep each other's copies, 1 and 3 too."""
+    job = cluster(4)
+    stages, groups = ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 2, 3), (4, 5, 6, 7))
+    job.protection = replace(job.protection, stages=stages, groups=groups, both=True)
+    plan = job.protection.plan()
+    job.protect()
+    job.train(1, 3)
+    version = Version(1, 3)
+    for node in job.substitute(*lost):
+        for rank in job.ranks[node.position]:
+            assert plan.ways(rank, lost) is not None
+            job.rebuild(node, rank, version, lost)
+            assert node.holds(rank, version)
+            from_parity = plan.ways(rank, lost)[0].index >= len(job.shapes)  # type: ignore[index]
+            assert from_parity == (lost in ((0, 2), (1, 3)))
+    job.protect(2, version)
+    wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))
+    job.train(4, 4, lineage=2)
+
+
 def test_neighbours_that_are_lost_together_are_refused(cluster: Callable[..., Cluster]) -> None:
     job = cluster(4)
     job.protection = replace(job.protection, stages=((0, 2, 4, 6), (1, 3, 5, 7)))
     job.protect()
     job.train(1, 1)
-    fresh = job.substitute(1, 2)
+    fresh = job.substitute(0, 1)
     with pytest.raises(ResumeError, match="lost"):
-        job.rebuild(fresh[1], 4, Version(1, 1), (1, 2))
-    job.rebuild(fresh[0], 2, Version(1, 1), (1,))
-    assert not fresh[1].holds(4, Version(1, 1))
+        job.rebuild(fresh[1], 2, Version(1, 1), (0, 1))
+    assert not fresh[1].holds(2, Version(1, 1))
+
+
+def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
+    job.protect()
+    job.train(1, 1)
+    gates = [Gate(segment.gate) for node in job.nodes for segment in node.segments.values()]
+    for gate in gates:
+        gate.hold(SECONDS, time.monotonic_ns())
+    for node in job.nodes:
+        node.write(2)
+    wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
+    for iteration in range(3, 30):  # `choose` refuses where all slots are pinned
+        for node in job.nodes:
+            node.write(iteration)
+    assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes)
+    for gate in gates:
+        gate.open([Grant(0, -1, 0.0, SECONDS, 1 << 30)], 0, time.monotonic_ns())
+    wait(lambda: all(node.tier.status()["counts"] == [1, 2] for node in job.nodes))
+    assert all(node.holds(rank, Version(1, 2)) for node in job.nodes for rank in node.segments)
+
+
+def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
+    first, second = job.nodes
+    assert first.tier.protect(replace(job.protection, position=0), 1)["links"] == []
+    wanted = replace(job.protection, measure=True)
+    assert Protection.read(wanted.block()) == wanted
+    ((target, rate),) = first.tier.protect(replace(wanted, position=0), 1)["links"]
+    assert target == 1 and 1e6 < rate < 1e12, "a loopback"
+    assert second.tier.status()["counts"] is None and not second.tier.inventory()["parity"], "nothing of it is kept"
+    second.tier._server.close()  # type: ignore[union-attr]
+    gone = replace(wanted, position=0, endpoints=(first.endpoint, ("127.0.0.1", 1)))
+    assert first.tier.protect(gone, 1)["links"] == []
+    (event,) = [event for event in first.seen if event.name == "link.unmeasured"]
+    assert "127.0.0.1" in event.fields["reason"]
 
 
 def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Callable[..., Cluster]) -> None:
@@ -404,6 +465,9 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
 
     bubbles((0, 1, 2, 3), 0)  # from now on there is a plan, by which nothing may go now
     for node in job.nodes:
+        for segment in node.segments.values():
+            Gate(segment.gate).planned = 2
+    for node in job.nodes:
         node.write(2)
     wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
     bubbles((2,), 300_000)  # less than a frame
@@ -421,6 +485,16 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
         told = next(event.fields for event in reversed(node.seen) if event.name == "node.counts")
         assert [(rank, bubble) for rank, bubble, _ in told["filled"]] == [(rank, 0) for rank in ranks]
         assert sum(nbytes for _, _, nbytes in told["filled"]) == told["in_bubbles"]
+    for node in job.nodes:
+        by_rate, sent_now = (event.fields for event in node.seen if event.name == "exchange.sent")
+        assert by_rate["inside"] == by_rate["late"] == 0 < by_rate["bytes"]
+        assert sent_now["inside"] == sent_now["bytes"] and sent_now["late"] == 0
+        counts = [event.fields for event in node.seen if event.name == "node.counts"]
+        assert [(one["iterations"], one["planned"]) for one in counts] == [(None, None), (1, 2)]
+        status = node.tier.status()
+        assert (status["iterations"], status["planned"], status["rarer"]) == (1, 2, False)
+        assert [one["rank"] for one in status["copies"]] == sorted(node.segments)
+        assert sum(one["in_bubbles"] for one in status["copies"]) == status["in_bubbles"] == sent_now["inside"]
     (fresh,) = job.substitute(1)
     job.rebuild(fresh, 3, Version(1, 2), (1,))
     assert fresh.holds(3, Version(1, 2)), "put together from frames of any length"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.model.inventory import Inventory, Item, Role, Span
-from ft_plugins.snapshot.layout import ALIGNMENT, Layout, cut, plan_layout, shares
+from ft_plugins.snapshot.layout import ALIGNMENT, Layout, cut, layer_bytes, plan_layout, shares
 
 SIZES = st.integers(0, 5) | st.integers(0, 300) | st.integers(0, 5000)
 
@@ -202,3 +202,23 @@ def test_the_layout_of_a_large_job_balances_over_its_ranks(ranks: int, nodes: in
     found = shares(tuple(range(ranks)), names, 10**9)
     sizes = [share.stop - share.start for share in found]
     assert sum(sizes) == 10**9 and max(sizes) - min(sizes) <= 4 * ALIGNMENT
+
+
+def test_layers_of_a_slot_are_runs_of_items_of_one_layer_and_an_item_without_one_is_its_own() -> None:
+    def item(name: str, nbytes: int, layer: int | None) -> Item:
+        return Item(name, "uint8", (nbytes,), nbytes, Role.PARAMETER, (0,), layer)
+
+    items = [item("a", 100, None), item("b", 64, None), item("c", 10, 1), item("d", 70, 1), item("e", 5, 2)]
+    layout = plan_layout(Inventory.of(0, items), (), 4096)
+    assert layer_bytes(layout) == (128, 64, 64 + 128, 64), "in whole cache lines"
+    assert layer_bytes(plan_layout(Inventory.of(0, []), (), 4096)) == ()
+
+
+@settings(max_examples=60)
+@given(jobs())
+def test_layers_cover_a_slot_to_its_last_byte(job: tuple[list[Inventory], tuple[str, ...], int]) -> None:
+    inventories, nodes, bucket = job
+    for inventory in inventories:
+        layout = plan_layout(inventory, nodes, bucket)
+        assert sum(layer_bytes(layout)) in (layout.nbytes, 0) and all(part > 0 for part in layer_bytes(layout))
+        assert layer_bytes(layout) or not layout.buckets

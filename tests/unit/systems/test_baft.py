@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.gate import GATE_BYTES, Gate
+from ft_plugins.bubbles.gate import GATE_BYTES, LEAST_BYTES, STEADY, Gate
 from ft_plugins.config import BaftConfig
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Event, Events
-from ft_plugins.model.timeline import Kind, Profile, Span, Timeline
+from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 from ft_plugins.redundancy.neighbour import NeighbourPlan, plan_neighbours
 from ft_plugins.systems.baft import Baft
 
@@ -44,11 +46,11 @@ def idle_together() -> Profile:
 class Rank:
     """One rank's BAFT, with its gate in memory of its own."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, config: BaftConfig = CONFIG) -> None:
         self.written: list[Event] = []
         events = Events("n", rank)
         events.subscribe(self.written.append)
-        self.baft = Baft(rank, CONFIG, events)
+        self.baft = Baft(rank, config, events)
         self.gate = Gate(np.zeros(ROOM, dtype=np.uint8))
         self.baft.guard(self.gate, copies())
 
@@ -74,7 +76,7 @@ def test_a_gate_is_open_in_its_bubble_and_nowhere_else() -> None:
     rank = Rank(2)
     assert rank.play() == [False] * 10, "nothing is planned yet"
     plan = rank.baft.plan(idle_together())
-    assert plan is not None and not plan.paced_by_rate and plan.iterations == 1
+    assert plan is not None and not plan.paced_by_rate and plan.iterations == rank.gate.planned == 1
     # after forward, through the receive, until backward begins
     assert rank.play() == [False, False, True, True, True, False, False, False, False, False]
 
@@ -92,10 +94,75 @@ def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends() ->
     assert nbytes == pytest.approx(398e6, abs=1)  # at 1 byte a nanosecond; its node sends nothing else
 
 
+def test_the_link_is_what_was_named_else_what_was_measured_else_a_usual_one() -> None:
+    def planned(mbps: float | None, links: dict[int, float]) -> tuple[int, float]:
+        rank = Rank(2, BaftConfig(link_mbps=mbps))
+        rank.baft.guard(rank.gate, copies(), links)
+        plan = rank.baft.plan(idle_together())
+        assert plan is not None
+        return plan.senders[2].every[0].nbytes, rank.written[-1].fields["link_mbps"]
+
+    measured = {0: 5e8, 1: 4e8, 2: 3e8, 3: 2e8}  # rank 2 stands on position 2, its copy goes to position 0
+    assert planned(8_000.0, measured) == (pytest.approx(398e6, abs=1), 8_000.0)
+    assert planned(None, measured) == (pytest.approx(0.3 * 398e6, abs=1), 2_400.0)
+    assert planned(None, {}) == (pytest.approx(1.25 * 398e6, abs=1), 10_000.0)
+
+
 def test_all_ranks_find_the_same_plan() -> None:
     plans = [Rank(rank).baft.plan(idle_together()) for rank in range(4)]
     assert plans[0] is not None and all(plan == plans[0] for plan in plans)
     assert [one.transfer.nbytes for one in plans[0].senders] == list(NBYTES)
+
+
+def test_what_the_ranks_tell_each_other_enters_the_plan_of_all() -> None:
+    facts = tuple(SenderFacts(0.3 + rank / 100, 1000 * rank, 10**9) for rank in range(4))
+    timelines = tuple(replace(one, memory=(10**8,)) for one in idle_together().timelines)
+    plan = Rank(0).baft.plan(Profile(timelines, facts))
+    assert plan is not None
+    assert [one.transfer.nbytes for one in plan.senders] == [nbytes + 1000 * r for r, nbytes in enumerate(NBYTES)]
+    # the slowest capture is through at 0.33 s of a bubble from 0.2 to 0.6: what fits behind it is less
+    quick = Rank(0).baft.plan(Profile(timelines, (replace(facts[0], ready_seconds=0.0),) * 4))
+    assert quick is not None
+    (first, early) = (one.senders[0].iterations[0][0].nbytes for one in (plan, quick))
+    assert first == early == plan.senders[0].transfer.nbytes, "there is room enough behind it"
+    late = Rank(0).baft.plan(Profile(timelines, (*facts[:3], replace(facts[3], ready_seconds=0.5985))))
+    assert late is not None and late.iterations == 2, "0.5 ms are left of the first bubble"
+    assert "devices of 4 of 4 ranks would have room" in plan.table()
+    one_small = (*facts[:3], replace(facts[3], device_bytes=10**8))
+    small = Rank(0).baft.plan(Profile(timelines, one_small))
+    assert small is not None and "would have room" not in small.table()
+
+
+def test_a_window_that_carries_less_than_is_worth_a_frame_is_left_alone_unless_there_are_no_others() -> None:
+    def idle(*ends: float) -> Profile:
+        """All wait from 0.2 to 0.2 + end, from 0.5 to 0.5 + end, ..."""
+        edges = [(0.2 + 0.3 * place, 0.2 + 0.3 * place + end) for place, end in enumerate(ends)]
+        computed = zip([0.0, *(end for _, end in edges)], [*(begin for begin, _ in edges), 1.0], strict=True)
+        spans = [(Kind.FORWARD, begin, end) for begin, end in computed]
+        return Profile(tuple(timeline(rank, *spans) for rank in range(4)))
+
+    short, long = 2e-3 + 0.9 * LEAST_BYTES / 1e9, 0.02  # at 1 GB/s, beside 1 ms at both ends
+    mixed = Rank(0).baft.plan(idle(short, long))
+    assert mixed is not None and [grant.bubble for grant in mixed.senders[0].every] == [1]
+    only = Rank(0).baft.plan(idle(short, short))
+    assert only is not None and [grant.bubble for grant in only.senders[0].every] == [0, 1]
+
+
+@pytest.mark.parametrize(("granularity", "nbytes"), [("bytes", 398_000_000), ("layer", 300_000_000)])
+def test_by_layers_the_gate_lets_through_what_whole_layers_have(granularity: str, nbytes: int) -> None:
+    """398 MB fit into the bubble; layers of 300 and 100 MB and more."""
+    layers = (300_000_000, 100_000_000)
+    rank = Rank(2, BaftConfig(link_mbps=8_000.0, granularity=granularity))  # type: ignore[arg-type]
+    rank.baft.guard(rank.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
+    plan = rank.baft.plan(replace(idle_together(), senders=(SenderFacts(layers=layers),) * 4))
+    assert plan is not None and not plan.paced_by_rate and plan.granularity.value == granularity
+    rank.baft.iteration_begin()
+    rank.baft.begin(Kind.FORWARD)
+    rank.baft.end(Kind.FORWARD)
+    found = rank.gate.read()
+    assert found is not None and found.windows[0][2] == pytest.approx(nbytes, abs=1)
+    (event,) = rank.written
+    assert event.fields["granularity"] == granularity and event.fields["fill_layers"] == plan.fill_layers
 
 
 def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
@@ -107,9 +174,28 @@ def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
     rank.baft.begin(Kind.FORWARD)
     found = rank.gate.read()
     assert found is not None, "computing does not close it"
-    assert found.windows[0][2] == NBYTES[0]
+    assert found.windows[0][2] == NBYTES[0] and found.bubble == STEADY
     (event,) = rank.written
     assert event.name == "baft.plan" and "no bubbles" in event.fields["reason"]
+
+
+def test_while_iterations_are_recorded_nothing_goes_whatever_was_planned_before() -> None:
+    rank = Rank(2)
+    for planned in (False, True):
+        if planned:
+            rank.baft.plan(idle_together())
+        rank.baft.iteration_begin(held=True)
+        for kind in (Kind.FORWARD, Kind.RECV, Kind.BACKWARD, Kind.UPDATE):
+            rank.baft.begin(kind)
+            rank.baft.end(kind)
+            found = rank.gate.read()
+            assert found is not None and [window[2] for window in found.windows] == [0]
+        rank.baft.iteration_end()
+        assert not rank.open
+    assert rank.play() == [False, False, True, True, True, False, False, False, False, False], "as before"
+    rank.baft.let_go()
+    rank.baft.iteration_begin(held=True)
+    assert not rank.open and rank.baft.moved == 0, "its memory may be gone"
 
 
 def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
@@ -120,7 +206,7 @@ def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
     rank.baft.end(Kind.FORWARD)
     assert rank.open
     rank.baft.let_go()
-    assert not rank.open and rank.play() == [False] * 10
+    assert not rank.open and rank.play() == [False] * 10 and rank.gate.planned == 0
     assert rank.baft.plan(idle_together()) is None
 
 

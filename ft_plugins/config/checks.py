@@ -1,0 +1,81 @@
+"""What keys must not say together, and which have no effect beside others: whole configurations, one line each.
+
+Invariant: raises, changes nothing. `spell` names a key as its source did.
+
+In: a configuration. Out: nothing, or ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from .keys import Key, KeyPath
+
+if TYPE_CHECKING:
+    from .schema import Config
+
+Spell = Callable[[KeyPath], str]
+_AVERAGES = ("h", "aggregate", "trim", "average_optimizer_state")
+_BOUNDS = ("h_min", "h_max")
+
+
+def speller(keys: tuple[Key, ...], spelling: Callable[[Key], str]) -> Spell:
+    """Spells a path."""
+    known = {key.path: key for key in keys}
+    return lambda path: spelling(known[path])
+
+
+def require_no_contradiction(config: Config, spell: Spell) -> None:
+    """Raises ConfigError for two keys that cannot both hold."""
+    redundancy = config.reft.redundancy if config.reft else None
+    if config.baft is not None and redundancy not in (None, "neighbour", "both"):
+        raise ConfigError(
+            f"{spell(('reft', 'redundancy'))}: {redundancy} contradicts {spell(('baft',))}, which keeps a copy on a "
+            "neighbouring stage (neighbour, or both); drop one of the two"
+        )
+
+
+def require_sense_of_paft(config: Config, spell: Spell) -> None:
+    """Raises ConfigError for a key of PAFT that does nothing beside the others, contradicts one of them, or asks for
+    what is not there. Of a whole configuration: which of two keys another source gives is not known before."""
+    paft = config.paft
+    if paft is None:
+        return
+    given = config.given()
+    for name, reason in _idle(paft):
+        if getattr(paft, name) != type(paft).model_fields[name].default:
+            raise ConfigError(f"{spell(('paft', name))}: has no effect {reason}; drop it")
+    if paft.mode == "audit" and not paft.audits_every:
+        raise ConfigError(
+            f"{spell(('paft', 'audit_interval'))}: 0 contradicts {spell(('paft', 'mode'))} audit, which does nothing "
+            "else; drop one of the two"
+        )
+    if paft.h_min > paft.h_max:
+        raise ConfigError(
+            f"{spell(('paft', 'h_min'))}: {paft.h_min} is more than {spell(('paft', 'h_max'))}, {paft.h_max}; "
+            "expected the smallest interval not to exceed the largest"
+        )
+    if paft.mode == "dyn" and ("paft", "h") in given and not paft.h_min <= paft.h <= paft.h_max:
+        raise ConfigError(
+            f"{spell(('paft', 'h'))}: expected an interval from {spell(('paft', 'h_min'))} to "
+            f"{spell(('paft', 'h_max'))}, {paft.h_min} to {paft.h_max}, found {paft.h}"
+        )
+    if paft.on_corruption == "rollback" and config.capture is None:
+        raise ConfigError(
+            f"{spell(('paft', 'on_corruption'))}: rollback needs snapshots to go back to; add --reft or --baft, or "
+            "choose repair"
+        )
+
+
+def _idle(paft: Any) -> Iterator[tuple[str, str]]:
+    """Keys that nothing reads, and why."""
+    if paft.mode == "audit":
+        yield from ((name, "with mode audit, which averages nothing by schedule") for name in (*_AVERAGES, *_BOUNDS))
+    if paft.mode == "sync":
+        yield from ((name, "with mode sync, whose interval is h") for name in _BOUNDS)
+    if paft.aggregate != "trimmed":
+        yield "trim", "unless aggregate is trimmed"
+    if not paft.audits_every and paft.mode != "audit":
+        yield from ((name, "while audit_interval is 0") for name in ("on_corruption", "audit_at"))

@@ -1,0 +1,138 @@
+"""Silent corruption on purpose: numbers altered at fault points (`faults`) that pass tensors. Off unless armed.
+
+    reduce.gradients    a rank's own gradients, before they are aggregated
+    update.gradients    gradients after aggregation, each rank's copy
+    update.parameters   parameters and optimizer state after the update
+
+Words, as the action of a fault; `~SEED` may follow each:
+
+    gauss=S    noise of standard deviation S is added to every coordinate (papers that quote a variance: S is its root)
+    flip       one bit of one coordinate; flip=30 names the bit, from 0, the lowest
+    nan        one coordinate is no number
+    stuck      the values of the first strike are put back at each one after it, as of a link that repeats itself
+
+`update.gradients@iteration%500=0:gauss=1;update.gradients:gauss=0.01` is noise with a burst every 500 iterations: of
+several faults at a point the first that applies acts.
+
+Invariant: what happens follows from seed, rank, iteration and the names of the tensors; in a repeated run it is the
+same, and no two ranks get the same noise.
+
+In: tensors by name. Out: the same, altered in place; `Struck` says what was done.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from . import faults
+from .errors import ConfigError
+
+POINTS = ("reduce.gradients", "update.gradients", "update.parameters")
+_WORD = re.compile(r"(?:gauss=(?P<sigma>[^~]+)|flip(?:=(?P<bit>\d+))?|nan|stuck)(?:~(?P<seed>\d+))?")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a coordinate
+
+
+@dataclass(frozen=True)
+class Word:
+    """One action, read."""
+
+    kind: str
+    sigma: float = 0.0
+    bit: int | None = None
+    seed: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> Word:
+        """Raises ConfigError for an action that alters no numbers."""
+        match = _WORD.fullmatch(text)
+        try:
+            if match is None:
+                raise ValueError
+            sigma = float(match["sigma"] or 0.0)
+        except ValueError:
+            known = "gauss=SIGMA, flip, flip=BIT, nan or stuck, with or without ~SEED after it"
+            raise ConfigError(f"fault '{text}': expected {known}") from None
+        bit = match["bit"]
+        kind = re.split("[=~]", text)[0]
+        return cls(kind, sigma, None if bit is None else int(bit), int(match["seed"] or 0))
+
+
+@dataclass(frozen=True)
+class Struck:
+    """What was done. `item` and `index` (in memory) where it was one coordinate, `bit` where it was one of its bits."""
+
+    point: str
+    word: str
+    item: str = ""
+    index: int = -1
+    bit: int = -1
+
+
+class Corruption:
+    """One rank's. Guards what a link repeats."""
+
+    def __init__(self, rank: int) -> None:
+        """Raises ConfigError for an armed fault at a point of numbers whose action is none of the words."""
+        self._rank = rank
+        self._stuck: dict[str, dict[str, torch.Tensor]] = {}
+        for point in POINTS:
+            for fault in faults.armed(point):
+                Word.read(fault.action)
+
+    def armed(self, point: str) -> bool:
+        """Whether anything may happen at `point`: asking costs a look-up."""
+        return bool(faults.armed(point))
+
+    def strike(self, point: str, iteration: int, tensors: Mapping[str, torch.Tensor]) -> Struck | None:
+        """Report that `point` was reached, and alter `tensors` if a fault applies; only floating-point ones."""
+        text = faults.reach(point, iteration=iteration, rank=self._rank)
+        if text is None:
+            return None
+        word = Word.read(text)
+        floats = {name: tensors[name] for name in sorted(tensors) if tensors[name].is_floating_point()}
+        floats = {name: tensor.detach() for name, tensor in floats.items() if tensor.numel()}
+        if not floats:
+            return None
+        match word.kind:
+            case "gauss":
+                for name, tensor in floats.items():
+                    noise = torch.randn(tensor.shape, generator=self._random(word.seed, iteration, name))
+                    tensor.add_(noise.to(tensor.device, tensor.dtype), alpha=word.sigma)
+                return Struck(point, text)
+            case "stuck":
+                kept = self._stuck.setdefault(point, {name: tensor.clone() for name, tensor in floats.items()})
+                for name, tensor in floats.items():
+                    tensor.copy_(kept[name])
+                return Struck(point, text)
+        random = self._random(word.seed, iteration, point)
+        sizes = torch.tensor([tensor.numel() for tensor in floats.values()])
+        at = int(torch.randint(int(sizes.sum()), (1,), generator=random))
+        chosen = int((sizes.cumsum(0) <= at).sum())
+        name = list(floats)[chosen]
+        index = at - int(sizes[:chosen].sum())
+        if word.kind == "nan":
+            _memory(floats[name])[index] = torch.nan
+            return Struck(point, text, name, index)
+        width = floats[name].element_size()
+        bit = int(torch.randint(8 * width, (1,), generator=random)) if word.bit is None else word.bit
+        if bit >= 8 * width:
+            raise ConfigError(f"fault '{text}': item '{name}' has {8 * width} bits a coordinate, from 0")
+        words = _memory(floats[name]).view(_INTEGERS[width])
+        mask = (1 << bit) - (1 << 8 * width if width > 1 and bit == 8 * width - 1 else 0)  # as a signed number
+        words[index] = words[index] ^ mask
+        return Struck(point, text, name, index, bit)
+
+    def _random(self, seed: int, iteration: int, name: str) -> torch.Generator:
+        found = torch.Generator()
+        found.manual_seed(xxhash.xxh3_64_intdigest(repr((seed, self._rank, iteration, name)).encode()) >> 1)
+        return found
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The coordinates of a dense tensor as they lie in memory."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))

@@ -1,0 +1,91 @@
+"""How often a version counts, as it was planned and as it is; and how much of the copies went in its bubbles.
+
+Planned is what the trainers say beside their gates (bubbles.gate): iterations within which the bubbles carry one
+version. As only every `interval`-th version is exchanged, a plan cannot be better than that.
+
+Invariant: facts only, of one incarnation; nothing here changes what is sent. A version is named before it exists, and
+not before the one before it counts, which takes a beat: so one iteration more than planned is usual, and what is told
+as an event (`rarer`) is more than twice as planned, several times in a row.
+
+In: versions as they count, the pacers of this node's ranks. Out: fields for events and for `ft-plugins status`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from ..bubbles.gate import GatePacer
+from ..snapshot.slots import Version
+
+_IN_A_ROW = 3  # distances by which it is judged
+_RARER = 2  # times as planned, and one iteration more
+
+
+class Pace:
+    """One node's, for one incarnation. Called under the tier's lock."""
+
+    def __init__(self, interval: int, last: Version | None) -> None:
+        """`interval`: iterations between two versions that are exchanged, at least; `last` counts already."""
+        self.pacers: dict[int, GatePacer] = {}  # of this node's ranks, where copies go out in bubbles
+        self._interval = interval
+        self._last = last
+        self._distances: deque[int] = deque(maxlen=_IN_A_ROW)
+        self.rarer = False
+
+    def counted(self, version: Version) -> bool:
+        """`version` counts now. Whether `rarer` has changed by it."""
+        before, self._last, was = self._last, version, self.rarer
+        if before is not None and before.lineage == version.lineage:
+            self._distances.append(version.iteration - before.iteration)
+        planned = self.planned
+        if planned is None or len(self._distances) < _IN_A_ROW:
+            return False
+        too_far = [distance > _RARER * planned + 1 for distance in self._distances]
+        self.rarer = all(too_far) or (was and any(too_far))
+        return self.rarer != was
+
+    @property
+    def planned(self) -> int | None:
+        """Iterations per version by the plan; None where there is none, or none yet."""
+        found = max((pacer.planned for pacer in self.pacers.values()), default=0)
+        return -(-found // self._interval) * self._interval if found else None
+
+    @property
+    def iterations(self) -> int | None:
+        """Between the last two that counted; None before there were two."""
+        return self._distances[-1] if self._distances else None
+
+    def fields(self) -> dict[str, Any]:
+        """For an event: iterations per version, bytes that went in their bubble, were through after it, or went by a
+        rate."""
+        return {
+            "iterations": self.iterations,
+            "planned": self.planned,
+            "in_bubbles": sum(pacer.inside_bytes for pacer in self.pacers.values()),
+            "late": sum(pacer.late_bytes for pacer in self.pacers.values()),
+            "by_rate": sum(pacer.rate_bytes for pacer in self.pacers.values()),
+        }
+
+    def status(self) -> dict[str, Any]:
+        """For people and programs: the same, and by rank."""
+        ranks = [
+            {
+                "rank": rank, "in_bubbles": pacer.inside_bytes, "late": pacer.late_bytes, "by_rate": pacer.rate_bytes,
+            }  # fmt: skip
+            for rank, pacer in sorted(self.pacers.items())
+        ]
+        return {**self.fields(), "rarer": self.rarer, "copies": ranks}
+
+
+def in_words(tier: Mapping[str, Any]) -> str:
+    """What a status says of it, in a few words; '' where it says nothing."""
+    if not tier.get("iterations"):
+        return ""
+    every = f"every {tier['iterations']} iteration{'s' * (tier['iterations'] > 1)}"
+    if not tier.get("planned"):
+        return every
+    sent = sum(tier[name] for name in ("in_bubbles", "late", "by_rate"))
+    share = f", {tier['in_bubbles'] / sent:.0%} of it in bubbles" if sent else ""
+    return f"{every}, planned {tier['planned']}{share}" + (": rarer than planned" if tier["rarer"] else "")

@@ -1,0 +1,193 @@
+"""What the digests of replicas say: which rank is wrong, where, and what is to be done about it. Pure.
+
+Without faults the replicas of a tensor are bit-identical, so 8 bytes per bucket and replica tell whether they are
+(beyond the PAFT paper, whose future work voting is). Of three or more replicas that differ a majority is right and the
+rest is named; two that differ are named as 'one of these two'.
+
+Invariant: every rank of a replica set finds the same verdicts and the same remedy from the same digests. What needs
+more than half is never taken from half or less.
+
+What it can promise (`promise`): agreement, always. The clean run, bit for bit, only where the verdict comes before the
+next update has been made of what the wrong replica contributed. And nothing of state that one rank alone holds (the
+shards of ZeRO and of distributed optimizers): an error in it reaches all replicas alike.
+
+In: digests by bucket and replica. Out: `Audit`; `Remedy`, what an executor carries out; `Offences`, who repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from .buckets import Bucket
+
+Digests = npt.NDArray[np.uint64]  # (replicas, buckets)
+REPEATED = 2  # verdicts against a rank from which on it is one that repeats
+TABLE_VERDICTS = 32
+
+
+class OnCorruption(str, Enum):
+    """What is done about replicas that differ."""
+
+    REPAIR = "repair"
+    AVERAGE = "average"
+    ROLLBACK = "rollback"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A bucket whose replicas differ: `wrong` are the ranks that do not hold what most hold, `source` the first that
+    does. Without a majority `source` is None and `wrong` are all of them."""
+
+    bucket: Bucket
+    wrong: tuple[int, ...]
+    source: int | None
+
+    def __str__(self) -> str:
+        if self.source is not None:
+            ranks = f"rank{'s' if len(self.wrong) > 1 else ''} {', '.join(map(str, self.wrong))}"
+            return f"{ranks} of {len(self.bucket.replicas)} wrong in bucket {self.bucket.number}: {self.bucket.where}"
+        these = "one of these two" if len(self.wrong) == 2 else f"some of these {len(self.wrong)}, no majority"
+        return f"ranks {', '.join(map(str, self.wrong))}, {these}: bucket {self.bucket.number}, {self.bucket.where}"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the replicas of one set were found to be after the update of `iteration`."""
+
+    iteration: int
+    replicas: tuple[int, ...]
+    buckets: int
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all buckets are alike on all replicas."""
+        return not self.verdicts
+
+    def table(self) -> str:
+        """For people: a line for each bucket that differs, the first 32."""
+        shown = f"iteration {self.iteration}: {len(self.replicas)} replicas, {self.buckets} buckets"
+        if self.agreed:
+            return f"{shown}: identical"
+        lines = [f"{shown}: {len(self.verdicts)} differ", *(f"  {one}" for one in self.verdicts[:TABLE_VERDICTS])]
+        if len(self.verdicts) > TABLE_VERDICTS:
+            lines.append(f"  ... and {len(self.verdicts) - TABLE_VERDICTS} more buckets")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Copying:
+    """`bucket` is copied from `source` to `targets`, all of it."""
+
+    bucket: Bucket
+    source: int
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What is done, buckets in ascending order. At most one of the two lists has a bucket; with `rollback`, neither."""
+
+    copies: tuple[Copying, ...] = ()
+    averages: tuple[Bucket, ...] = ()
+    rollback: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """Whether any replica is changed."""
+        return bool(self.copies or self.averages)
+
+
+def judge(iteration: int, replicas: Sequence[int], buckets: Sequence[Bucket], digests: Digests) -> Audit:
+    """`digests[i, j]` is what `replicas[i]` has found of `buckets[j]`."""
+    differing = np.flatnonzero((digests != digests[0]).any(axis=0))
+    verdicts = []
+    for column in differing.tolist():
+        values, counts = np.unique(digests[:, column], return_counts=True)
+        most = int(counts.argmax())
+        if 2 * int(counts[most]) > len(replicas):
+            same = digests[:, column] == values[most]
+            wrong = tuple(rank for rank, right in zip(replicas, same, strict=True) if not right)
+            verdicts.append(Verdict(buckets[column], wrong, replicas[int(same.argmax())]))
+        else:
+            verdicts.append(Verdict(buckets[column], tuple(replicas), None))
+    return Audit(iteration, tuple(replicas), len(buckets), tuple(verdicts))
+
+
+def remedy(audit: Audit, chosen: OnCorruption) -> Remedy:
+    """A repair copies from the majority; where there is none the replicas are averaged, which at least makes them one.
+
+    What has no mean (integers) is copied from the first replica then.
+    """
+    if chosen is OnCorruption.ROLLBACK:
+        return Remedy(rollback=not audit.agreed)
+    copies, averages = [], []
+    for verdict in audit.verdicts:
+        if chosen is OnCorruption.REPAIR and verdict.source is not None:
+            copies.append(Copying(verdict.bucket, verdict.source, verdict.wrong))
+        elif verdict.bucket.averages:
+            averages.append(verdict.bucket)
+        else:
+            source = audit.replicas[0] if verdict.source is None else verdict.source
+            copies.append(Copying(verdict.bucket, source, tuple(r for r in verdict.wrong if r != source)))
+    return Remedy(tuple(copies), tuple(averages))
+
+
+@dataclass(frozen=True)
+class Offences:
+    """How often each rank was in a minority: at how many iterations. Ties accuse nobody."""
+
+    by_rank: Mapping[int, int] = field(default_factory=dict)
+
+    def after(self, audit: Audit) -> Offences:
+        """With the verdicts of one more audit; several buckets at one iteration are one offence."""
+        named = {rank for verdict in audit.verdicts if verdict.source is not None for rank in verdict.wrong}
+        counts = dict(self.by_rank)
+        for rank in sorted(named):
+            counts[rank] = counts.get(rank, 0) + 1
+        return Offences(counts)
+
+    def repeated(self, least: int = REPEATED) -> tuple[int, ...]:
+        """The ranks whose device should be drained, ascending."""
+        return tuple(sorted(rank for rank, count in self.by_rank.items() if count >= least))
+
+
+def promise(
+    interval: int, chosen: OnCorruption, before_forward: bool, recomputes: bool, replicas: int, left_out: int
+) -> str:
+    """What an audit can and cannot promise here, to be said at start.
+
+    `before_forward`: verdicts are awaited before the next forward, not before the next update; `recomputes`: the host
+    can compute an iteration's gradients once more; `left_out`: tensors that are held by one rank alone.
+    """
+    every = "every update" if interval == 1 else f"every {interval} updates"
+    said = [f"audit: replicas are compared after {every}"]
+    if chosen is OnCorruption.ROLLBACK:
+        said.append("one that differs has the job go back to the newest version whose replicas agreed")
+    elif replicas < 3:
+        said.append("two that differ are averaged: they agree again, but the run is not the clean one")
+    elif chosen is OnCorruption.AVERAGE:
+        said.append("those that differ are averaged: they agree again, but the run is not the clean one")
+    elif interval > 1:
+        said.append("a minority is repaired: replicas agree again, but the run is not the clean one")
+    elif before_forward:
+        said.append("a minority is repaired before the next forward: the run stays bit-identical to a clean one")
+    elif recomputes:
+        said.append(
+            "a minority is repaired before the next update, whose gradients are computed again: the run stays "
+            "bit-identical to a clean one"
+        )
+    else:
+        said.append(
+            "a minority is repaired before the next update, but its gradients cannot be computed again here: replicas "
+            "agree, the run is not the clean one"
+        )
+    said.append("an error that reached all replicas alike is not seen")
+    if left_out:
+        said.append(f"{left_out} tensors that one rank alone holds are not compared: no replica speaks of them")
+    return "; ".join(said)

@@ -1,0 +1,163 @@
+"""How far replicas have drifted apart, and how much noise in their gradients that speaks for. Pure.
+
+With g~_m = g + e_m, e_m ~ N(0, s^2) in each of d coordinates, and SGD, M replicas that were equal drift apart as
+
+    E ||mean - theta_m||^2  =  d (M-1)/M  s^2  sum(lr^2)        over the updates since they were equal
+
+(the mean contains the replica's own noise, hence (M-1)/M: PAFT's Lemma 3.1, corrected), and s is estimated by inverting
+that. Over a whole model the left side is the sum over TP, PP and the kinds of replica sets, and d (M-1)/M becomes the
+`weight`: the sum of n (M-1)/M over its tensors of n elements and M replicas, each tensor counted once however many
+ranks of other TP or PP indices hold a copy of it.
+
+What s means with other optimizers: the noise of the *step*, the change of a parameter in units of the learning rate.
+`signal` is the length of that step, so that both stand in the same units and ||g|| / (s sqrt(d)) is its
+signal-to-noise ratio:
+
+    SGD              the step is the gradient: s is the noise of the gradient, `signal` is ||g||.
+    momentum mu      the step is the velocity. A noise of the gradient reaches the parameters by and by, 1/(1-mu) of it
+                     in the end, and so does the gradient: beyond 1/(1-mu) iterations s tends to s_gradient / (1-mu)
+                     and the signal to ||g|| / (1-mu) (`momentum_gain` is exact).
+    Adam, AdamW      the step is normalised by the second moment: s is the noise of that step, of the order of
+                     s_gradient / sqrt(v), and says nothing of the gradient's own scale; with noise alone it tends to 1.
+
+Invariant: what every rank reports is combined in the order of ranks, so every rank finds the same bits.
+
+In: sums of squares by rank. Out: `Measured`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError
+from .buckets import PARAMETERS, Bucket
+
+Table = npt.NDArray[np.float64]
+FIELDS = 5  # of a `Part`, as a row of a table
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's share of the sums over the whole model. Each sum is divided by the number of replicas, so that the
+    replicas of a tensor together count it once.
+
+    `divergence`: ||mean - theta||^2; `weight`: n (M-1)/M; `signal`: ||step||^2; `elements`: n; `nonfinite`: how many
+    coordinates of this rank are infinite or no number: these are in none of the sums.
+    """
+
+    divergence: float = 0.0
+    weight: float = 0.0
+    signal: float = 0.0
+    elements: float = 0.0
+    nonfinite: int = 0
+
+    def __add__(self, other: Part) -> Part:
+        return Part(
+            self.divergence + other.divergence,
+            self.weight + other.weight,
+            self.signal + other.signal,
+            self.elements + other.elements,
+            self.nonfinite + other.nonfinite,
+        )
+
+    def row(self) -> list[float]:
+        """As `FIELDS` numbers, for a gather."""
+        return [self.divergence, self.weight, self.signal, self.elements, float(self.nonfinite)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one synchronisation has found, the same on every rank.
+
+    `divergence` is ||mean - theta_m||, the root of its mean square over replicas; `sigma` the estimate of s, None where
+    nothing can be learnt; `signal` the length of the last step, the noise in it included; `dimension` how many
+    parameters the model has.
+    """
+
+    divergence: float
+    sigma: float | None
+    signal: float
+    dimension: int
+    rates_squared: float  # sum of lr^2 since the replicas were equal
+    nonfinite: tuple[int, ...] = ()
+
+    @property
+    def noise(self) -> float:
+        """The length of the noise in one step, s sqrt(d), as `signal` is that of the step; NaN where it is unknown."""
+        return math.nan if self.sigma is None else self.sigma * math.sqrt(self.dimension)
+
+    def table(self) -> str:
+        """For people, one line."""
+        sigma = "unknown" if self.sigma is None else f"{self.sigma:.4g}"
+        lost = f", not finite on ranks {', '.join(map(str, self.nonfinite))}" if self.nonfinite else ""
+        return (
+            f"divergence {self.divergence:.4g} over {self.dimension} parameters, sigma {sigma} a parameter, "
+            f"{self.noise:.4g} in all, ||g|| {self.signal:.4g}{lost}"
+        )
+
+
+def part_of(bucket: Bucket, divergence: float, signal: float, finite: int) -> Part:
+    """What a rank reports of one bucket: squared norms over its `finite` finite coordinates."""
+    lost = bucket.elements - finite
+    if not (bucket.counts and bucket.role in PARAMETERS):
+        return Part(nonfinite=lost)
+    count = len(bucket.replicas)
+    return Part(divergence / count, finite * (count - 1) / count / count, signal / count, finite / count, lost)
+
+
+def combine(parts: Table | Sequence[Sequence[float]], rates_squared: float) -> Measured:
+    """All ranks' parts, by rank, as one measurement. `rates_squared`: sum of lr^2 since the replicas were equal."""
+    table = np.asarray(parts, dtype=np.float64).reshape(-1, FIELDS)
+    divergence, weight, signal, elements = (math.fsum(table[:, column]) for column in range(FIELDS - 1))
+    return Measured(
+        math.sqrt(divergence) if divergence >= 0 else math.nan,
+        estimate(divergence, weight, rates_squared),
+        math.sqrt(signal) if signal >= 0 else math.nan,
+        round(elements),
+        rates_squared,
+        tuple(int(rank) for rank in np.flatnonzero(table[:, FIELDS - 1])),
+    )
+
+
+def weight_of(dimension: float, replicas: int) -> float:
+    """d (M-1)/M. Raises ConfigError for fewer than two replicas, of which nothing can be said."""
+    if replicas < 2:
+        raise ConfigError(f"{replicas} replica(s) cannot drift apart: expected at least 2")
+    return dimension * (replicas - 1) / replicas
+
+
+def expected_divergence(sigma: float, rates: Iterable[float], dimension: float, replicas: int) -> float:
+    """E ||mean - theta_m||^2 after updates with these learning rates (Lemma 3.1, corrected)."""
+    return weight_of(dimension, replicas) * sigma**2 * math.fsum(rate**2 for rate in rates)
+
+
+def estimate(divergence: float, weight: float, rates_squared: float) -> float | None:
+    """s from a measured squared divergence; 0 without any; None where no update or no coordinate speaks of it."""
+    if divergence == 0 and weight > 0:
+        return 0.0
+    if weight <= 0 or rates_squared <= 0:
+        return None
+    return math.sqrt(divergence / (weight * rates_squared))
+
+
+def bound(sigma: float, h: int, rate: float, dimension: float, replicas: int) -> float:
+    """Lemma 4.1, with (M-1)/M and d: the squared divergence is at most 4 H d (M-1)/M s^2 lr_t^2 where replicas are
+    synchronised every H iterations, learning rates fall, and none is more than twice the one H iterations later."""
+    return 4 * h * weight_of(dimension, replicas) * sigma**2 * rate**2
+
+
+def momentum_gain(mu: float, updates: int, carried: bool = True) -> float:
+    """What one unit of s^2 becomes in the divergence after `updates` updates of SGD with momentum at learning rate 1.
+
+    `carried`: the velocities were not averaged, and bring the noise of all earlier updates along. Without momentum this
+    is `updates`; sqrt(gain / updates) is the factor by which the estimate exceeds the noise of the gradient.
+    """
+    reach = [(1 - mu ** (updates - k)) / (1 - mu) for k in range(updates)]  # of the noise of update k
+    own = math.fsum(part**2 for part in reach)
+    velocity = mu * (1 - mu**updates) / (1 - mu)  # how far the velocity at the start still carries
+    return own + (velocity**2 / (1 - mu**2) if carried else 0.0)

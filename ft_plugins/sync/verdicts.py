@@ -1,0 +1,99 @@
+"""Audits as they come: started behind the step, awaited at a fence, carried out, reported, remembered.
+
+Invariant: what is done is what `audit.remedy` says, on all ranks of the job at the same iteration. Each set of replicas
+is spoken for once: by the first rank of those that are right, or by its first rank where nobody can be named.
+
+In: an executor of audits. Out: repaired live tensors; `sync.differs` and `sync.offender` events; what the last audit
+has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import DivergedError
+from ..events import Events
+from .audit import REPEATED, Audit, Offences
+from .background import Background, Job
+from .compare import Auditing, Found
+
+SHOWN = 4  # buckets named in a line
+
+
+class Verdicts:
+    """One rank's. Guards the audit that is under way."""
+
+    def __init__(self, rank: int, auditing: Auditing, background: Background, events: Events) -> None:
+        self._rank, self._auditing, self._background, self._events = rank, auditing, background, events
+        self.under_way: Job[Found] | None = None
+        self.last: Found | None = None
+        self.offences = Offences()
+        self._agreed_at = 0
+        self._tainted: int | None = None
+
+    def begin(self, completed: int, state: Mapping[str, Any]) -> None:
+        """Go on after so many iterations, with what was known."""
+        self._agreed_at = completed
+        self.offences = Offences({int(rank): int(count) for rank, count in state.items()})
+
+    def state(self) -> dict[str, int]:
+        """How often each rank was in a minority."""
+        return {str(rank): count for rank, count in self.offences.by_rank.items()}
+
+    def start(self, iteration: int) -> None:
+        """Compare the replicas as they are after the update of `iteration`, behind what follows."""
+        self.under_way = self._background.start(lambda: self._auditing.compare(iteration))
+
+    def await_(self) -> Found:
+        """The fence. Reports; changes nothing."""
+        assert self.under_way is not None
+        job, self.under_way = self.under_way, None
+        self.last = job.wait()
+        for audit in self.last.audits:
+            self._report(audit, job.waited)
+            if any(self._rank in verdict.wrong for verdict in audit.verdicts):
+                self._tainted = self._agreed_at
+        self._agreed_at = self.last.iteration if self.last.agreed else self._agreed_at
+        return self.last
+
+    def tainted(self) -> int | None:
+        """Once after this rank was found wrong: the iteration of the audit before, in which the replicas agreed."""
+        found, self._tainted = self._tainted, None
+        return found
+
+    def settle(self, found: Found) -> None:
+        """Carry out what is to be done. Raises DivergedError, on all ranks, where the job is to go back."""
+        if found.rollback:
+            error = DivergedError(
+                f"rank {self._rank}: the replicas of iteration {found.iteration} differ, and are to be restored from a "
+                "snapshot in which they agreed (--paft-on-corruption rollback)"
+            )
+            error.echo = all(audit.agreed for audit in found.audits)
+            raise error
+        self._auditing.settle(found)
+        self._agreed_at = found.iteration
+
+    def _report(self, audit: Audit, waited: float) -> None:
+        self.offences = self.offences.after(audit)
+        if audit.agreed:
+            return
+        named = [verdict for verdict in audit.verdicts if verdict.source is not None]
+        speaker = named[0].source if named else audit.replicas[0]
+        if speaker != self._rank:
+            return
+        wrong = sorted({rank for verdict in audit.verdicts for rank in verdict.wrong})
+        more = len(audit.verdicts) - SHOWN
+        shown = "; ".join(map(str, audit.verdicts[:SHOWN])) + (f"; and {more} more buckets" if more > 0 else "")
+        self._events.emit(
+            "sync.differs", iteration=audit.iteration, ranks=wrong, majority=bool(named), waited_seconds=waited,
+            layers=sorted({v.bucket.layer for v in audit.verdicts if v.bucket.layer is not None}),
+            buckets=[v.bucket.number for v in audit.verdicts], reason=f"after iteration {audit.iteration}: {shown}",
+        )  # fmt: skip
+        accused = {rank for verdict in named for rank in verdict.wrong}
+        for rank in sorted(accused & set(self.offences.repeated())):
+            count = self.offences.by_rank[rank]
+            self._events.emit(
+                "sync.offender", rank=rank, count=count,
+                reason=f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): its device should be drained",
+            )  # fmt: skip

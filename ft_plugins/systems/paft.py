@@ -1,0 +1,200 @@
+"""PAFT: replicas are averaged as often as noise asks for, and compared; as one rank composes it.
+
+    before_update     the fence of what runs behind: verdict -> repair (sync.verdicts); averages -> live (sync.turns)
+    after_update      what the policy asks for is started: digests, averages
+    iteration_begin   the fence of the verdict alone, with audit_at forward
+
+Everything that is started runs on one thread, in one order on all ranks, behind the next forward and backward; only the
+fences have training wait.
+
+Invariant: every rank of the job does the same at the same iteration: the policy is pure, and what it is told has been
+gathered over all ranks. An error here ends the rank: replicas that are treated differently are worse than none.
+
+In: a host with `Steps`; snapshots of its tensors have passed their fence before each hook. Out: changed tensors;
+events; `state`, from which a resumed job goes on as if nothing had happened, an averaging in flight included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from ..config import PaftConfig
+from ..corruption import Corruption
+from ..errors import UnsupportedError
+from ..events import Events
+from ..model.host import Host, Steps
+from ..recovery.collective import Collective
+from ..sync.aggregate import Aggregate, require_enough, told
+from ..sync.audit import OnCorruption, promise
+from ..sync.background import Background
+from ..sync.buckets import plan_buckets, require_replicas
+from ..sync.compare import Auditing
+from ..sync.links import Links
+from ..sync.policy import Label, PaftPolicy
+from ..sync.run import Averaging
+from ..sync.schedule import schedule_of
+from ..sync.turns import Turns
+from ..sync.verdicts import Verdicts
+
+
+class Paft:
+    """One rank's. After `connect` comes `begin`, then the hooks."""
+
+    def __init__(self, host: Host, config: PaftConfig, events: Events) -> None:
+        """Plan; no collective. Raises ConfigError, UnsupportedError where it would mean nothing here."""
+        if not isinstance(host, Steps):
+            raise UnsupportedError(
+                f"{host.framework}: parameters cannot be changed between two updates here; drop --paft"
+            )
+        self._host: Host = host
+        self._steps: Steps = host
+        self._config, self._events = config, events
+        self._buckets = plan_buckets(host.inventory(), config.bucket_mib << 20)
+        require_replicas(self._buckets, host.framework, len(host.topology().replicas(host.rank)))
+        for members in self._buckets.by_set if config.mode != "audit" else ():
+            require_enough(Aggregate(config.aggregate), len(members), config.trim)
+        self._policy = PaftPolicy(schedule_of(config), config.mode == "sync", config.audits_every)
+        self._corruption = Corruption(host.rank)
+        self._turns: Turns | None = None
+        self._verdicts: Verdicts | None = None
+        self._background: Background | None = None
+        if self._policy.schedule is not None:
+            self._steps.learning_rate()  # raises where it cannot be had
+
+    @property
+    def drifts(self) -> bool:
+        """Whether replicas are let drift between two turns: then a snapshot has to hold each of them."""
+        return self._policy.schedule is not None
+
+    def table(self) -> str:
+        """For people, once: what is compared, and what that promises."""
+        config, lines = self._config, [self._buckets.table()]
+        if self._policy.schedule is not None:
+            chosen = self._buckets.averaged(config.average_optimizer_state)
+            lines.append(told(Aggregate(config.aggregate), chosen))
+        if config.audits_every:
+            lines.append(promise(
+                config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
+                self._steps.recomputes, min(map(len, self._buckets.by_set)), len(self._buckets.alone),
+            ))  # fmt: skip
+        return "\n  ".join(lines)
+
+    def connect(self, collective: Collective) -> None:
+        """Make groups and claim memory. All ranks of the job call together, none of them with an error."""
+        own = msgpack.packb([list(members) for members in self._buckets.by_set])
+        named = {tuple(members) for part in collective.gather(own) for members in msgpack.unpackb(part)}
+        groups = {members: dist.new_group(list(members)) for members in sorted(named)}
+        live = self._host.tensors
+        device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
+        links = Links(self._host.rank, groups, dist.new_group(), device)
+        background = self._background = Background(device)
+        if self._policy.audit_interval:
+            auditing = Auditing(self._buckets, links, live, OnCorruption(self._config.on_corruption))
+            self._verdicts = Verdicts(self._host.rank, auditing, background, self._events)
+        if self._policy.schedule is not None:
+            config = self._config
+            chosen = self._buckets.averaged(config.average_optimizer_state)
+            averaging = Averaging(chosen, links, live, Aggregate(config.aggregate), config.trim)
+            self._turns = Turns(self._policy, self._policy.schedule, averaging, links, background, self._events)
+            self._events.emit("sync.ready", nbytes=averaging.nbytes, buckets=len(chosen))
+
+    # ---- what a resumed job goes on from ----
+
+    def state(self) -> dict[str, Any]:
+        """At a version point, of this rank: plain values."""
+        return {
+            "turns": None if self._turns is None else self._turns.state(),
+            "offences": {} if self._verdicts is None else self._verdicts.state(),
+        }
+
+    def begin(self, completed: int, state: Mapping[str, Any] | None = None) -> None:
+        """Go on after `completed` iterations, from the `state` of that version; None where there is none of PAFT."""
+        if self._verdicts is not None:
+            self._verdicts.begin(completed, {} if state is None else state["offences"])
+        if self._verdicts is not None and completed and self._policy.doing(completed, None).audit:
+            self._verdicts.start(completed)
+        if self._turns is not None:
+            self._turns.begin(completed, None if state is None else state["turns"])
+
+    def label(self, step: int) -> Label:
+        """What the replicas of version `step` are, as far as is known now."""
+        found = None if self._verdicts is None else self._verdicts.last
+        differs = None if found is None or found.iteration != step else not found.agreed
+        turns = self._turns
+        return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.drifting)
+
+    def tainted(self) -> int | None:
+        """Where this rank's replica was found wrong since it was asked last: the iteration after which its snapshots
+        are worth nothing, that of the last audit in which the replicas agreed."""
+        return None if self._verdicts is None else self._verdicts.tainted()
+
+    # ---- hooks ----
+
+    @property
+    def early(self) -> bool:
+        """Whether `iteration_begin` has something to wait for."""
+        verdicts = self._verdicts if self._config.audit_at == "forward" else None
+        return verdicts is not None and verdicts.under_way is not None
+
+    def iteration_begin(self, step: int) -> None:
+        """The fence of a verdict that is awaited here."""
+        if self.early:
+            self._settle(step, recompute=False)
+
+    def before_update(self, step: int) -> None:
+        """The fence of all that runs behind."""
+        self._settle(step, recompute=self._steps.recomputes)
+        worthless = self._turns is not None and self._turns.before(step, self._steps.learning_rate())
+        if worthless and self._steps.recomputes:
+            self._steps.derive()
+            self._steps.recompute(step)
+        self._strike("update.gradients", step)
+
+    def after_update(self, step: int) -> None:
+        """The version is what it is: compare, average."""
+        self._strike("update.parameters", step)
+        if self._verdicts is not None and self._policy.doing(step, None).audit:
+            self._verdicts.start(step)
+        turns = self._turns
+        if turns is None:
+            return
+        if self._policy.doing(step, turns.turn).waits:
+            self._settle(step, recompute=False)
+        if turns.after(step):
+            self._steps.derive()
+
+    def shutdown(self) -> None:
+        """The orderly end: what was found last is reported, and nothing more is changed. Idempotent."""
+        if self._background is None:
+            return
+        if self._verdicts is not None and self._verdicts.under_way is not None:
+            self._verdicts.await_()
+        self._background.close()
+        self._background = None
+
+    def _settle(self, step: int, recompute: bool) -> None:
+        if self._verdicts is None or self._verdicts.under_way is None:
+            return
+        found = self._verdicts.await_()
+        if not found.agreed:
+            if self._turns is not None:
+                self._turns.fence()
+            self._verdicts.settle(found)
+            self._steps.derive()
+        if self._turns is not None:
+            self._turns.equal(changed=not found.agreed)
+        if recompute and not found.agreed:
+            self._steps.recompute(step)
+
+    def _strike(self, point: str, step: int) -> None:
+        if not self._corruption.armed(point):
+            return
+        tensors = self._steps.gradients() if point == "update.gradients" else self._host.tensors()
+        struck = self._corruption.strike(point, step, tensors)
+        if struck is not None:
+            self._events.emit("fault.struck", iteration=step, **vars(struck))

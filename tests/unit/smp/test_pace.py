@@ -1,0 +1,68 @@
+"""How often a version counts, beside what was planned: what an event says, and what a status says in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ft_plugins.bubbles.gate import GATE_BYTES, Gate, GatePacer
+from ft_plugins.smp.pace import Pace, in_words
+from ft_plugins.snapshot.slots import Version
+
+
+def paced(planned: int, interval: int = 1) -> Pace:
+    """Of one rank, whose trainer has planned so; version 0 has counted."""
+    gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
+    gate.planned = planned
+    pace = Pace(interval, Version(1, 0))
+    pace.pacers = {3: GatePacer(gate)}
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("planned", "interval", "expected"), [(1, 1, 1), (2, 1, 2), (1, 5, 5), (7, 5, 10), (0, 5, None)]
+)
+def test_as_planned_is_a_whole_number_of_intervals(planned: int, interval: int, expected: int | None) -> None:
+    assert paced(planned, interval).planned == expected
+
+
+def test_the_distance_is_between_the_last_two_that_counted_in_one_lineage() -> None:
+    pace = paced(2)
+    assert pace.iterations is None
+    seen = []
+    for version in (Version(1, 3), Version(1, 5), Version(2, 5), Version(2, 9)):
+        pace.counted(version)
+        seen.append(pace.iterations)
+    assert seen == [3, 2, 2, 4], "a recovery is no distance"
+    assert Pace(1, None).iterations is None
+
+
+def test_rarer_is_said_once_when_it_lasts_and_taken_back_when_it_is_over() -> None:
+    pace, at = paced(2), 0
+    told = []
+    for distance in (3, 5, 6, 2, 6, 6, 20, 6, 6, 2, 2, 2):
+        at += distance
+        told.append((pace.counted(Version(1, at)), pace.rarer))
+    usual, rare = (False, False), (False, True)
+    assert told == [*[usual] * 6, (True, True), rare, rare, rare, rare, (True, False)], "6 is more than twice 2, and 1"
+
+
+def test_without_a_plan_nothing_is_rarer_than_it() -> None:
+    pace = paced(0)
+    assert not any(pace.counted(Version(1, 100 * number)) for number in range(1, 9))
+    assert pace.fields() == {"iterations": 100, "planned": None, "in_bubbles": 0, "late": 0, "by_rate": 0}
+
+
+def test_a_status_says_it_in_words() -> None:
+    def said(**more: Any) -> str:
+        nothing = {"iterations": 1, "planned": None, "in_bubbles": 0, "late": 0, "by_rate": 0, "rarer": False}
+        return in_words(nothing | more)
+
+    assert said(iterations=None) == in_words({}) == ""
+    assert said() == "every 1 iteration"
+    assert said(iterations=3, planned=2) == "every 3 iterations, planned 2"
+    assert said(iterations=9, planned=2, in_bubbles=97, late=3, rarer=True) == (
+        "every 9 iterations, planned 2, 97% of it in bubbles: rarer than planned"
+    )

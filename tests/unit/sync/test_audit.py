@@ -1,0 +1,129 @@
+"""What digests say: who is wrong and where, when nobody can be named, and what is done about each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.model.inventory import Role
+from ft_plugins.sync.audit import Audit, Offences, OnCorruption, judge, promise, remedy
+from ft_plugins.sync.buckets import Bucket, Piece
+
+REPAIR, AVERAGE, ROLLBACK = OnCorruption
+
+
+def buckets(count: int, replicas: tuple[int, ...] = (0, 2, 4, 6), dtype: str = "float32") -> list[Bucket]:
+    return [
+        Bucket(n, replicas, n // 2, Role.PARAMETER, dtype, True, (Piece(f"h.{n}.weight", 0, 9),), 36)
+        for n in range(count)
+    ]
+
+
+def digests(replicas: int, count: int) -> np.ndarray:
+    return np.tile(np.arange(count, dtype=np.uint64) * np.uint64(1 << 60), (replicas, 1))
+
+
+def test_replicas_that_are_alike_agree_and_nothing_is_done() -> None:
+    found = judge(7, (0, 2, 4, 6), buckets(3), digests(4, 3))
+    assert found.agreed and found.table() == "iteration 7: 4 replicas, 3 buckets: identical"
+    for chosen in OnCorruption:
+        done = remedy(found, chosen)
+        assert not done.changes and not done.rollback
+
+
+def test_a_minority_is_named_with_rank_layer_and_bucket_and_repaired_from_the_first_of_the_majority() -> None:
+    table = digests(4, 6)
+    table[0, 5] ^= np.uint64(1)
+    found = judge(7, (0, 2, 4, 6), buckets(6), table)
+    (verdict,) = found.verdicts
+    assert (verdict.wrong, verdict.source, verdict.bucket.number, verdict.bucket.layer) == ((0,), 2, 5, 2)
+    assert str(verdict) == "rank 0 of 4 wrong in bucket 5: layer 2, parameter (h.5.weight)"
+    (copy,) = remedy(found, REPAIR).copies
+    assert (copy.bucket.number, copy.source, copy.targets) == (5, 2, (0,))
+    assert [b.number for b in remedy(found, AVERAGE).averages] == [5]
+    assert remedy(found, ROLLBACK).rollback and not remedy(found, ROLLBACK).changes
+
+
+def test_two_that_differ_are_one_of_these_two_and_averaged() -> None:
+    table = digests(2, 2)
+    table[1, 0] ^= np.uint64(1)
+    found = judge(3, (1, 3), buckets(2, (1, 3)), table)
+    (verdict,) = found.verdicts
+    assert verdict.source is None and verdict.wrong == (1, 3)
+    assert "ranks 1, 3, one of these two: bucket 0, layer 0" in found.table()
+    assert [b.number for b in remedy(found, REPAIR).averages] == [0] and not remedy(found, REPAIR).copies
+
+
+@pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 0, 1, 2], [0, 1, 2, 3]])
+def test_half_or_the_most_of_a_few_is_no_majority(groups: list[int]) -> None:
+    table = digests(4, 1) + np.array(groups, dtype=np.uint64)[:, None]
+    (verdict,) = judge(3, (0, 2, 4, 6), buckets(1), table).verdicts
+    assert verdict.source is None and "some of these 4, no majority" in str(verdict)
+
+
+def test_what_has_no_mean_is_copied_from_the_first_where_nobody_can_be_named() -> None:
+    table = digests(2, 1)
+    table[1, 0] += np.uint64(1)
+    found = judge(3, (1, 3), buckets(1, (1, 3), "int64"), table)
+    (copy,) = remedy(found, REPAIR).copies
+    assert (copy.source, copy.targets) == (1, (3,)) and not remedy(found, REPAIR).averages
+
+
+@given(st.integers(2, 9), st.data())
+def test_no_majority_is_copied_over_and_every_bucket_that_differs_is_made_one(m: int, data: st.DataObject) -> None:
+    replicas = tuple(range(m))
+    table = np.array(data.draw(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=m, max_size=m)))
+    found = judge(1, replicas, buckets(3, replicas), table.astype(np.uint64))
+    done = remedy(found, REPAIR)
+    changed = {copy.bucket.number: copy for copy in done.copies}
+    averaged = {bucket.number for bucket in done.averages}
+    for column in range(3):
+        values = table[:, column].tolist()
+        if len(set(values)) == 1:
+            assert column not in changed and column not in averaged
+        elif column in changed:
+            copy = changed[column]
+            right = [r for r in replicas if values[r] == values[copy.source]]
+            assert len(right) > m / 2 and set(right) | set(copy.targets) == set(replicas)
+            assert not set(right) & set(copy.targets)
+        else:
+            assert column in averaged and max(values.count(v) for v in values) <= m / 2
+
+
+def test_thousands_of_replicas_and_buckets_are_judged_and_shown_in_a_few_lines() -> None:
+    replicas = tuple(range(4096))
+    table = digests(4096, 500)
+    table[17, :40] ^= np.uint64(5)
+    found = judge(1, replicas, buckets(500, replicas), table)
+    assert {verdict.wrong for verdict in found.verdicts} == {(17,)} and len(found.verdicts) == 40
+    assert len(found.table().splitlines()) == 34 and "and 8 more buckets" in found.table()
+
+
+def test_offences_count_iterations_and_ties_accuse_nobody() -> None:
+    one = digests(4, 4)
+    one[2, :2] ^= np.uint64(1)
+    named = judge(1, (0, 2, 4, 6), buckets(4), one)
+    tie = judge(2, (0, 2, 4, 6), buckets(1), digests(4, 1) + np.arange(4, dtype=np.uint64)[:, None])
+    first = Offences().after(named)
+    assert first.by_rank == {4: 1} and first.repeated() == ()
+    assert first.after(tie).by_rank == {4: 1}
+    assert first.after(Audit(3, (0, 2, 4, 6), 4, ())).after(named).repeated() == (4,)
+
+
+@pytest.mark.parametrize(
+    "given_, said",
+    [
+        ((1, REPAIR, False, True, 4, 0), "whose gradients are computed again: the run stays bit-identical"),
+        ((1, REPAIR, True, False, 4, 0), "before the next forward: the run stays bit-identical"),
+        ((1, REPAIR, False, False, 4, 0), "cannot be computed again here: replicas agree, the run is not"),
+        ((10, REPAIR, False, True, 4, 0), "replicas agree again, but the run is not the clean one"),
+        ((1, REPAIR, False, True, 2, 0), "two that differ are averaged"),
+        ((1, AVERAGE, False, True, 4, 0), "those that differ are averaged"),
+        ((5, ROLLBACK, False, True, 4, 0), "go back to the newest version whose replicas agreed"),
+        ((5, REPAIR, False, True, 4, 12), "12 tensors that one rank alone holds are not compared"),
+    ],
+)
+def test_what_an_audit_promises_is_said_and_no_more(given_: tuple, said: str) -> None:
+    assert said in promise(*given_) and "an error that reached all replicas alike is not seen" in promise(*given_)

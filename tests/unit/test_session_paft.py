@@ -1,0 +1,151 @@
+"""PAFT in a session: refused on all ranks alike, driven by the host's hooks, and exact over a lost incarnation."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import ConfigError, DivergedError
+from ft_plugins.session import Session, attach
+from ft_plugins.systems.carried import CarryingHost
+
+Ranks = Callable[..., list[Any]]
+Node = Any  # the fixture's class lives in conftest
+_spec = importlib.util.spec_from_file_location("replicas", Path(__file__).parent / "systems" / "replicas.py")
+assert _spec is not None and _spec.loader is not None
+replicas = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(replicas)
+
+NOISE = "update.gradients:gauss=0.05"
+PAFT = {"h": 5, "h_min": 4, "h_max": 6}
+
+
+def context(rank: int, world: int, run_dir: Path | None = None, token: int = 0) -> LaunchContext:
+    return LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
+
+
+def test_one_rank_alone_is_refused_by_the_session() -> None:
+    with pytest.raises(ConfigError, match="has no effect with one data-parallel replica"):
+        Session(PlainHost({"w": torch.zeros(4)}), Config.from_json({"paft": True}), context(0, 1))
+
+
+def test_ranks_that_are_configured_differently_are_refused_by_name(ranks: Ranks) -> None:
+    for error in ranks(_differently, 2):
+        assert "not configured alike on all ranks: paft of rank 1" in error
+
+
+def _differently(rank: int, world: int) -> str:
+    training = replicas.Training(rank, world)
+    try:
+        Session(training.host, Config.from_json({"paft": {"h": 5 + rank}}), context(rank, world))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+class Incarnation:
+    """One life of a rank: what it was resumed with, then trained until."""
+
+    def __init__(self, rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int) -> None:
+        self.training = replicas.Training(rank, world)
+        self.completed = 0
+        host = self.training.host
+        host._get_state, host._set_state = lambda: {"completed": self.completed}, self._set
+        self.session = attach(host, Config.from_json(block), context(rank, world, run_dir, token))
+        self.resumed = self.session.resume()
+        self.versions: dict[int, str] = {}
+
+    def _set(self, state: Any) -> None:
+        self.completed = state["completed"]
+
+    def run(self, until: int) -> Incarnation:
+        for step in range(self.completed + 1, until + 1):
+            self.session.iteration_begin(step)
+            self.training.backward(step)
+            self.session.before_update(step)
+            self.training.optimizer.step()
+            self.session.after_update(step)
+            self.versions[step] = self.training.digest()
+            self.completed = step
+            self.session.iteration_end(step)
+        return self
+
+
+def _life(rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int, until: int) -> Any:
+    one = Incarnation(rank, world, block, run_dir, token).run(until)
+    if run_dir is not None:
+        one.session._reft.rest()  # the last version is sealed, as at the next fence
+    return one.resumed, one.versions
+
+
+def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_bit(node: Node, ranks: Ranks) -> None:
+    """Its replicas have drifted apart: each is resumed with its own state, and the averaging starts again."""
+    block = {"paft": PAFT, "faults": NOISE}
+    whole = ranks(_life, 2, block, None, 0, 12)
+    assert whole[0][1][5] != whole[1][1][5], "apart at the turn"
+    node.start()
+    protected = {**block, "reft": {}, "node_name": "n"}
+    first = ranks(_life, 2, protected, node.run_dir, node.fence(), 5)
+    second = ranks(_life, 2, protected, node.run_dir, node.fence(), 12)
+    for rank in range(2):
+        assert (first[rank][0], second[rank][0]) == (0, 5)
+        assert first[rank][1] | second[rank][1] == whole[rank][1]
+    turns = node.events("sync.averaged")
+    assert {event.fields["iteration"] for event in turns} >= {5, 9}
+
+
+AUDIT = {"mode": "audit", "audit_interval": 1}
+FLIP = "update.gradients@iteration=4,rank=1,restart=0:flip=29~5"
+
+
+def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> Any:
+    """Until the verdict on iteration 4 is there, right before the update of 5; then the job is gone."""
+    one = Incarnation(rank, world, block, run_dir, token).run(4)
+    one.session.iteration_begin(5)
+    one.training.backward(5)
+    try:
+        one.session.before_update(5)
+    except DivergedError as error:
+        return one.versions, str(error)
+    return one.versions, ""
+
+
+@pytest.mark.parametrize("chosen", ["repair", "rollback"])
+def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is_the_clean_one(
+    node: Node, ranks: Ranks, chosen: str
+) -> None:
+    clean = ranks(_life, 2, {"paft": AUDIT}, None, 0, 8)
+    node.start()
+    block = {"paft": {**AUDIT, "on_corruption": chosen}, "reft": {}, "node_name": "n", "faults": FLIP}
+    first = ranks(_until_found, 2, block, node.run_dir, node.fence())
+    assert first[0][0][4] != first[1][0][4], "two that differ: one of these two"
+    assert all(("replicas of iteration 4 differ" in error) == (chosen == "rollback") for _, error in first)
+    assert [event.fields["iterations"] for event in node.events("version.void")] == [[4], [4]]
+    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 8)
+    for rank in range(2):
+        assert second[rank][0] == 3
+        assert {step: clean[rank][1][step] for step in range(4, 9)} == second[rank][1]
+
+
+def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:
+    seen: list[Any] = []
+    host = PlainHost({"w": torch.zeros(4)}, world_size=2, replicated=True, set_state=lambda state: seen.append(state))
+    carrying = CarryingHost(host)
+    assert carrying.small_state().keys() == host.small_state().keys() and carrying.framework == host.framework
+    carrying.state = lambda: {"turn": 3}
+    small = carrying.small_state()
+    carrying.restore(small)
+    assert carrying.carried == {"turn": 3} and seen == [{}]
+    carrying.restore(host.small_state())
+    assert carrying.carried is None
+    assert carrying.merged([small]).keys() == host.small_state().keys()
+    assert carrying.inventory() == host.inventory()
+    carrying.drifts = True
+    assert [item.replicas for item in carrying.inventory().items] == [(0,)]
