@@ -1,6 +1,7 @@
 """The gate: words in shared memory by which a trainer says how much of its copy may go now; and the pacer that asks.
 
-A trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame.
+A trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame,
+and waits for it to open.
 
     word   0        1        2           3        4       5 ..                                 29     30      31
            closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | moved | planned
@@ -13,8 +14,8 @@ plan; for people.
 Invariant: what is read is what was written by one `open`, or nothing: the seal, a digest written last, fits no mixture
 of two openings, whatever order a machine makes stores visible in. Closing is one store of 8 bytes: an opening is over
 when `closed` names its number. A gate is closed until it is opened, and an open one ends by its deadlines, also when
-its trainer is dead: CLOCK_MONOTONIC is one for all processes of a machine. Neither side takes a lock or calls the
-system for it.
+its trainer is dead: CLOCK_MONOTONIC is one for all processes of a machine. Neither side takes a lock; the trainer calls
+the system once for an opening, to wake who waits for it (bubbles.futex).
 
 It lies in the header page of the rank's segment, which trainer and SMP have mapped anyway, between words and
 fingerprint: nothing more to create, find, or clean up.
@@ -37,6 +38,7 @@ import xxhash
 from ..model.pacer import NO_DEADLINE, Allowance, Pacer
 from ..model.timeline import COMPUTE, Kind
 from .filling import Grant
+from .futex import Word
 from .plan import SenderPlan
 from .windows import WINDOWS
 
@@ -52,6 +54,8 @@ _FADES = 0.9  # what frames before still count for, one later
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
 TRICKLE = 0.01  # of the time
 _UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
+OPENING_SECONDS = 0.02  # until a closed gate is looked at without having been told
+_UNTIL_OPEN = -1.0  # in the place of seconds
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
 STEADY = _NUMBERS - 1  # in the place of a bubble: what is granted is a rate, and in no bubble
@@ -75,6 +79,7 @@ class Gate:
 
     def __init__(self, buffer: Buffer) -> None:
         self._words = buffer[:GATE_BYTES].view(np.uint64)
+        self._opened = Word(self._words, _NUMBER)
         self._bytes = memoryview(buffer[8 * _NUMBER : 8 * _SEAL])  # type: ignore[arg-type]
 
     def open(self, grants: Sequence[Grant], iteration: int, now_ns: int) -> None:
@@ -90,6 +95,7 @@ class Gate:
         sealed = _SEALED.pack(number, iteration, bubble, min(len(grants), WINDOWS), *flat)
         self._bytes[:] = sealed
         self._words[_SEAL] = xxhash.xxh3_64_intdigest(sealed)
+        self._opened.wake()
 
     def hold(self, seconds: float, now_ns: int) -> None:
         """Nothing may go until it is closed, for so long at most: an opening for no bytes."""
@@ -103,6 +109,10 @@ class Gate:
     def openings(self) -> int:
         """How many there were."""
         return int(self._words[_NUMBER])
+
+    def wait(self, seen: int, seconds: float) -> float:
+        """Until there may have been more openings than `seen`; what is left to sleep is returned (futex)."""
+        return self._opened.wait(seen, seconds)
 
     @property
     def moved(self) -> int:
@@ -221,6 +231,7 @@ class GatePacer:
         self._least = least_bytes
         self._poll = poll_seconds
         self._clock_ns = clock_ns
+        self._by_kernel = clock_ns is time.monotonic_ns  # by another clock it is looked at again and again
         self._lock = threading.Lock()
         self._number: int | None = None  # the opening that was seen last
         self._seen_ns = clock_ns()  # when one was open
@@ -246,6 +257,7 @@ class GatePacer:
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
         while not stop.is_set():
+            seen = self._gate.openings  # before it is looked at: none is missed
             with self._lock:
                 allowed, wait = self._look(nbytes)
                 if allowed is None and self._starved():
@@ -258,7 +270,10 @@ class GatePacer:
                 with self._lock:
                     self._gate.count_move()
                 return replace(allowed, began_ns=self._clock_ns())
-            stop.wait(wait)
+            if wait == _UNTIL_OPEN:
+                wait = self._gate.wait(seen, OPENING_SECONDS) if self._by_kernel else self._poll
+            if wait:
+                stop.wait(wait)
         return Allowance(0)
 
     def ended(self, allowed: Allowance) -> bool | None:
@@ -305,7 +320,7 @@ class GatePacer:
         """What may go now, or for how many seconds there is nothing to look for."""
         opening, now = self._gate.read(), self._clock_ns()
         if opening is None or all(now >= deadline for _, deadline, _ in opening.windows):
-            return None, self._poll  # closed, or left open by a trainer that is dead
+            return None, _UNTIL_OPEN  # closed, or left open by a trainer that is dead
         self._seen_ns = now
         if opening.number != self._number:
             if self._idle:  # a frame that was stuck once must not be what all others are measured by

@@ -104,9 +104,9 @@ def _plain(value: Any, place: str, enums: Mapping[type[Enum], str]) -> Any:
         raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
         return _extension(_TENSOR, [str(dense.dtype).removeprefix("torch."), list(dense.shape), raw])
     if kind is tuple:
-        return _extension(_TUPLE, [_plain(part, f"{place}[{i}]", enums) for i, part in enumerate(value)])
+        return _extension(_TUPLE, _parts(value, place, enums))
     if kind is list:
-        return [_plain(part, f"{place}[{i}]", enums) for i, part in enumerate(value)]
+        return _parts(value, place, enums)
     if kind is dict:
         if all(type(key) is str or _is_word(key) for key in value):
             return {key: _plain(part, f"{place}[{key!r}]", enums) for key, part in value.items()}
@@ -117,6 +117,12 @@ def _plain(value: Any, place: str, enums: Mapping[type[Enum], str]) -> Any:
         f"{place}: a {type(value).__module__}.{type(value).__qualname__} cannot be captured as small state; "
         "make it plain values, tensors or arrays in the adapter"
     )
+
+
+def _parts(value: Sequence[Any], place: str, enums: Mapping[type[Enum], str]) -> list[Any]:
+    if set(map(type, value)) == {int} and min(value) >= _LEAST and max(value) <= _MOST:
+        return list(value)  # Python's generator alone has 625 words, at every version point
+    return [_plain(part, f"{place}[{i}]", enums) for i, part in enumerate(value)]
 
 
 def _pairs(value: Mapping[Any, Any], place: str, enums: Mapping[type[Enum], str]) -> list[list[Any]]:

@@ -1,0 +1,69 @@
+"""A word that another process changes wakes who waits for it, and nothing is missed in between."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ft_plugins.bubbles import futex
+from ft_plugins.bubbles.futex import POLL_SECONDS, Word
+
+LONG = 20.0  # seconds: nobody waits for so long
+
+
+@pytest.fixture
+def words() -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, 4096), dtype=np.uint64)
+
+
+def test_a_change_by_another_process_ends_the_wait(words: np.ndarray) -> None:
+    word, began = Word(words, 3), time.monotonic()
+    ready, go = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(ready, 1)
+        words[3] = 7
+        Word(words, 3).wake()
+        os._exit(0)
+    os.write(go, b"1")
+    while words[3] != 7:
+        word.wait(0, LONG)
+    assert time.monotonic() - began < LONG
+    os.waitpid(pid, 0)
+    for end in (ready, go):
+        os.close(end)
+
+
+def test_a_word_that_has_changed_already_is_not_waited_for(words: np.ndarray) -> None:
+    words[3] = 5
+    began = time.monotonic()
+    assert Word(words, 3).wait(4, LONG) == 0.0
+    assert time.monotonic() - began < LONG
+
+
+def test_a_wait_is_over_after_its_time(words: np.ndarray) -> None:
+    began = time.monotonic()
+    assert Word(words, 3).wait(0, 0.05) == 0.0
+    assert 0.04 < time.monotonic() - began < LONG
+
+
+def test_other_threads_run_while_one_waits(words: np.ndarray) -> None:
+    done = threading.Event()
+    waiter = threading.Thread(target=lambda: (Word(words, 0).wait(0, LONG), done.set()))
+    waiter.start()
+    words[0] = 1
+    while not done.wait(0.01):  # it may have looked before, and not waited yet
+        Word(words, 0).wake()
+    waiter.join(LONG)
+
+
+def test_without_a_futex_it_is_looked_at_again_and_again(words: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futex, "_futex", None)
+    word = Word(words, 0)
+    word.wake()
+    assert word.wait(0, 1.0) == POLL_SECONDS and word.wait(0, 0.001) == 0.001
