@@ -6,8 +6,9 @@ A specification is `point@condition,...:action`, several joined by `;`. Conditio
 reports, the ambient ones (`rank`, `restart`) and `hit` (how often this process has reached the point, from 1) as text;
 `iteration%500=0` compares the remainder. All must hold; the first fault that applies acts. Actions: `kill` (SIGKILL to
 self), `stop` (SIGSTOP to self), `exit` (status 1), `raise` (RuntimeError); any other word is returned to the point,
-which knows what it means (`inf` at `update.begin`, `skip` at `fence.kill`, numbers in `corruption`). Example, a kill in
-the sixth iteration of rank 3, in the first incarnation only: `iteration.forward@iteration=6,rank=3,restart=0:kill`.
+which knows what it means (`inf` at `update.begin`, `skip` at `fence.kill`, `hold` at `exchange.frame`, numbers in
+`corruption`). Example, a kill in the sixth iteration of rank 3, in the first incarnation only:
+`iteration.forward@iteration=6,rank=3,restart=0:kill`.
 """
 
 from __future__ import annotations

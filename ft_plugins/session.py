@@ -23,6 +23,7 @@ from . import faults
 from .bubbles.clock import clock_of
 from .bubbles.profile import Phase, Profiler, Profiling
 from .bubbles.record import Recorder, Several
+from .bubbles.shown import shown
 from .config import Config, LaunchContext, PaftConfig, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
@@ -124,13 +125,17 @@ class Session:
 
     def _plan_bubbles(self, baft: Baft, profile: Profile) -> None:
         """At the end of an iteration: whatever goes wrong, training goes on, and copies go by rate."""
+        rank = self._host.rank
         try:
             plan = baft.plan(profile)
+            if plan is not None:
+                (own,) = (sender for sender in plan.senders if sender.transfer.sender == rank)
+                self._events.emit("baft.timeline", **shown(profile.timelines[rank], profile.bubbles(rank), own))
         except Exception as error:
             baft.let_go()
             self._report_no_profile(f"bubbles could not be planned: {type(error).__name__}: {error}")
             return
-        if plan is not None and self._host.rank == 0:
+        if plan is not None and rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
 
     def _report_no_profile(self, reason: str) -> None:

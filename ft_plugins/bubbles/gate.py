@@ -48,6 +48,7 @@ _MOVED, _PLANNED = _SEAL + 1, _SEAL + 2
 GATE_BYTES = 8 * (_PLANNED + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
+MOST_FILLED = 32  # bubbles of which is told how much went in them
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
 _FADES = 0.9  # what frames before still count for, one later
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
@@ -212,7 +213,7 @@ class GatePacer:
     Where gates are opened and nothing goes (bubbles are shorter than planned, the machine is too busy to meet them), a
     copy must not stop for ever: after STARVED_OPENINGS frames go all the same, in a TRICKLE of the time. Never while a
     gate is held. `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was
-    closed; `rate_bytes` by a rate.
+    closed; `rate_bytes` by a rate. `filled` has those of each bubble.
     """
 
     def __init__(
@@ -238,6 +239,7 @@ class GatePacer:
         self._fed_ns = self._seen_ns  # when the gate let something go, was held, or nobody had wanted
         self._fed_at = gate.openings  # how many there had been then
         self._trickle_ns = 0  # not before
+        self._before = self._fed_at  # openings of trainers before: those of this one come after
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self._moved = 0.0  # bytes of the frames before, the last ones most
         self._took = 0.0  # nanoseconds, likewise
@@ -245,6 +247,7 @@ class GatePacer:
         self.inside_bytes = 0
         self.late_bytes = 0
         self.rate_bytes = 0
+        self._filled: dict[int, int] = {}  # of `inside_bytes`, by bubble
 
     @property
     def planned(self) -> int:
@@ -259,7 +262,8 @@ class GatePacer:
                 allowed, wait = self._look(nbytes)
                 if allowed is None and self._starved():
                     allowed = Allowance(min(nbytes, self._least))
-                silent = self._number is None or self._clock_ns() - self._seen_ns > self._patience_ns
+                none = self._number is None and self._gate.openings == self._before
+                silent = none or self._clock_ns() - self._seen_ns > self._patience_ns
             if allowed is None and silent and self._otherwise is not None:
                 allowed = self._otherwise.take(nbytes, stop)
             if allowed is not None:
@@ -288,6 +292,8 @@ class GatePacer:
             inside = stands and now <= allowed.deadline_ns
             if inside:
                 self.inside_bytes += allowed.nbytes
+                bubble = opening.bubble if opening is not None else STEADY
+                self._filled[bubble] = self._filled.get(bubble, 0) + allowed.nbytes
             else:
                 self.late_bytes += allowed.nbytes
             return inside
@@ -303,6 +309,12 @@ class GatePacer:
             return False
         self._trickle_ns = now + _UNASKED_NS  # until it is through
         return True
+
+    def filled(self, most: int = MOST_FILLED) -> list[tuple[int, int]]:
+        """(bubble, bytes) of those in which most has gone, by bubble."""
+        with self._lock:
+            found = sorted(self._filled.items(), key=lambda one: -one[1])[:most]
+        return sorted(found)
 
     def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
         """What may go now, or for how many seconds there is nothing to look for."""

@@ -131,8 +131,9 @@ def plan_recovery(
     """
     facts, nodes = _without_void(facts, nodes)
     own = {rank.rank: {v for v in rank.holds() if (rank.rank, v) not in corrupt} for rank in facts}
-    # a segment made just now knows nothing of what its rank had reached; where a rank has moved, its old one does
-    reached = {rank.rank: rank.completed for rank in facts if rank.lineage or rank.completed}
+    # a segment made just now, and one put back together, knows nothing of what its rank had reached; where a rank has
+    # moved, its old one does
+    reached = {r.rank: r.completed for r in facts if r.completed or (r.lineage and not r.holds())}
     for rank, iteration in ((rank, done) for node in nodes for rank, done in node.completed.items() if done):
         reached[rank] = max(iteration, reached.get(rank, 0))
     lineage = 1 + max([rank.lineage for rank in facts] + [node.lineage for node in nodes])

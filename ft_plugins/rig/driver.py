@@ -1,5 +1,9 @@
 """One job under `ft-run`, driven from outside: started, followed through what it writes, struck, ended, cleaned up.
 
+    one node     ft-run as on a workstation
+    several      an ft-run each, told apart by names and by addresses of the loopback device, which know each other by a
+                 secret in a file of mode 0600; a node that is killed is gone with its memory, a fresh one takes over
+
 Invariant: nothing of a driven job outlives its `release`: ft-run, trainers, SMP, segments and run directory are gone,
 however the job ended; every wait is bounded. The driver takes no part in the job: it reads its files, sends signals and
 notes in the events of the job when it did.
@@ -9,33 +13,28 @@ In: a command for ft-run. Out: `Progress` while it runs; events and losses.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import signal
-import subprocess
-import sys
+import secrets
+import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import psutil
 
-from ..config import run_directory
 from ..errors import FtError
-from ..events import Event, Events, file_sink, read
-from ..smp import liveness
-from ..smp.client import Client
-from ..snapshot import segment as segments
-from .report import KILL, Loss, read_losses
+from ..events import Event
+from .driven import DrivenNode, GrowingLines
+from .report import KILL, NOTICED, Loss, read_losses
 
 NODE = "node0"
-_END_SECONDS = 20.0  # for ft-run to end its workers after SIGTERM
-_GONE_SECONDS = 10.0  # for what was killed to be gone
+_NETWORK = "127.77.1"  # of the loopback device: every machine has it, and nobody needs a right for it
+_HOSTS = 8  # addresses that the nodes of a job and their substitutes may have
+_DEVICE = "lo"
 
 
 class DriveError(FtError):
@@ -64,49 +63,36 @@ class Progress:
     seconds: float  # since the start
 
 
-class GrowingLines:
-    """The complete lines of a growing file, each once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
-
-    def new(self) -> list[dict[str, Any]]:
-        """What was added since the last call; a line still being written is left for the next one."""
-        if not self._path.exists():
-            return []
-        with open(self._path, "rb") as file:
-            file.seek(self._read)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
-
-
 class Drive:
     """A job that is run in `folder`. Use as a context manager: leaving it releases everything."""
 
-    def __init__(self, job: str, arguments: Sequence[str], folder: Path, loss_log: Path, iterations: int) -> None:
-        """Start `ft-run <arguments>`; its output goes to `folder`/output.log. `loss_log` must not exist yet."""
+    def __init__(
+        self, job: str, arguments: Sequence[str], folder: Path, loss_log: Path, iterations: int, nodes: int = 1
+    ) -> None:
+        """Start `ft-run <arguments>`, on each of `nodes`; its output goes to `folder`/output.log, of several nodes to
+        `folder`/<node>/output.log. `loss_log` must not exist yet."""
         self.job, self.folder, self.loss_log, self.iterations = job, folder, loss_log, iterations
-        self.log = folder / "output.log"
-        self.run_dir = run_directory(job, NODE)
         self.began = time.time()
         self.ended = self.began
-        self._events = GrowingLines(self.run_dir / "events.jsonl")
+        self._arguments = tuple(arguments)
         self._losses = GrowingLines(loss_log)
-        self._note = Events(NODE)
-        self._note.subscribe(file_sink(self.run_dir / "events.jsonl"))
-        self._trainers: dict[int, int] = {}  # pid by rank, of the running incarnation
-        self._token = 0
         self._progress = Progress(Phase.STARTING, 0, None, 0, 0.0)
         self._moved = time.monotonic()
-        command = [str(Path(sys.executable).with_name("ft-run")), "--ftp-job", job, "--ftp-node-name", NODE, *arguments]
-        with open(self.log, "wb") as log:
-            # A session of its own: Ctrl-C reaches the driver only, which then ends the job in order.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self._nodes: list[DrivenNode] = []  # also those that are gone
+        self._count = nodes
+        self._endpoint = ""
+        self._secret = folder / "secret"
+        try:
+            if nodes == 1:
+                self._nodes.append(DrivenNode(job, NODE, folder, self._arguments))
+            else:
+                self._endpoint = _endpoint()
+                _write_secret(self._secret)
+                for _ in range(nodes):
+                    self._start_node()
+        except BaseException:
+            self.release()
+            raise
 
     def __enter__(self) -> Drive:
         return self
@@ -116,43 +102,49 @@ class Drive:
     ) -> None:
         self.release()
 
+    @property
+    def log(self) -> Path:
+        """The output of the first node, or of the one that has failed."""
+        failed = [node for node in self._alive if node.status]
+        return (failed or self._alive)[0].log
+
+    @property
+    def run_dir(self) -> Path:
+        """Of the first node."""
+        return self._nodes[0].run_dir
+
     def follow(self, seconds: float, patience: float) -> Progress:
         """Look at the job once more, after `seconds` or as soon as it has ended.
 
         Raises DriveError when it ended with an error, or wrote nothing new for `patience` seconds.
         """
-        try:
-            status: int | None = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
+        next((node for node in self._alive if node.status is None), self._alive[0]).wait(seconds)
+        statuses = [node.status for node in self._alive]
         before = self._progress
         phase, iteration, loss = before.phase, before.iteration, before.loss
-        events = self._events.new()
-        for entry in events:
-            match entry["name"]:
-                case "rank.attach":
-                    if entry["token"] != self._token:
-                        self._token, self._trainers = entry["token"], {}
-                    self._trainers[entry["rank"]] = entry["pid"]
-                case "worker.failed":
-                    phase, self._trainers = Phase.RESTARTING, {}
+        events = [entry for node in self._alive for entry in node.look()]
+        if any(entry["name"] in NOTICED for entry in events):
+            phase = Phase.RESTARTING
         losses = self._losses.new()
         for entry in losses:
             iteration, loss = entry["iteration"], entry["loss"]
-        if losses and self._trainers:
+        attached = sum(len(node.trainers) for node in self._alive)
+        if losses and attached:
             phase = Phase.ENDING if iteration >= self.iterations else Phase.TRAINING
         if events or losses:
             self._moved = time.monotonic()
-        if status is not None:
+        ended = all(status == 0 for status in statuses)
+        failed = [(node, status) for node, status in zip(self._alive, statuses, strict=True) if status]
+        if ended or failed:
             self.ended = time.time()
-            phase = Phase.DONE if status == 0 else Phase.FAILED
-        elapsed = (self.ended if status is not None else time.time()) - self.began
-        self._progress = Progress(phase, iteration, loss, len(self._trainers), elapsed)
-        if status:
+            phase = Phase.FAILED if failed else Phase.DONE
+        elapsed = (self.ended if ended or failed else time.time()) - self.began
+        self._progress = Progress(phase, iteration, loss, attached, elapsed)
+        for node, status in failed:
             raise DriveError(
-                f"ft-run ended with status {status} in iteration {iteration + 1}, expected 0; see {self.log}"
+                f"ft-run ended with status {status} in iteration {iteration + 1}, expected 0; see {node.log}"
             )
-        if status is None and time.monotonic() - self._moved > patience:
+        if not ended and time.monotonic() - self._moved > patience:
             raise DriveError(f"the job stands still in {phase.value} for {patience:.0f} s; see {self.log}")
         return self._progress
 
@@ -161,21 +153,33 @@ class Drive:
 
         Raises DriveError when that rank is not running.
         """
-        pid = self._trainers.get(rank, 0)
+        node = next((node for node in self._alive if rank in node.trainers), self._alive[0])
+        pid = node.trainers.get(rank, 0)
         try:
             trainer = psutil.Process(pid)
-            if self._process.pid not in {parent.pid for parent in trainer.parents()}:
+            if node.pid not in {parent.pid for parent in trainer.parents()}:
                 raise DriveError(f"rank {rank} should be process {pid}, but that is none of this job's")
-            self._note.emit(KILL, rank=rank, signal="SIGKILL", iteration=self._progress.iteration, killed_pid=pid)
+            node.note(KILL, rank=rank, signal="SIGKILL", iteration=self._progress.iteration, killed_pid=pid)
             trainer.kill()  # checks that the number was not given to another process meanwhile
         except psutil.NoSuchProcess as error:
             raise DriveError(f"rank {rank} cannot be killed: it is not running (pid {pid})") from error
         return pid
 
+    def kill_node(self) -> tuple[str, str]:
+        """Lose the last node with all of its processes and memory, note so in the events of the first, and start a
+        fresh one in its place. Returns the names of both."""
+        lost = self._alive[-1]
+        ranks = sorted(lost.trainers)
+        self._alive[0].note(
+            KILL, lost=lost.name, ranks=ranks, signal="SIGKILL", iteration=self._progress.iteration,
+            killed_pid=lost.pid,
+        )  # fmt: skip
+        lost.destroy()
+        return lost.name, self._start_node().name
+
     def events(self) -> tuple[Event, ...]:
-        """All events of the job so far, in the order in which they were written."""
-        kept = self.folder / "events.jsonl"
-        return tuple(read(kept if kept.exists() else self.run_dir / "events.jsonl"))
+        """All events of the job so far, of all its nodes, in the order in which they were written."""
+        return tuple(sorted((e for node in self._nodes for e in node.events()), key=lambda event: event.time))
 
     def losses(self) -> tuple[Loss, ...]:
         """The loss log so far."""
@@ -183,42 +187,47 @@ class Drive:
 
     def tail(self, lines: int = 25) -> str:
         """The last lines of the job's output."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return (next((node for node in self._alive if node.status), self._alive[0])).tail(lines)
 
     def release(self) -> None:
         """End ft-run, trainers and SMP, free the snapshot memory, keep the events in `folder`. Idempotent, bounded."""
-        self._end_launcher()
-        if not self.run_dir.exists():
-            return
-        self._end_smp()
-        for name in ("events.jsonl", "smp.log"):
-            if (self.run_dir / name).exists():
-                shutil.copyfile(self.run_dir / name, self.folder / name)
-        shutil.rmtree(self.run_dir)
-        if not any(self.run_dir.parent.iterdir()):
-            self.run_dir.parent.rmdir()
+        self._secret.unlink(missing_ok=True)
+        with ExitStack() as nodes:  # each of them, whatever goes wrong with another
+            for node in self._alive:
+                nodes.callback(node.release)
 
-    def _end_launcher(self) -> None:
-        trainers = [(pid, liveness.started(pid)) for pid in self._trainers.values()]
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)  # its workers have asked the kernel to follow it
-                self._process.wait(_GONE_SECONDS)
-            liveness.kill_and_wait(trainers, _GONE_SECONDS)
+    @property
+    def _alive(self) -> list[DrivenNode]:
+        return [node for node in self._nodes if not node.lost]
 
-    def _end_smp(self) -> None:
-        """By request; an SMP that does not answer is killed. Its segments are removed either way."""
-        lock = self.run_dir / "smp.lock"
-        if liveness.held(lock):
-            pid = int(lock.read_text() or 0)
-            process = (pid, liveness.started(pid))
-            try:
-                with Client(self.run_dir, timeout=_GONE_SECONDS) as client:
-                    client.end()
-            except FtError as error:
-                self._note.emit("smp.killed", killed_pid=pid, reason=str(error))
-            liveness.kill_and_wait([process], _GONE_SECONDS)
-        segments.remove(self.job, NODE)
+    def _start_node(self) -> DrivenNode:
+        """One more node of a job on several, or a substitute, with the next address."""
+        number = len(self._nodes)
+        if number >= _HOSTS:
+            raise DriveError(f"a driven job has at most {_HOSTS} nodes, substitutes included")
+        address = f"{_NETWORK}.{number + 1}"
+        words = [
+            *("--nnodes", str(self._count), "--rdzv-endpoint", self._endpoint, "--local-addr", address),
+            *("--ftp-secret-file", str(self._secret), *self._arguments),
+        ]
+        name = f"node{number}"
+        node = DrivenNode(self.job, name, self.folder / name, words, {"GLOO_SOCKET_IFNAME": _DEVICE})
+        self._nodes.append(node)
+        return node
+
+
+def _endpoint() -> str:
+    """Where nodes meet: any of them that lives will do."""
+    with socket.socket() as found:
+        found.bind((f"{_NETWORK}.1", 0))
+        port = found.getsockname()[1]
+    return ",".join(f"{_NETWORK}.{host + 1}:{port}" for host in range(_HOSTS))
+
+
+def _write_secret(path: Path) -> None:
+    """By which the nodes know each other: nobody else may read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))

@@ -85,6 +85,14 @@ class MultiNodeJob:
                 BOUND,
             )
 
+    def until_captured(self, name: str, iteration: int) -> None:
+        """Until a rank of a node has captured at least this iteration."""
+        wait_for(
+            self.nodes[name].spec.run_dir / "events.jsonl",
+            lambda lines: any(e["name"] == "capture.commit" and e["iteration"] >= iteration for e in lines),
+            BOUND,
+        )
+
     def destroy(self, name: str) -> None:
         """Lose a node whole: all of its processes and memory."""
         destroy(self.nodes.pop(name))

@@ -46,7 +46,8 @@ def _title(report: Report) -> str:
         lost = {0: "no iteration", 1: "one iteration"}.get(
             report.iterations_lost or 0, f"{report.iterations_lost} iterations"
         )
-        return f"One process killed, {lost} lost, final state identical bit for bit"
+        what = "node" if "lost" in report.killed else "process"
+        return f"One {what} killed, {lost} lost, final state identical bit for bit"
     return "Survival is not proven: " + report.unproven[0]
 
 
@@ -55,7 +56,7 @@ def _draw_losses(axes: Any, failed: Run, unfailed: Run, killed: float | None) ->
     _line(axes, unfailed.began, list(unfailed.losses), color=UNFAILED, label="unfailed run", **style)
     before = [entry for entry in failed.losses if killed is None or entry.time < killed]
     after = [entry for entry in failed.losses if killed is not None and entry.time >= killed]
-    _line(axes, failed.began, before, color=FAILED, label="run with one process killed", **style)
+    _line(axes, failed.began, before, color=FAILED, label="run with one kill", **style)
     _line(axes, failed.began, after, color=FAILED, **style)
     if before and after:
         gap = [before[-1], after[0]]
@@ -69,7 +70,7 @@ def _line(axes: Any, began: float, losses: list[Loss], **style: Any) -> None:
 def _draw_failure(axes: Any, failed: Run, report: Report, killed: float) -> None:
     at = killed - failed.began
     axes.axvline(at, color=FAILURE, linewidth=1.4)
-    seconds, text = report.seconds, f"SIGKILL of rank {report.killed['rank']}"
+    seconds, text = report.seconds, f"SIGKILL of {report.struck}"
     if seconds.down is not None:
         axes.axvspan(at, at + seconds.down, color=FAILURE, alpha=0.07, linewidth=0)
     parts = (("detect", seconds.detect), ("restart", seconds.restart), ("load", seconds.load))

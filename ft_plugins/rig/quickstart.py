@@ -1,12 +1,14 @@
 """The main job, proven: pretrain a small GPT twice, kill one process of the second run, compare what the runs ended in.
 
     python -m ft_plugins.rig.quickstart [--framework megatron|deepspeed] [--data FILE] [--iterations N] [--out DIR]
+                                        [--baft]    on two nodes, emulated here: one of them is killed whole
 
 Invariant: the exit status is 0 only if the killed run restored exactly once, from memory, and ended bit for bit where
 the other one ended. Both runs go through `ft-run` as users start it; the kill comes from outside; whatever happens,
 nothing of the runs is left behind but the files in the output folder.
 
-In: a text file, or nothing. Out: table, report.json, report.png, and one folder of logs for each run.
+In: a text file, or nothing. Out: table, report.json, report.png, with --baft bubbles.png, and one folder of logs for
+each run.
 """
 
 from __future__ import annotations
@@ -25,25 +27,34 @@ from typing import Any
 
 from rich.console import Console
 
+from ..config import Config
 from ..errors import ConfigError, FtError
+from .bubble_rows import draw_bubbles
+from .bubble_use import bubble_use
 from .display import Display, display_on
 from .driver import Drive, DriveError, Phase
 from .picture import draw
-from .report import Report, Run, make_report, table, verdict
+from .report import EvidenceError, Report, Run, make_report, table, verdict
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}
-TP, PP, DP = 2, 2, 2
-RANKS = TP * PP * DP
+RANKS = 8
+USUAL, WITH_BAFT = (2, 2, 2), (1, 4, 2)  # tp, pp, dp; of two stages hardly any time is idle on both sides
 FAILED_STATUS = 1
-REPORT, PICTURE, SETTINGS = "report.json", "report.png", "deepspeed.json"
+REPORT, PICTURE, BUBBLES, SETTINGS = "report.json", "report.png", "bubbles.png", "deepspeed.json"
+BAFT_NODES = 2
+LINK_MBPS = 200.0  # that bubbles are planned with: of a cluster's links the share that a model of this size has
+PROFILED = 4  # iterations from which bubbles are planned
+_KILLED_RANK = 5
 _LOOK_SECONDS = 0.2
 _WRITTEN = ("output.log", "loss.jsonl", "events.jsonl", "smp.log", "state-*.json")
+_OF_NODES = ("node*/output.log", "node*/events.jsonl", "node*/smp.log")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. The process of `rank` is killed once iteration `kill_at` is logged.
+    """What is run. The process of `rank`, or a whole node where that is None, is killed once iteration `kill_at` is
+    logged.
 
     Megatron's example is protected by flags, DeepSpeed's by the block in `settings`, its configuration.
     """
@@ -52,11 +63,17 @@ class Plan:
     out: Path
     iterations: int
     kill_at: int
-    rank: int
+    rank: int | None
     patience: float  # seconds without anything new after which a run counts as hung
     job: tuple[str, ...]  # flags of the example
     framework: str = "megatron"
     settings: dict[str, Any] | None = None
+    nodes: int = 1  # several: with BAFT
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sizes of tensor, pipeline and data parallelism."""
+        return WITH_BAFT if self.nodes > 1 else USUAL
 
     @property
     def example(self) -> Path:
@@ -66,7 +83,10 @@ class Plan:
     def arguments(self, folder: Path) -> list[str]:
         """The command line for ft-run of a run in `folder`."""
         flags = ["--reft", "--reft-interval", "1", "--ftp-orphan-seconds", "60"] if self.settings is None else []
-        words = ["--nproc-per-node", str(RANKS), *flags, str(self.example), *self.job]
+        if self.settings is None and self.nodes > 1:
+            block = Config.from_json({"baft": baft_block()})
+            flags += block.flags()
+        words = ["--nproc-per-node", str(RANKS // self.nodes), *flags, str(self.example), *self.job]
         words += ["--deepspeed_config", str(self.out / SETTINGS)] if self.settings is not None else []
         words += ["--iterations", str(self.iterations)]
         words += ["--loss-log", str(folder / "loss.jsonl"), "--state-digest", str(folder / "state-")]
@@ -84,19 +104,29 @@ def parse(argv: Sequence[str]) -> Plan:
     parser.add_argument("--data", type=Path, help="any text file (default: the sources of Python's standard library)")
     parser.add_argument("--iterations", type=int, default=80, help="iterations of each run (default %(default)s)")
     parser.add_argument("--kill-at", type=int, help="kill once this iteration is logged (default: half of them)")
-    parser.add_argument("--kill-rank", type=int, default=5, help="whose process is killed (default %(default)s)")
+    parser.add_argument(
+        "--baft",
+        action="store_true",
+        help="on two nodes (emulated), with copies on the other one, sent in the bubbles of the pipeline; bubbles.png",
+    )
+    parser.add_argument(
+        "--kill-rank",
+        type=int,
+        help=f"whose process is killed (default {_KILLED_RANK}; with --baft: a node is killed, with its memory)",
+    )
     parser.add_argument("--out", type=Path, default=Path("quickstart-out"), help="folder (default %(default)s)")
     parser.add_argument(
         "--patience", type=float, default=240.0, help="seconds without progress until a run is given up"
     )
     parser.add_argument("--quick", action="store_true", help="a smaller model and 12 iterations: to see it work")
     options = parser.parse_args(argv)
-    iterations = 12 if options.quick else options.iterations
+    iterations = (30 if options.baft else 12) if options.quick else options.iterations
     kill_at = iterations // 2 if options.kill_at is None else options.kill_at
     if not 2 <= kill_at <= iterations - 2:
         raise ConfigError(f"--kill-at {kill_at}: expected 2 to {iterations - 2}, of {iterations} iterations")
-    if not 0 <= options.kill_rank < RANKS:
-        raise ConfigError(f"--kill-rank {options.kill_rank}: expected 0 to {RANKS - 1}")
+    rank = _KILLED_RANK if options.kill_rank is None and not options.baft else options.kill_rank
+    if rank is not None and not 0 <= rank < RANKS:
+        raise ConfigError(f"--kill-rank {rank}: expected 0 to {RANKS - 1}")
     if options.data is not None and (not options.data.is_file() or not options.data.stat().st_size):
         raise ConfigError(
             f"--data {options.data}: expected a text file with something in it; leave it out for a default"
@@ -107,25 +137,33 @@ def parse(argv: Sequence[str]) -> Plan:
         out=options.out.resolve(),
         iterations=iterations,
         kill_at=kill_at,
-        rank=options.kill_rank,
+        rank=rank,
         patience=options.patience,
-        job=deepspeed_flags(options.quick) if deepspeed else job_flags(options.quick),
+        job=(deepspeed_flags if deepspeed else job_flags)(options.quick, *(WITH_BAFT if options.baft else USUAL)),
         framework=options.framework,
-        settings=deepspeed_settings(options.quick) if deepspeed else None,
+        settings=deepspeed_settings(options.quick, options.baft) if deepspeed else None,
+        nodes=BAFT_NODES if options.baft else 1,
     )
     if not plan.example.is_file():
         raise ConfigError(f"{plan.example} is missing: the quickstart runs from a checkout of the project")
     return plan
 
 
-def deepspeed_flags(quick: bool) -> tuple[str, ...]:
+def deepspeed_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
     """The same model as a PipelineModule, in sizes that two cores can bear."""
-    sizes = {"--tp": TP, "--pp": PP, "--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
+    sizes = {"--tp": tp, "--pp": pp, "--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
     return tuple(word for name, size in sizes.items() for word in (name, str(size)))
 
 
-def deepspeed_settings(quick: bool) -> dict[str, Any]:
+def baft_block() -> dict[str, Any]:
+    """BAFT's keys."""
+    return {"link_mbps": LINK_MBPS, "profile_iterations": PROFILED}
+
+
+def deepspeed_settings(quick: bool, baft: bool) -> dict[str, Any]:
     """DeepSpeed's configuration: bf16 with ZeRO-1, and what protects the job."""
+    block: dict[str, Any] = {"reft": {"interval": 1}, "orphan_seconds": 60.0}
+    block |= {"baft": baft_block()} if baft else {}
     batch, micro = (16, 2) if quick else (64, 8)
     return {
         "train_batch_size": batch,
@@ -136,15 +174,15 @@ def deepspeed_settings(quick: bool) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1},
         "steps_per_print": 1_000_000,
-        "ft_plugins": {"reft": {"interval": 1}, "orphan_seconds": 60.0},
+        "ft_plugins": block,
     }
 
 
-def job_flags(quick: bool) -> tuple[str, ...]:
+def job_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
     """The job: distributed optimizer, bf16, dropout on, sizes that two cores can bear."""
     sizes = {"--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
     sizes |= {"--global-batch": 16, "--micro-batch": 2} if quick else {"--global-batch": 64, "--micro-batch": 8}
-    flags = ["--tp", str(TP), "--pp", str(PP), "--bf16", "--distributed-optimizer", "--lr", "1e-3", "--warmup", "5"]
+    flags = ["--tp", str(tp), "--pp", str(pp), "--bf16", "--distributed-optimizer", "--lr", "1e-3", "--warmup", "5"]
     return (*flags, *(word for name, size in sizes.items() for word in (name, str(size))))
 
 
@@ -152,12 +190,12 @@ def run(plan: Plan, name: str, title: str, kill: bool, display: Display) -> Run:
     """One run of the job, from start to cleaned up. Raises DriveError, with the job's last output in the message."""
     folder = plan.out / name
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in _WRITTEN:
+    for pattern in (*_WRITTEN, *_OF_NODES):
         for stale in folder.glob(pattern):
             stale.unlink()
     display.begin(title, plan.iterations)
     job = f"quickstart-{getpid()}-{name}"
-    with Drive(job, plan.arguments(folder), folder, folder / "loss.jsonl", plan.iterations) as drive:
+    with Drive(job, plan.arguments(folder), folder, folder / "loss.jsonl", plan.iterations, plan.nodes) as drive:
         try:
             follow(drive, plan, kill, display)
         except DriveError as error:
@@ -171,12 +209,20 @@ def follow(drive: Drive, plan: Plan, kill: bool, display: Display) -> None:
     while (progress := drive.follow(_LOOK_SECONDS, plan.patience)).phase is not Phase.DONE:
         display.show(progress)
         if not struck and progress.phase is Phase.TRAINING and progress.iteration >= plan.kill_at:
-            pid = drive.kill(plan.rank)
-            display.say(f"SIGKILL sent to rank {plan.rank} (pid {pid}) after iteration {progress.iteration} was logged")
+            display.say(f"{strike(drive, plan)} after iteration {progress.iteration} was logged")
             struck = True
     display.show(progress)
     if not struck:
         raise DriveError(f"the job ended before iteration {plan.kill_at} was seen: nobody was killed; see {drive.log}")
+
+
+def strike(drive: Drive, plan: Plan) -> str:
+    """Kill what the plan says; what was done. Raises DriveError."""
+    if plan.rank is not None:
+        pid = drive.kill(plan.rank)
+        return f"SIGKILL sent to rank {plan.rank} (pid {pid})"
+    lost, fresh = drive.kill_node()
+    return f"SIGKILL sent to all of {lost}, its memory wiped, {fresh} started in its place,"
 
 
 def read_digests(folder: Path) -> dict[str, str]:
@@ -194,7 +240,7 @@ def prove(plan: Plan, console: Console, display: Display) -> Report:
     """Both runs, then the comparison. Raises FtError."""
     try:
         plan.out.mkdir(parents=True, exist_ok=True)
-        for name in (REPORT, PICTURE):  # of an earlier start, which must not pass for this one's
+        for name in (REPORT, PICTURE, BUBBLES):  # of an earlier start, which must not pass for this one's
             (plan.out / name).unlink(missing_ok=True)
         if plan.settings is not None:
             (plan.out / SETTINGS).write_text(json.dumps(plan.settings, indent=1) + "\n")
@@ -207,7 +253,15 @@ def prove(plan: Plan, console: Console, display: Display) -> Report:
     (plan.out / REPORT).write_text(report.json() + "\n")
     draw(failed, unfailed, report, plan.out / PICTURE)
     console.print(table(report))
+    use = bubble_use(unfailed.events)
+    if use is not None:
+        draw_bubbles(use, plan.out / BUBBLES)
+        console.print(f"{use.sending.line()} (in the unfailed run).", highlight=False, soft_wrap=True)
+    elif plan.nodes > 1:
+        raise EvidenceError(f"no bubbles were planned in the unfailed run: see {plan.out / 'unfailed'}")
     console.print(f"report: {plan.out / REPORT}\npicture: {plan.out / PICTURE}", highlight=False, soft_wrap=True)
+    if use is not None:
+        console.print(f"bubbles: {plan.out / BUBBLES}", highlight=False, soft_wrap=True)
     return report
 
 
@@ -237,8 +291,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with raising_signals():
             plan = parse(sys.argv[1:] if argv is None else argv)
             display = display_on(console, RANKS)
+            tp, pp, dp = plan.shape
             display.say(
-                f"A GPT on {plan.data or 'the sources of Python'}: TP{TP} x PP{PP} x DP{DP} = {RANKS} processes, "
+                f"A GPT on {plan.data or 'the sources of Python'}: TP{tp} x PP{pp} x DP{dp} = {RANKS} processes"
+                f"{f' on {plan.nodes} emulated nodes' if plan.nodes > 1 else ''}, "
                 f"{plan.iterations} iterations, once without and once with a failure. Logs: {plan.out}"
             )
             report = prove(plan, console, display)

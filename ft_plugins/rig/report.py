@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -20,9 +20,11 @@ from rich.table import Table
 
 from ..errors import FtError
 from ..events import Event
+from .bubble_use import Sending, bubble_use
 
+NOTICED = ("worker.failed", "node.lost", "workers.restart")  # whichever comes first: a launcher knows of a failure
 MEMORY_TIERS = ("process", "node")  # as recovery names them; the third is storage
-KILL = "kill"  # emitted by whoever sends the signal, right before it
+KILL = "kill"  # emitted by whoever sends the signal, right before it; of a rank, or of the node in its field `lost`
 
 
 class EvidenceError(FtError):
@@ -94,7 +96,14 @@ class Report:
     final_loss_unfailed: float
     wall_seconds: float
     wall_seconds_unfailed: float
+    bubbles: Sending | None = None  # where copies went out in bubbles
+    bubbles_unfailed: Sending | None = None
     unproven: tuple[str, ...] = field(default=())  # what keeps this from being a proof, in sentences
+
+    @property
+    def struck(self) -> str:
+        """Whom the signal was sent to: 'rank 3', 'node1'."""
+        return str(self.killed["lost"]) if "lost" in self.killed else f"rank {self.killed['rank']}"
 
     @property
     def proven(self) -> bool:
@@ -136,7 +145,7 @@ def make_report(failed: Run, unfailed: Run) -> Report:
         differing=differing,
         losses_identical=losses_identical,
         iterations=failed.losses[-1].iteration,
-        iterations_lost=_largest(failed.events, "restore.done", "lost", int),
+        iterations_lost=_lost(failed.events, kills, source),
         restores=restores,
         scratch_restarts=scratch_restarts,
         restored_from=source,
@@ -152,6 +161,8 @@ def make_report(failed: Run, unfailed: Run) -> Report:
         final_loss_unfailed=unfailed.losses[-1].loss,
         wall_seconds=failed.ended - failed.began,
         wall_seconds_unfailed=unfailed.ended - unfailed.began,
+        bubbles=_sending(failed),
+        bubbles_unfailed=_sending(unfailed),
         unproven=tuple(_unproven(len(kills), differing, losses_identical, restores, scratch_restarts, source)),
     )
 
@@ -192,6 +203,13 @@ def same_losses(left: Iterable[Loss], right: Iterable[Loss]) -> bool:
     return max(first) == max(second) and all(len(first[k] | second[k]) == 1 for k in both)
 
 
+def _lost(events: Sequence[Event], kills: Sequence[Event], source: Version | None) -> int | None:
+    """As recovery counted, or more where more had been logged when the signal was sent."""
+    counted = _largest(events, "restore.done", "lost", int)
+    logged = kills[0].fields["iteration"] - source.iteration if kills and source is not None else 0
+    return None if counted is None else max(counted, logged)
+
+
 def restore_count(events: Iterable[Event]) -> int:
     """How many times the job was restored. Raises EvidenceError if some ranks were restored more often than others."""
     events = list(events)
@@ -215,7 +233,7 @@ def downtime(run: Run, killed: float | None) -> Seconds:
     if killed is None:
         return Seconds(None, None, None, None)
     after = [event for event in run.events if event.time >= killed]
-    seen = min((event.time for event in after if event.name == "worker.failed"), default=None)
+    seen = min((event.time for event in after if event.name in NOTICED), default=None)
     attached = max((event.time for event in after if event.name == "rank.attach"), default=None)
     going_on = min(
         (entry.time for entry in run.losses if attached is not None and entry.time >= attached), default=None
@@ -256,7 +274,8 @@ def committed(events: Iterable[Event]) -> list[tuple[float, int]]:
 
 def table(report: Report) -> Table:
     """The report for a terminal."""
-    grid = Table(title="One job, run twice: without a failure, and with one process killed")
+    what = "one node" if "lost" in report.killed else "one process"
+    grid = Table(title=f"One job, run twice: without a failure, and with {what} killed")
     grid.add_column("")
     grid.add_column("unfailed", justify="right")
     grid.add_column("killed once", justify="right", style="bold")
@@ -276,6 +295,7 @@ def table(report: Report) -> Table:
         ("to restart the ranks", "", _s(seconds.restart)),
         ("to load the state", "", _s(seconds.load)),
         ("kill to next iteration done", "", _s(seconds.down)),
+        *_bubble_rows(report),
         ("final state", "", "identical" if report.identical else f"{len(report.differing)} PARTS DIFFER"),
     ):
         grid.add_row(*row)
@@ -287,13 +307,35 @@ def verdict(report: Report) -> str:
     if report.proven:
         return (
             f"Both runs ended in identical parameters, optimizer state and losses, bit for bit: after a SIGKILL of "
-            f"rank {report.killed['rank']} and one restore from memory."
+            f"{report.struck} and one restore from memory."
         )
     if report.identical:
         return (
             "Both runs ended in identical parameters, but survival is not proven: " + "; ".join(report.unproven) + "."
         )
     return "The two runs did NOT end in identical state: " + "; ".join(report.unproven) + "."
+
+
+def _bubble_rows(report: Report) -> Iterable[tuple[str, str, str]]:
+    both = (report.bubbles_unfailed, report.bubbles)
+    if not any(both):
+        return
+
+    def row(name: str, shown: Callable[[Sending], str]) -> tuple[str, str, str]:
+        left, right = ("-" if one is None else shown(one) for one in both)
+        return name, left, right
+
+    yield row("bubbles, of an iteration", lambda one: f"{one.idle_share:.0%}")
+    yield row("a checkpoint on another node every", lambda one: "-" if one.every is None else f"{one.every:.1f} iter.")
+    yield row(
+        "of its bytes, sent in their bubble",
+        lambda one: "-" if one.in_bubble_share is None else f"{one.in_bubble_share:.0%}",
+    )
+
+
+def _sending(run: Run) -> Sending | None:
+    use = bubble_use(run.events)
+    return None if use is None else use.sending
 
 
 def _s(value: float | None) -> str:

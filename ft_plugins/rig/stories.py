@@ -13,6 +13,7 @@ The first line is the title, '#' begins a comment, every other line is a word an
     runs   with all configurations                                  not by default
 
     when   version 2 counts on every node                           the story waits until then
+    when   iteration 11 is captured on n0                           or a later one
     when   checkpoint 3 is complete                                 or a newer one
     when   the smp of n2 has stopped                                at its fault point
     when   the job has ended  |  the job is refused                 every node of it
@@ -20,7 +21,9 @@ The first line is the title, '#' begins a comment, every other line is a word an
     do     kill n2  |  cut n2  |  freeze n2                         with its memory  |  its link  |  with links open
     do     start s first  |  last                                   a node that sorts before or behind all others
 
-    then   s restored from node, iteration >= 2                     or 'every node'; 'from storage': the newest there is
+    then   s restored from node, iteration >= 2                     or 'every node', '= 2'; 'from storage': the newest
+    then   s restored what counted, not what was in mid-transfer   of versions that nodes send to each other
+    then   version 8 was in mid-transfer                            when the job was restored for the first time
     then   n1 was declared lost                                     by those that are left
     then   checkpoint 6 is not complete
     then   complete checkpoints are whole, the newest >= 9
@@ -46,6 +49,7 @@ from .. import faults
 from ..errors import ConfigError, FtError
 from .story import (
     EVERY,
+    Captured,
     Compared,
     Counts,
     DeclaredLost,
@@ -54,11 +58,13 @@ from .story import (
     Fate,
     Golden,
     InBubbles,
+    InTransfer,
     JobShape,
     Line,
     Lose,
     NotAnew,
     NotStored,
+    Older,
     Reason,
     Restored,
     Start,
@@ -73,13 +79,14 @@ class StoryError(FtError):
     """A line of a story that cannot be understood, or that cannot happen there."""
 
 
-_ACTS = (Counts, Stored, Stopped, Ends, Lose, Start)
-_KNOWN_AT_THE_END = (Restored, DeclaredLost, Whole, Reason, Compared, InBubbles, NotAnew, Golden)
+_ACTS = (Counts, Captured, Stored, Stopped, Ends, Lose, Start)
+_KNOWN_AT_THE_END = (Restored, InTransfer, Older, DeclaredLost, Whole, Reason, Compared, InBubbles, NotAnew, Golden)
 _NODE = r"([a-z]\w*)"
 _Build = Callable[..., Line]
 _PHRASES: dict[str, list[tuple[str, _Build]]] = {
     "when": [
         (r"version (\d+) counts on every node", lambda at: Counts(int(at))),
+        (rf"iteration (\d+) is captured on {_NODE}", lambda at, node: Captured(node, int(at))),
         (r"checkpoint (\d+) is complete", lambda at: Stored(int(at))),
         (rf"the smp of {_NODE} has stopped", Stopped),
         (r"the job (has ended|is refused)", lambda how: Ends(End(how))),
@@ -90,9 +97,11 @@ _PHRASES: dict[str, list[tuple[str, _Build]]] = {
     ],
     "then": [
         (
-            rf"({EVERY}|{_NODE[1:-1]}) restored from (process|node|storage), iteration >= (\d+)",
-            lambda node, tier, at: Restored(node, tier, int(at)),
+            rf"({EVERY}|{_NODE[1:-1]}) restored from (process|node|storage), iteration (>=|=) (\d+)",
+            lambda node, tier, how, at: Restored(node, tier, int(at), how == "="),
         ),
+        (r"version (\d+) was in mid-transfer", lambda at: InTransfer(int(at))),
+        (rf"{_NODE} restored what counted, not what was in mid-transfer", Older),
         (rf"{_NODE} was declared lost", DeclaredLost),
         (r"checkpoint (\d+) is not complete", lambda at: NotStored(int(at))),
         (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: Whole(int(at))),
@@ -201,10 +210,12 @@ class _Reader:
                 self._there(node)
                 self._alive.remove(node)
                 self._lost.add(node)
-            case Stopped(node):
+            case Stopped(node) | Captured(node):
                 self._there(node)
             case DeclaredLost(node) if node not in self._lost:
                 raise StoryError(f"node {node} was not lost; lost are {_names(self._lost)}")
+            case Older(node):
+                self._there(node)
             case Restored(node) if node != EVERY:
                 self._there(node)
             case Ends(how):

@@ -52,6 +52,14 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Captured:
+    """Until a rank of a node has captured this iteration or a later one."""
+
+    node: str
+    iteration: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """Until a checkpoint of this iteration or a later one is complete."""
 
@@ -95,6 +103,21 @@ class Restored:
     node: str
     tier: str
     iteration: int
+    exactly: bool = False  # of that iteration and no other
+
+
+@dataclass(frozen=True)
+class InTransfer:
+    """When the job was restored for the first time, nodes were sending this version to each other."""
+
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Older:
+    """A node restored the newest version that counted, while a newer one was being sent."""
+
+    node: str
 
 
 @dataclass(frozen=True)
@@ -146,8 +169,9 @@ class Golden:
 
 
 Line = (
-    Counts | Stored | Stopped | Ends | Lose | Start
-    | Restored | DeclaredLost | Compared | InBubbles | NotStored | Whole | Reason | NotAnew | Golden
+    Counts | Captured | Stored | Stopped | Ends | Lose | Start
+    | Restored | InTransfer | Older | DeclaredLost | Compared | InBubbles | NotStored | Whole | Reason | NotAnew
+    | Golden
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from .multinode import BOUND, MultiNodeJob, Run, Spec
 from .nodes import Place, destroy, freeze
 from .story import (
     EVERY,
+    Captured,
     Compared,
     Counts,
     DeclaredLost,
@@ -37,11 +38,13 @@ from .story import (
     Fate,
     Golden,
     InBubbles,
+    InTransfer,
     JobShape,
     Line,
     Lose,
     NotAnew,
     NotStored,
+    Older,
     Reason,
     Restored,
     Start,
@@ -109,6 +112,8 @@ class Teller:
                 self._start(node, self._places[-2 if first else -1])
             case Lose(node, fate):
                 self._lose(node, fate)
+            case Captured(node, iteration):
+                self._job.until_captured(node, iteration)
             case Counts(iteration):
                 self._job.until_counts(iteration)
             case Stored(iteration):
@@ -149,9 +154,17 @@ class Teller:
 
     def _claim(self, line: Line) -> None:
         match line:
-            case Restored(node, tier, iteration):
+            case Restored(node, tier, iteration, exactly):
                 for name in self._job.nodes if node == EVERY else [node]:
-                    self._restored(name, tier, iteration)
+                    self._restored(name, tier, iteration, exactly)
+            case InTransfer(iteration):
+                begun, counted = self._before_restore("exchange.begin"), self._before_restore("node.counts")
+                assert iteration in begun and iteration not in counted, f"begun {begun}, counted {counted}"
+            case Older(node):
+                begun, counted = self._before_restore("exchange.begin"), self._before_restore("node.counts")
+                fields = restore(self._job.nodes[node]).fields
+                assert counted and max(counted) < max(begun), f"begun {begun}, counted {counted}"
+                assert fields["iteration"] == max(counted), f"counted {counted}: {fields}"
             case DeclaredLost(node):
                 declared = self._events("node.lost")
                 assert declared, "nobody was"
@@ -181,13 +194,22 @@ class Teller:
             case Golden():
                 assert_identical(self._job.run, self._golden(), self._story.job.ranks)
 
-    def _restored(self, name: str, tier: str, iteration: int) -> None:
+    def _before_restore(self, name: str) -> list[int]:
+        """Iterations of which there was such an event until the job was restored for the first time, of the lineage
+        that it was restored from."""
+        first = min(self._events("restore.done"), key=lambda event: event.time, default=None)
+        assert first is not None, "nothing was restored"
+        of_it = [event for event in self._events(name) if event.fields["lineage"] == first.fields["lineage"]]
+        return sorted({event.fields["iteration"] for event in of_it if event.time < first.time})
+
+    def _restored(self, name: str, tier: str, iteration: int, exactly: bool) -> None:
         """All ranks of a node restored the same, in its last incarnation."""
         job = self._job.nodes[name]
         last = job.events("restore.done")[-self._story.job.ranks // self._story.job.nodes :]
         fields = restore(job).fields
         assert len({(event.fields["tier"], event.fields["iteration"]) for event in last}) == 1, f"node {name}: {last}"
         assert fields["tier"] == tier and fields["iteration"] >= iteration, f"node {name}: {fields}"
+        assert not exactly or fields["iteration"] == iteration, f"node {name}: {fields}"
         if tier == "storage":
             lineage = fields["lineage"]
             done = [event.fields for event in self._events("persist.done") if event.fields["lineage"] <= lineage]

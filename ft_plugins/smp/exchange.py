@@ -20,6 +20,7 @@ nothing differs; `exchange.sent` and `replica.differs` events.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -125,6 +126,7 @@ class Exchange:
         self._pacers = {NO_RANK: pacer, **(pacers or {})}
         self._events = events
         self._stop = threading.Event()
+        self._frames = itertools.count()  # that were about to go, for faults
         self._started = time.monotonic()
         self._verified: bool | None = None
         self._verifying = threading.Lock()
@@ -233,7 +235,9 @@ class Exchange:
                 self._done[lane] = False
                 if self._stop.is_set():
                     return False
-                faults.reach("exchange.frame", position=self._position, target=lane.target, at=at)
+                if self._fault(lane, at) == "hold":
+                    self._stop.wait()
+                    return False
                 allowed = self._pacers[lane.rank].take(min(PAYLOAD_LIMIT, send.stop - send.start - at), self._stop)
                 if not allowed.nbytes:
                     return False
@@ -252,6 +256,13 @@ class Exchange:
         self._done[lane] = True
         self._announce()
         return False
+
+    def _fault(self, lane: Lane, at: int) -> str | None:
+        """The point before each frame; `frame` counts those of this exchange, from 0, over all lanes."""
+        return faults.reach(
+            "exchange.frame", position=self._position, target=lane.target, at=at, epoch=self._epoch,
+            iteration=self._version.iteration, frame=next(self._frames),
+        )  # fmt: skip
 
     def _compare(self, lane: Lane, fields: dict[str, Any]) -> bool:
         """Have the target compare its shares with what parity was made from here; whether all of them are equal."""

@@ -227,6 +227,11 @@ class NodeTier:
                 "released": self._released,
             }
 
+    def _filled(self) -> dict[str, list[list[int]]]:
+        """Bytes of copies in those bubbles in which most has gone, as [rank, bubble, bytes]; nothing without any."""
+        found = [[rank, *one] for rank, pacer in sorted(self._pace.pacers.items()) for one in pacer.filled()]
+        return {"filled": found} if found else {}
+
     def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
         if self._server is not None and where == self._server.endpoint:
             return self._memory
@@ -332,7 +337,7 @@ class NodeTier:
                 self._events.emit(
                     "node.counts", lineage=counts.lineage, iteration=counts.iteration,
                     seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
-                    **self._pace.fields(),
+                    **self._pace.fields(), **self._filled(),
                 )  # fmt: skip
                 if changed and self._told.position == 0:  # every node knows it, one says so
                     name = "checkpoints.rarer" if self._pace.rarer else "checkpoints.as_planned"

@@ -16,6 +16,7 @@ from ft_plugins.bubbles.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.plan import BubblePlan
 from ft_plugins.bubbles.profile import Profiling
 from ft_plugins.bubbles.record import Several
+from ft_plugins.bubbles.shown import Row
 from ft_plugins.config import BaftConfig, Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.events import Events, read
@@ -88,6 +89,29 @@ def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
     assert session.profiler is None and session.edges is None
     session.iteration_begin(1)
     session.iteration_end(1)
+
+
+def _plan(rank: int, world: int, run_dir: Path) -> None:
+    """Train with copies that are planned by what was measured."""
+    host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
+    session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
+    session.baft = Baft(rank, BaftConfig(link_mbps=8_000.0), session._events)
+    gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
+    session.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
+    session.resume()
+    for step in range(1, 6):
+        session.iteration_begin(step)
+        host.iterate()
+        session.iteration_end(step)
+    session.shutdown()
+
+
+def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(_plan, 2, tmp_path)
+    told = sorted((e for e in read(tmp_path / "events.jsonl") if e.name == "baft.timeline"), key=lambda e: e.rank)
+    rows = [Row.read(event.rank, event.fields) for event in told]
+    assert [(row.rank, row.receiver, row.nbytes) for row in rows] == [(0, 1, 8), (1, 0, 16)]
+    assert all([kind for kind, _, _ in row.spans] == [Kind.FORWARD, Kind.UPDATE] for row in rows)
 
 
 def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_they_went_is_left_out(

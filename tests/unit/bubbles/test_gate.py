@@ -280,6 +280,21 @@ def test_who_is_late_goes_on_in_the_next_bubble() -> None:
     assert 540 < second.nbytes <= 562, "at 75 a millisecond, three quarters of what would be through in 10"
     pacer.ended(second)
     assert (pacer.late_bytes, pacer.inside_bytes) == (900, second.nbytes)
+    assert pacer.filled() == [(2, second.nbytes)], "what was late was in no bubble"
+
+
+def test_what_went_in_which_bubble_is_told_of_the_fullest_ones() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer, stop = GatePacer(gate, least_bytes=1, clock_ns=clock), Stop(clock, 100_000 * MS)
+    for turn in range(2):
+        for bubble in range(5):
+            begin = 1000 * MS * (5 * turn + bubble)
+            clock.now = max(clock.now, begin)
+            gate.open([grant(bubble, 0, 0.5, 10_000)], turn, begin)
+            pacer.ended(pacer.take(10 + bubble % 3, stop))
+    assert pacer.filled() == [(bubble, 2 * (10 + bubble % 3)) for bubble in range(5)]
+    assert pacer.filled(2) == [(1, 22), (2, 24)]
+    assert pacer.inside_bytes == sum(nbytes for _, nbytes in pacer.filled())
 
 
 def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_get_slower() -> None:
@@ -439,6 +454,18 @@ def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is(
     assert pacer.take(70, Stop(clock, 1000 * MS)).nbytes == 50
     began = clock.now
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now - began > 99 * MS
+
+
+def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 50)], 0, 0)  # by a trainer before
+    gate.close()
+    pacer = GatePacer(gate, Free(), patience_seconds=10.0, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70), "there is no plan yet"
+    gate.open([grant(2, 0, 0.010, 50)], 0, 0)
+    gate.close()  # nobody has looked meanwhile
+    reopened = {30 * MS: lambda: gate.open([grant(3, 0, 0.010, 60)], 0, 30 * MS)}
+    assert pacer.take(70, Stop(clock, 1000 * MS, reopened)).nbytes == 60 and clock.now >= 30 * MS
 
 
 def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_over() -> None:

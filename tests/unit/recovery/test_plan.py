@@ -61,7 +61,8 @@ def test_the_newest_version_that_every_rank_holds_whole_is_taken(
     opened = max(rank.lineage for rank in facts)
     assert plan.lineage == max([opened + 1, *(version.lineage for version in whole)])
     # a rank whose segment was made just now has completed nothing, and says nothing about the others
-    assert plan.completed == min((rank.completed for rank in facts if rank.lineage or rank.completed), default=0)
+    known = [rank.completed for rank in facts if rank.completed or (rank.lineage and not rank.holds())]
+    assert plan.completed == min(known, default=0)
     assert plan.lost == max(0, plan.completed - (plan.version.iteration if plan.version else 0))
     assert plan.tier == ("process" if plan.version else "none") and plan.reason
     again = plan_recovery(list(reversed(facts)), frozenset(corrupt), banned=banned)
@@ -129,6 +130,11 @@ def test_from_the_beginning_says_why(facts: list[RankFacts], corrupt: list[tuple
 def test_thousands_of_ranks_are_planned_for() -> None:
     facts = [rank(number, 6, 7, *([8] if number != 4000 else []), completed=8) for number in range(4096)]
     assert plan_recovery(facts).version == Version(1, 7)
+
+
+def test_a_slot_put_back_together_does_not_make_its_rank_one_that_had_completed_nothing() -> None:
+    plan = plan_recovery([rank(0, 4, 8, completed=10), rank(1, 8)])
+    assert (plan.version, plan.completed, plan.lost) == (Version(1, 8), 10, 2)
 
 
 ALL_HOLD = [rank(0, 6, 7, completed=7), rank(1, 6, 7, completed=7)]

@@ -14,7 +14,9 @@ import pytest
 from rich.console import Console
 
 from ft_plugins.rig.display import LineDisplay, display_on
-from ft_plugins.rig.driver import NODE, Drive, DriveError, GrowingLines, Phase, Progress
+from ft_plugins.rig.driven import GrowingLines
+from ft_plugins.rig.driver import NODE, Drive, DriveError, Phase, Progress
+from ft_plugins.rig.journal import wait_until
 from ft_plugins.rig.report import Run, make_report
 from ft_plugins.smp import liveness
 from ft_plugins.snapshot.segment import segments_of
@@ -34,11 +36,12 @@ SCRIPT = """
     dist.init_process_group("gloo")
     state = torch.ones(1000)
     protection = session.attach(PlainHost({"state": state}, rank=context.rank, world_size=2, replicated=True))
-    for step in range(protection.resume() + 1, iterations + 1):
+    completed = protection.resume()
+    for step in range(completed + 1, iterations + 1):
         protection.iteration_begin(step)
         if step == fails_at:
             sys.exit(f"rank {context.rank} cannot go on")
-        if step == waits_at and context.restart == 0:
+        if step == waits_at and not completed:
             signal.pause()  # until it is killed
         protection.before_update(step)
         state *= 1.5
@@ -53,14 +56,15 @@ SCRIPT = """
 """
 
 
-def drive(folder: Path, waits_at: int = 0, fails_at: int = 0) -> Drive:
+def drive(folder: Path, waits_at: int = 0, fails_at: int = 0, nodes: int = 1) -> Drive:
     """Two ranks that wait to be killed, or fail, in an iteration of their first incarnation; 0: in none."""
     script, losses = folder / "job.py", folder / "loss.jsonl"
     script.write_text(textwrap.dedent(SCRIPT))
-    arguments = ["--nproc-per-node", "2", "--reft", *(["--max-restarts", "0"] if fails_at else [])]
+    arguments = ["--nproc-per-node", str(2 // nodes), "--reft", "--ftp-detect-seconds", "3"]
+    arguments += ["--max-restarts", "0"] if fails_at else []
     arguments += [str(script), str(losses)]
     arguments += [str(number) for number in (ITERATIONS, waits_at, fails_at)]
-    return Drive(f"drive-{os.getpid()}-{folder.name[-20:]}", arguments, folder, losses, ITERATIONS)
+    return Drive(f"drive-{os.getpid()}-{folder.name[-20:]}", arguments, folder, losses, ITERATIONS, nodes)
 
 
 def follow(job: Drive, until: Phase, iteration: int = 0) -> list[Progress]:
@@ -103,6 +107,37 @@ def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path: Path)
     assert report.iterations_lost == 0 and report.restores == 1
     assert 0 < (report.seconds.detect or 0) < 30 and (report.seconds.load or 0) > 0
     assert [entry.loss for entry in once.values()] == [1.5**k for k in range(1, ITERATIONS + 1)]
+
+
+def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(tmp_path: Path) -> None:
+    with drive(tmp_path, waits_at=WAITS_AT, nodes=2) as job:
+        assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+        before = follow(job, Phase.TRAINING, iteration=WAITS_AT - 1)
+        assert before[-1].attached == 2
+        wait_until(lambda: any(e.name == "node.counts" for e in job.events()), 60, lambda: "no version counts")
+        assert segments_of(job.job, "node1")
+        assert job.kill_node() == ("node1", "node2")
+        assert not segments_of(job.job, "node1")
+        after = follow(job, Phase.DONE)
+    assert Phase.RESTARTING in [progress.phase for progress in after] and after[-1].iteration == ITERATIONS
+    assert not any(segments_of(job.job, f"node{number}") for number in range(3))
+    assert not (job.run_dir.exists() or (tmp_path / "secret").exists())
+
+    events = job.events()
+    assert [event.time for event in events] == sorted(event.time for event in events)
+    assert any(event.name == "rank.attach" and event.node == "node1" for event in events), "what it wrote is kept"
+    (kill,) = (event for event in events if event.name == "kill")
+    assert (kill.node, kill.fields["lost"], kill.fields["ranks"]) == ("node0", "node1", [1])
+    started = [event for event in events if event.name in ("job.start", "rank.attach", "smp.start")]
+    assert {event.node for event in started} == {"node0", "node1", "node2"}
+    assert not any(liveness.started(event.pid) for event in started)
+
+    report = make_report(
+        Run(job.began, job.ended, events, job.losses(), {"rank 0 / state": "the same"}),
+        Run(job.began, job.ended, (), job.losses()[: WAITS_AT - 1] + job.losses()[-4:], {"rank 0 / state": "the same"}),
+    )
+    assert report.proven and report.struck == "node1" and report.restored_from is not None, report.unproven
+    assert report.restored_from.tier == "node"
 
 
 def test_a_job_that_fails_is_told_with_its_log_and_leaves_nothing(tmp_path: Path) -> None:

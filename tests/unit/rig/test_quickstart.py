@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.bubbles.profile import Profiling
 from ft_plugins.config import Config
 from ft_plugins.rig.driver import DriveError, Phase, Progress
-from ft_plugins.rig.quickstart import FAILED_STATUS, follow, main, parse, read_digests
+from ft_plugins.rig.quickstart import FAILED_STATUS, LINK_MBPS, PROFILED, follow, main, parse, read_digests
 
 
 def test_both_runs_are_the_same_command_but_for_their_files(tmp_path: Path) -> None:
@@ -33,6 +34,28 @@ def test_with_deepspeed_both_runs_have_one_configuration_whose_block_protects_th
     assert rest[2].endswith("deepspeed_gpt.py")
     assert rest[rest.index("--deepspeed_config") + 1] == str(tmp_path / "deepspeed.json")
     assert plan.settings is not None and Config.from_json(plan.settings["ft_plugins"]).reft is not None
+
+
+def test_with_baft_the_stages_are_on_two_nodes_and_one_of_them_is_killed(tmp_path: Path) -> None:
+    plan = parse(["--baft", "--out", str(tmp_path)])
+    config, rest = Config.from_flags(plan.arguments(tmp_path / "one"))
+    assert config.baft is not None and config.reft is not None
+    assert config.baft.link_mbps == LINK_MBPS and config.baft.profile_iterations == PROFILED
+    assert rest[rest.index("--nproc-per-node") + 1] == "4" and plan.nodes == 2 and plan.rank is None
+    assert rest[rest.index("--tp") + 1] == "1" and rest[rest.index("--pp") + 1] == "4"
+    assert parse(["--baft", "--kill-rank", "3"]).rank == 3
+    assert parse(["--out", str(tmp_path)]).rank == 5, "without it: a rank"
+    settings = parse(["--baft", "--framework", "deepspeed"]).settings
+    assert settings is not None
+    block = Config.from_json(settings["ft_plugins"])
+    assert block.baft == config.baft and block.reft == config.reft
+
+
+def test_with_baft_a_quick_run_is_long_enough_for_a_plan_before_the_kill_and_after_it() -> None:
+    plan = parse(["--baft", "--quick"])
+    planned_at = Profiling().warmup + PROFILED + 2  # messages take two iterations
+    assert plan.kill_at >= planned_at + 4
+    assert plan.iterations - plan.kill_at >= planned_at + 4
 
 
 def test_the_given_text_is_what_both_runs_learn_from(tmp_path: Path) -> None:
@@ -65,6 +88,7 @@ class Script:
 
     def __init__(self, moments: list[tuple[Phase, int]]) -> None:
         self.moments, self.kills = moments, []  # type: ignore[var-annotated]
+        self.lost = 0
 
     def follow(self, seconds: float, patience: float) -> Progress:
         self.now, self.iteration = self.moments.pop(0)
@@ -73,6 +97,10 @@ class Script:
     def kill(self, rank: int) -> int:
         self.kills.append((rank, self.now, self.iteration))
         return 4711
+
+    def kill_node(self) -> tuple[str, str]:
+        self.lost += 1
+        return "node1", "node2"
 
 
 class Silent:
@@ -94,6 +122,17 @@ def test_one_process_is_killed_once_and_not_before_its_iteration_is_logged() -> 
     after = [(Phase.RESTARTING, 5), (Phase.TRAINING, 6), (Phase.ENDING, 10), (Phase.DONE, 10)]
     assert strikes([*before, (Phase.TRAINING, 5), *after]) == [(3, Phase.TRAINING, 5)]
     assert strikes([*before, (Phase.TRAINING, 5), *after], kill=False) == []
+
+
+def test_a_whole_node_is_killed_once(tmp_path: Path) -> None:
+    job = Script([(Phase.TRAINING, 3), (Phase.TRAINING, 5), (Phase.TRAINING, 6), (Phase.DONE, 30)])
+    said: list[str] = []
+    display = Silent()
+    display.say = said.append  # type: ignore[attr-defined]
+    follow(job, parse(["--baft", "--quick", "--kill-at", "4"]), True, display)  # type: ignore[arg-type]
+    assert job.lost == 1 and not job.kills
+    (line,) = said
+    assert line.startswith("SIGKILL sent to all of node1") and line.endswith("after iteration 5 was logged")
 
 
 def test_a_job_that_ends_before_anyone_was_killed_is_no_failed_run() -> None:

@@ -161,6 +161,33 @@ def test_without_a_kill_nothing_is_proven() -> None:
     assert found.seconds.detect is None and found.iterations_lost is None
 
 
+def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost() -> None:
+    run = failed_run([restored(rank, tier="node", iteration=6, completed=6, lost=0) for rank in range(RANKS)])
+    kill = event("kill", KILLED, lost="node1", ranks=[2, 3], signal="SIGKILL", iteration=8)
+    found = make_report(replace(run, events=[kill if e.name == "kill" else e for e in run.events]), unfailed_run())
+    assert found.proven and found.struck == "node1" and found.iterations_lost == 2
+    assert "after a SIGKILL of node1 and one restore" in verdict(found)
+    assert "with one node killed" in str(table(found).title)
+
+
+def test_what_went_in_bubbles_stands_in_the_table_where_any_were_planned() -> None:
+    idle = {"seconds": 1.0, "spans": [], "bubbles": [[0, 0.0, 0.4]], "windows": [], "bytes": 9, "receiver": 0}
+    planned = [event("baft.plan", 1031.0, 0, iterations=2), event("baft.timeline", 1031.0, 0, reason="", **idle)]
+    counts = [
+        event("node.counts", 1032.0 + k, iteration=3 * k, in_bubbles=90 * k, late=10 * k, by_rate=7) for k in (1, 2, 3)
+    ]
+    unfailed = unfailed_run()
+    found = make_report(failed_run(), replace(unfailed, events=[*unfailed.events, *planned, *counts]))
+    assert found.bubbles is None and found.bubbles_unfailed is not None
+    assert json.loads(found.json())["bubbles_unfailed"]["in_bubbles"] == 180
+    text = io.StringIO()
+    Console(file=text, width=120).print(table(found))
+    for name, value in (("bubbles, of", "40%"), ("a checkpoint on another node", "3.0"), ("bytes, sent", "90%")):
+        (line,) = [line for line in text.getvalue().splitlines() if name in line]
+        assert value in line
+    assert "bubbles" not in str([column._cells for column in table(report()).columns])
+
+
 def test_ranks_that_restored_different_versions_are_reported_as_such() -> None:
     mixed = [restored(rank, iteration=7 if rank else 6) for rank in range(RANKS)]
     with pytest.raises(EvidenceError, match="different versions"):

@@ -9,16 +9,19 @@ import pytest
 from ft_plugins.rig.stories import StoryError, parse, read
 from ft_plugins.rig.story import (
     EVERY,
+    Captured,
     Counts,
     DeclaredLost,
     End,
     Ends,
     Fate,
     Golden,
+    InTransfer,
     JobShape,
     Lose,
     NotAnew,
     NotStored,
+    Older,
     Reason,
     Restored,
     Start,
@@ -42,6 +45,7 @@ runs   with all configurations
 
 when   version 2 counts on every node
 when   the smp  of n2 has stopped
+when   iteration 5 is captured on n0
 then   checkpoint 6 is not complete
 do     kill n2
 do     cut n1
@@ -54,6 +58,9 @@ when   checkpoint 3 is complete
 when   the job has ended
 then   every node restored from storage, iteration >= 3
 then   s restored from node, iteration >= 2
+then   s restored from node, iteration = 4
+then   version 8 was in mid-transfer
+then   s restored what counted, not what was in mid-transfer
 then   n1 was declared lost
 then   complete checkpoints are whole, the newest >= 9
 then   the reason is: the parts of ranks 2, 3 are gone
@@ -73,10 +80,10 @@ def test_every_kind_of_line_is_understood() -> None:
         "s": "vault.xored@hit=2:stop",
     }
     assert story.lines == (
-        Counts(2), Stopped("n2"), NotStored(6), Lose("n2", Fate.KILL), Lose("n1", Fate.CUT), Lose("n3", Fate.FREEZE),
-        Start("s", True), Start("t", False), Stored(3), Ends(End.ENDED), Restored(EVERY, "storage", 3),
-        Restored("s", "node", 2), DeclaredLost("n1"), Whole(9), Reason("the parts of ranks 2, 3 are gone"), NotAnew(),
-        Golden(),
+        Counts(2), Stopped("n2"), Captured("n0", 5), NotStored(6), Lose("n2", Fate.KILL), Lose("n1", Fate.CUT),
+        Lose("n3", Fate.FREEZE), Start("s", True), Start("t", False), Stored(3), Ends(End.ENDED),
+        Restored(EVERY, "storage", 3), Restored("s", "node", 2), Restored("s", "node", 4, exactly=True), InTransfer(8),
+        Older("s"), DeclaredLost("n1"), Whole(9), Reason("the parts of ranks 2, 3 are gone"), NotAnew(), Golden(),
     )  # fmt: skip
 
 
@@ -111,6 +118,7 @@ ENDED = "when the job has ended"
         ([JOB, "do kill n2", "do start n2 first"], 4, "there was a node n2 already"),
         ([JOB, "do start s first", "do start s last"], 4, "there was a node s already"),
         ([JOB, "do kill n2", "when the smp of n2 has stopped"], 4, "found 'n2'"),
+        ([JOB, "do kill n2", "when iteration 5 is captured on n2"], 4, "found 'n2'"),
         ([JOB, "when checkpoint 3 is complete"], 3, "'store'"),
         ([JOB, "store every iteration"], 3, "'every 3 iterations'"),
         ([JOB, "runs slowly"], 3, "'with all configurations'"),
@@ -121,6 +129,8 @@ ENDED = "when the job has ended"
         ([JOB, "then n1 restored from node, iteration >= 2", ENDED], 3, "known only after"),
         ([JOB, "when the job is refused", "then the final state is golden"], 4, "known only after"),
         ([JOB, ENDED, "do kill n2"], 4, "the job has ended"),
+        ([JOB, ENDED, "then s restored what counted, not what was in mid-transfer"], 4, "found 's'"),
+        ([JOB, "then version 8 was in mid-transfer", ENDED], 3, "known only after"),
         ([JOB, ENDED, "then n2 was declared lost"], 4, "n2 was not lost; lost are none"),
         ([JOB, "do kill n2", ENDED, "then n2 restored from node, iteration >= 2"], 5, "found 'n2'"),
         ([JOB, ENDED, "then n2 restored from disk, iteration >= 2"], 4, "'then' knows nothing"),

@@ -54,6 +54,10 @@ def restored(tier: str, iteration: int, lineage: int = 1, reason: str = "why") -
     return Event("restore.done", 0.0, fields=fields)
 
 
+def sent(what: str, iteration: int, time: float = -1.0, lineage: int = 1) -> Event:
+    return Event(what, time, fields={"iteration": iteration, "lineage": lineage})
+
+
 def lost(*names: str) -> Event:
     return Event("node.lost", 0.0, fields={"lost": list(names)})
 
@@ -78,6 +82,10 @@ def follow(folder: Path, said: str, *nodes: Told) -> None:
 
 NODE, FIRST, LAST = restored("node", 4), restored("node", 0), restored("storage", 6)
 ENDED = "when the job has ended\nthen "
+AT_4 = [sent("exchange.begin", 4), sent("node.counts", 4)]
+AT_8, HALF = sent("node.counts", 8), sent("exchange.begin", 8)
+COUNTED = "s restored what counted, not what was in mid-transfer"
+IN_TRANSFER = "version 8 was in mid-transfer"
 EVERY_6 = "every node restored from storage, iteration >= 6"
 
 
@@ -93,6 +101,16 @@ EVERY_6 = "every node restored from storage, iteration >= 6"
         ("n1 was declared lost", [lost("node n1")], []),
         ("n1 was declared lost", [lost("node n1"), lost("node n1")], [lost("node n1"), lost("node n0")]),
         ("the reason is: parts of rank", [restored("storage", 6, reason="the parts of ranks 2, 3 are gone")], [LAST]),
+        ("s restored from node, iteration = 4", [NODE, NODE], [restored("node", 5)] * 2),
+        (COUNTED, [*AT_4, HALF, NODE], [*AT_4, NODE]),
+        (COUNTED, [*AT_4, HALF, NODE], [*AT_4, HALF, restored("node", 8)]),
+        (COUNTED, [*AT_4, HALF, NODE], [*AT_4, HALF, AT_8, NODE]),
+        (COUNTED, [*AT_4, HALF, NODE], [HALF, NODE]),
+        (COUNTED, [*AT_4, HALF, NODE, sent("node.counts", 8, 1.0)], [*AT_4, sent("exchange.begin", 8, 1.0), NODE]),
+        (IN_TRANSFER, [*AT_4, HALF, LAST, sent("node.counts", 8, 1.0)], [*AT_4, HALF, AT_8, LAST]),
+        (IN_TRANSFER, [HALF, LAST], [*AT_4, LAST]),
+        (IN_TRANSFER, [HALF, LAST], [sent("exchange.begin", 8, lineage=2), LAST]),
+        (IN_TRANSFER, [HALF, LAST], [HALF]),
         ("no rank began anew", [anew(0)], [anew(0), anew(3)]),
     ],
 )

@@ -481,6 +481,10 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     bubbles((3,), 1 << 30)
     wait(lambda: all(node.tier.status()["counts"] == [1, 2] for node in job.nodes))
     assert all(node.tier.status()["late"] == 0 for node in job.nodes)
+    for node, ranks in zip(job.nodes, lanes.values(), strict=True):
+        told = next(event.fields for event in reversed(node.seen) if event.name == "node.counts")
+        assert [(rank, bubble) for rank, bubble, _ in told["filled"]] == [(rank, 0) for rank in ranks]
+        assert sum(nbytes for _, _, nbytes in told["filled"]) == told["in_bubbles"]
     for node in job.nodes:
         by_rate, sent_now = (event.fields for event in node.seen if event.name == "exchange.sent")
         assert by_rate["inside"] == by_rate["late"] == 0 < by_rate["bytes"]

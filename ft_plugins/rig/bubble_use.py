@@ -1,0 +1,138 @@
+"""What a job did with its bubbles: how much of an iteration they are, how often a checkpoint counted, what went.
+
+Invariant: everything is from events of the job itself: `baft.timeline` and `baft.plan` of each rank, `node.counts` of
+each node. Of several plans the one is taken under which most versions counted; the first of them, begun before there
+was that plan, is left out of all sums.
+
+In: events of all nodes. Out: `BubbleUse`; None where nothing was planned.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..bubbles.shown import Row
+from ..events import Event
+
+_COUNTED = ("in_bubbles", "late", "by_rate")
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How copies went, from one version that counted to another one, `versions` and `iterations` later; in bytes."""
+
+    idle_share: float  # of an iteration that is bubbles, over all ranks
+    planned_iterations: int  # that a checkpoint takes
+    versions: int
+    iterations: int
+    in_bubbles: int
+    late: int
+    by_rate: int
+
+    @property
+    def nbytes(self) -> int:
+        """All that went."""
+        return self.in_bubbles + self.late + self.by_rate
+
+    @property
+    def in_bubble_share(self) -> float | None:
+        """Of all that went, what went in its bubble; None where nothing did."""
+        return self.in_bubbles / self.nbytes if self.nbytes else None
+
+    @property
+    def every(self) -> float | None:
+        """Iterations from one checkpoint to the next; None where there were no two."""
+        return self.iterations / self.versions if self.versions else None
+
+    def line(self) -> str:
+        """In a sentence."""
+        text = f"Bubbles are {self.idle_share:.0%} of an iteration"
+        if self.every is None or self.in_bubble_share is None:
+            return f"{text}; a checkpoint every {self.planned_iterations} was planned, no two of them counted since"
+        late, rate = (each / self.nbytes for each in (self.late, self.by_rate))
+        return (
+            f"{text}; a checkpoint every {self.every:.1f} iterations (planned: {self.planned_iterations}); "
+            f"{self.in_bubble_share:.0%} of its bytes went in their bubble, {late:.0%} late, {rate:.0%} by a rate"
+        )
+
+
+@dataclass(frozen=True)
+class BubbleUse:
+    """`rows` by rank, `nodes` where each stands; `sent` are bytes by rank and bubble, during `sending`."""
+
+    rows: tuple[Row, ...]
+    nodes: Mapping[int, str]
+    sent: Mapping[int, Mapping[int, int]]
+    sending: Sending
+
+    def an_iteration(self, rank: int, bubble: int) -> float:
+        """Bytes that went in that bubble, on average."""
+        return self.sent.get(rank, {}).get(bubble, 0) / self.sending.iterations if self.sending.iterations else 0.0
+
+
+def bubble_use(events: Sequence[Event]) -> BubbleUse | None:
+    """Of a run, or None."""
+    told: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.name == "baft.timeline" and event.rank is not None:
+            told[event.rank].append(event)
+    if not told:
+        return None
+    rounds = range(min(map(len, told.values())))
+    return max((_under(events, {rank: those[k] for rank, those in told.items()}) for k in rounds), key=_versions)
+
+
+def _versions(use: BubbleUse) -> int:
+    return use.sending.versions
+
+
+def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
+    """What went under one plan, which every rank has told of."""
+    sums = dict.fromkeys(_COUNTED, 0)
+    sent: dict[int, dict[int, int]] = defaultdict(dict)
+    spans = [(0, 0)]  # versions and iterations, of each node
+    for node in {event.node for event in plans.values()}:
+        since = max(event.time for event in plans.values() if event.node == node)
+        counts = _counts(events, node, since)
+        if len(counts) < 2:
+            continue
+        first, last = counts[0].fields, counts[-1].fields
+        spans.append((len(counts) - 1, last["iteration"] - first["iteration"]))
+        for key in _COUNTED:
+            sums[key] += last[key] - first[key]
+        before = {(rank, bubble): nbytes for rank, bubble, nbytes in first.get("filled", ())}
+        for rank, bubble, nbytes in last.get("filled", ()):
+            sent[rank][bubble] = nbytes - before.get((rank, bubble), 0)
+    rows = tuple(Row.read(rank, event.fields) for rank, event in sorted(plans.items()))
+    idle = sum(end - begin for row in rows for _, begin, end in row.bubbles)
+    versions, iterations = max(spans)
+    sending = Sending(
+        idle / max(1e-9, sum(row.seconds for row in rows)), _planned(events, plans), versions, iterations, **sums
+    )
+    return BubbleUse(rows, {rank: event.node for rank, event in plans.items()}, sent, sending)
+
+
+def _counts(events: Sequence[Event], node: str, since: float) -> list[Event]:
+    """Versions that counted on a node, until its ranks planned anew or started again."""
+    found = []
+    for event in events:
+        if event.node != node or event.time <= since:
+            continue
+        if event.name in ("baft.timeline", "rank.attach"):
+            break
+        if event.name == "node.counts":
+            found.append(event)
+    return found
+
+
+def _planned(events: Sequence[Event], plans: Mapping[int, Event]) -> int:
+    """Iterations of a checkpoint, by the summary that a rank emits right before its timeline."""
+    rank, plan = min(plans.items())
+    before = [
+        event.fields["iterations"]
+        for event in events
+        if event.name == "baft.plan" and event.rank == rank and event.time <= plan.time
+    ]
+    return int(before[-1]) if before else 0

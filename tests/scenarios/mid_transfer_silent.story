@@ -1,0 +1,16 @@
+A node goes silent while it sends its copies: what is half there is passed over for the version before
+
+job    megatron or deepspeed, tp2 pp2 dp2, 4 nodes, distributed optimizer, 20 iterations
+flags  --baft --baft-profile-iterations 1 --reft-exchange-interval 4
+runs   with all configurations
+fault  n2 exchange.frame@epoch=1,iteration=8,frame=1:stop;exchange.frame@epoch=1,iteration=12,frame=1:stop
+when   the smp of n2 has stopped
+when   iteration 11 is captured on n0
+do     freeze n2
+do     start s last
+when   the job has ended
+then   n2 was declared lost
+then   s restored from node, iteration >= 4
+then   s restored what counted, not what was in mid-transfer
+then   no rank began anew
+then   the final state is golden

@@ -1,0 +1,48 @@
+"""What an event says of a rank's iteration: everything of a short schedule, a bounded part of a long one."""
+
+from __future__ import annotations
+
+import json
+
+from ft_plugins.bubbles.filling import Grant, Transfer
+from ft_plugins.bubbles.plan import SenderPlan
+from ft_plugins.bubbles.shown import MOST, Row, Window, shown
+from ft_plugins.model.timeline import Kind, Span, Timeline, bubbles
+
+PASSES = (Kind.FORWARD, Kind.BACKWARD)
+
+
+def iteration(microbatches: int) -> Timeline:
+    """A pass, then a receive that waits, again and again; 10 ms each; then the update."""
+    spans: list[Span] = []
+    for number in range(2 * microbatches):
+        begin = 0.02 * number
+        spans.append(Span(PASSES[number % 2], begin, begin + 0.01, number // 2))
+        spans.append(Span(Kind.RECV, begin + 0.01, begin + 0.02))
+    end = spans[-1].end
+    return Timeline(3, end + 0.01, (*spans, Span(Kind.UPDATE, end, end + 0.01)))
+
+
+def planned(timeline: Timeline) -> SenderPlan:
+    """A window of a bubble's inner half, in each bubble."""
+    every = tuple(Grant(one.index, one.after, 0.0025, 0.0075, 100 + one.index) for one in bubbles(timeline))
+    return SenderPlan(Transfer(3, 1, 7, 0, 5000), (every,), every, 0.1, 0.05)
+
+
+def test_what_is_told_can_be_read_back() -> None:
+    timeline = iteration(2)
+    told = json.loads(json.dumps(shown(timeline, bubbles(timeline), planned(timeline))))
+    row = Row.read(3, told)
+    assert [kind for kind, _, _ in row.spans] == [*PASSES, *PASSES, Kind.UPDATE], "what waits is no span of it"
+    assert row.bubbles == ((0, 0.01, 0.02), (1, 0.03, 0.04), (2, 0.05, 0.06), (3, 0.07, 0.08))
+    assert row.windows[1] == Window(1, 0.0325, 0.0375, 101), "since the iteration began"
+    assert all(begin < one.begin < one.end < end for one, (_, begin, end) in zip(row.windows, row.bubbles, strict=True))
+    assert (row.nbytes, row.receiver, row.reason, told["left_out"]) == (5000, 7, "", 0)
+
+
+def test_a_long_schedule_is_told_in_part() -> None:
+    timeline = iteration(MOST)
+    told = shown(timeline, bubbles(timeline), planned(timeline))
+    assert [len(told[key]) for key in ("spans", "bubbles", "windows")] == [MOST] * 3
+    assert told["left_out"] == (2 * MOST + 1 - MOST) + 2 * (2 * MOST - MOST)
+    assert len(json.dumps(told)) < 100_000
