@@ -59,7 +59,7 @@ from ft_plugins.rig.nodes import network
 
 BLOCK = 5  # iterations
 PAIRS, QUICK_PAIRS = 40, 6
-ONCE_ROUNDS = 6
+ONCE_ROUNDS = 4
 SETTLE = 16  # iterations before the first block: profile, plan, the first copies
 RESERVE_MS = 4.0  # a message of 32 KiB takes 1.3 ms of the link, and four ranks may send one
 FLAGS = ("--baft-reserve-ms", str(RESERVE_MS))

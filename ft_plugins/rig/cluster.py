@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bubbles.profile import unpack
+from ..errors import FtError
 from ..events import Event, read
 from ..model.timeline import Profile
 from ..planner.jobs import A40, PAPER_SHAPES, Job
@@ -152,10 +153,12 @@ def run(
     slower: int = 1,
 ) -> Outcome:
     """Run the job to its end, which takes `seconds` at most. Raises AssertionError with the output of a node that has
-    not ended in order.
+    not ended in order, FtError where links cannot be throttled.
 
     `slower`: from the first plan on links carry so many times less than what was planned with.
     """
+    if not all(place.namespace for place in places):
+        raise FtError("links cannot be throttled without network namespaces: run it as root, or with CAP_NET_ADMIN")
     secret = folder / "secret"
     secret.write_text("what the nodes of this job know")
     secret.chmod(0o600)

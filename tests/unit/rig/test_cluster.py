@@ -1,0 +1,57 @@
+"""How the emulated cluster is scaled: transfer over compute as on the testbed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig import cluster
+from ft_plugins.rig.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Emulated
+from ft_plugins.rig.emulated import LAYERS, OFF, ON
+
+EACH = [one for batch in (128, 64) for one in cluster.shapes(batch)]
+
+
+@pytest.mark.parametrize("one", EACH, ids=lambda one: one.name)
+def test_what_a_rank_sends_takes_as_long_as_on_the_testbed(one: Emulated) -> None:
+    job = one.job
+    assert job.ranks == NODES * RANKS_OF_NODE
+    parameters = {stage.parameters for stage in one.stages}.pop()
+    sent = 12 * parameters / job.dp  # of replicated state each replica sends its part
+    here = sent / (LINK_MBPS * 1e6 / 8 / RANKS_OF_NODE)
+    assert here == pytest.approx(job.rank_bytes / job.rank_link, rel=1e-5)  # whole parameters
+    assert sent == pytest.approx(2 * 345e6 / 16 / SCALE, rel=1e-5)
+
+
+@pytest.mark.parametrize("one", EACH, ids=lambda one: one.name)
+def test_stages_are_as_long_as_their_part_of_the_model(one: Emulated) -> None:
+    times = one.job.times(one.pipeline)
+    assert [stage.forward for stage in one.stages] == list(times.forward)
+    assert [stage.backward for stage in one.stages] == [2 * seconds for seconds in times.forward]
+    assert one.stages[-1].forward > one.stages[0].forward, "the last one has the head"
+
+
+def test_of_an_interleaved_schedule_a_rank_has_all_of_its_chunks() -> None:
+    whole, cut = cluster.shapes(128)[0], cluster.shapes(128, 2)[0]
+    assert cut.pipeline.chunks == 2 and cut.name == "d2m2p4b128v2"
+    for one, other in zip(whole.stages[:-1], cut.stages[:-1], strict=True):
+        assert other.forward == pytest.approx(one.forward) and other.parameters == one.parameters
+    names = [one.job.name for one in cluster.shapes(64, 2)]
+    assert names == ["d2m2p4", "d1m4p4", "d1m2p8"], "those whose microbatches fill the stages"
+
+
+def test_a_disturbed_stage_is_the_second(tmp_path: Path) -> None:
+    one = Emulated(cluster.shapes(64)[0].job, jitter=0.3, drift=1.5, drift_after=60.0)
+    disturbed = [(stage.jitter, stage.drift, stage.drift_after) for stage in one.stages]
+    assert disturbed == [(0.0, 1.0, 0.0), (0.3, 1.5, 60.0), (0.0, 1.0, 0.0), (0.0, 1.0, 0.0)]
+
+
+def test_the_job_s_flags_say_sizes_and_messages(tmp_path: Path) -> None:
+    spec = cluster.shapes(64)[0].spec(tmp_path, [(ON, 16), (OFF, 5)], tmp_path)
+    flags = dict(zip(spec.argv[::2], spec.argv[1::2], strict=True))
+    known = ("--tp", "--pp", "--global-batch", "--micro-batch", "--iterations")
+    assert [flags[name] for name in known] == ["2", "4", "64", "8", "23"]
+    assert 4 * int(flags["--sequence"]) * int(flags["--micro-batch"]) * int(flags["--hidden"]) == MESSAGE_BYTES
+    assert (tmp_path / "blocks.json").read_text() == '[["on", 16], ["off", 5]]'
+    assert LAYERS > 1
