@@ -34,6 +34,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -284,6 +285,7 @@ def main() -> None:
     parser.add_argument("--cluster", type=Path, help="write measured iterations for benchmarks/simulate.py")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nodes and networks are taken down all the same
     chosen = cluster.shapes(args.batch, args.chunks)[: 1 if args.quick else None]
     if args.shapes:
         chosen = tuple(one for one in cluster.shapes(args.batch, args.chunks) if one.job.name in args.shapes)

@@ -37,7 +37,7 @@ from . import emulated, gpt_runs
 from .emulated import StageSpec
 from .forkserver import ForkServer, JobSpec, RunningJob
 from .journal import wait_for
-from .nodes import Place
+from .nodes import Place, destroy
 
 NODES, RANKS_OF_NODE = 4, 4
 SCALE = 50
@@ -181,9 +181,10 @@ def run(
         for job in jobs:
             outcome = job.wait(_START + seconds)
             assert outcome["status"] == "succeeded", job.tail()
-    finally:
+    except BaseException:
         for job in jobs:
-            job.kill()
+            destroy(job)  # SMPs outlive their job
+        raise
     told = json.loads((folder / "rank-00000.json").read_text())
     return Outcome(
         tuple(map(Block.read, told["blocks"])),
