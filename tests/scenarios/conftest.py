@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
 
+_GONE_SECONDS = 10.0  # an SMP that is told to end, or that is not to be reached any more
 Start = Callable[..., RunningJob]
 
 
@@ -57,12 +60,12 @@ def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
     yield spec
     for found in made:
         if liveness.held(found.run_dir / "smp.lock"):
-            try:
-                with Client(found.run_dir, timeout=5) as client:
-                    client.end()
-            except FtError:
-                continue
+            with suppress(FtError), Client(found.run_dir, timeout=5) as client:
+                client.end()
+    deadline = time.monotonic() + _GONE_SECONDS
+    while any(liveness.held(found.run_dir / "smp.lock") for found in made) and time.monotonic() < deadline:
+        time.sleep(0.01)  # they remove their segments themselves
     left = [path for found in made for path in Path("/dev/shm").glob(f"ftp-{found.name}@*")]
     for path in left:
-        path.unlink()
+        path.unlink(missing_ok=True)
     assert not left, f"segments were left behind: {left}"
