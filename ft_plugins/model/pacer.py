@@ -20,8 +20,7 @@ NO_DEADLINE = 0
 
 @dataclass(frozen=True)
 class Allowance:
-    """`nbytes` may go, from `since_ns` (CLOCK_MONOTONIC) on; by `deadline_ns` they should be through, NO_DEADLINE for
-    whenever."""
+    """`nbytes` may go now; by `deadline_ns` (CLOCK_MONOTONIC) they should be through, NO_DEADLINE for whenever."""
 
     nbytes: int
     deadline_ns: int = NO_DEADLINE

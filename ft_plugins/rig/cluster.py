@@ -119,18 +119,17 @@ def shapes(batch: int, chunks: int = 1) -> tuple[Emulated, ...]:
 
 @dataclass(frozen=True)
 class Block:
-    """Iterations in one mode, without the one before which the mode was changed: when each began, by `time.time`, and
-    its seconds. `completed` iterations had been protected at its end."""
+    """Seconds of iterations in one mode, without the one before which the mode was changed. `completed` iterations had
+    been protected at its end."""
 
     mode: str
-    begun: tuple[float, ...]
     seconds: tuple[float, ...]
     completed: int
 
     @classmethod
     def read(cls, told: dict[str, Any]) -> Block:
         """Of what a rank has written."""
-        return cls(told["mode"], tuple(told["begun"][1:]), tuple(told["seconds"][1:]), told["completed"])
+        return cls(told["mode"], tuple(told["seconds"][1:]), told["completed"])
 
 
 @dataclass(frozen=True)

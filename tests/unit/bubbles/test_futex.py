@@ -31,9 +31,9 @@ def test_a_change_by_another_process_ends_the_wait(words: np.ndarray) -> None:
         Word(words, 3).wake()
         os._exit(0)
     os.write(go, b"1")
-    while words[3] != 7:
+    while words[3] != 7 and time.monotonic() - began < LONG:
         word.wait(0, LONG)
-    assert time.monotonic() - began < LONG
+    assert words[3] == 7 and time.monotonic() - began < LONG
     os.waitpid(pid, 0)
     for end in (ready, go):
         os.close(end)
@@ -53,13 +53,15 @@ def test_a_wait_is_over_after_its_time(words: np.ndarray) -> None:
 
 
 def test_other_threads_run_while_one_waits(words: np.ndarray) -> None:
-    done = threading.Event()
-    waiter = threading.Thread(target=lambda: (Word(words, 0).wait(0, LONG), done.set()))
+    """A wait that kept the interpreter would let nobody wake it before its time is over."""
+    began = time.monotonic()
+    waiter = threading.Thread(target=Word(words, 0).wait, args=(0, LONG))
     waiter.start()
     words[0] = 1
-    while not done.wait(0.01):  # it may have looked before, and not waited yet
-        Word(words, 0).wake()
-    waiter.join(LONG)
+    while waiter.is_alive() and time.monotonic() - began < LONG:
+        Word(words, 0).wake()  # again and again: it may have looked before, and not waited yet
+        waiter.join(0.01)
+    assert not waiter.is_alive() and time.monotonic() - began < LONG
 
 
 def test_without_a_futex_it_is_looked_at_again_and_again(words: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
