@@ -26,7 +26,6 @@ from math import ceil
 from ..errors import ConfigError
 from ..model.timeline import Bubble, Timeline
 from .filling import Grant, Grants, Granularity, Transfer, offers
-from .layers import Part
 from .windows import Reserve
 
 MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
@@ -58,13 +57,6 @@ class SenderPlan:
     snapshot: Snapshot = Snapshot.HOST
     reason: str = ""
     bytes_per_second: float = 0.0
-
-    @property
-    def order(self) -> tuple[Part, ...]:
-        """The parts of the slot in the order in which they are planned. What is sent are bytes, in the order in which
-        they lie in the slot: of the parts of a window only how many bytes they have (`smp.exchange`)."""
-        parts = tuple(part for grants in self.iterations for grant in grants for part in grant.parts)
-        return parts or (Part(0, self.transfer.nbytes),)
 
     def after(self, iteration: int, span: int) -> Grants:
         """The grants of the bubble that begins after compute span `span`, in an iteration of a period, from 0; once

@@ -27,7 +27,7 @@ and by `exchange()` the `ExchangePlan` that carries it out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -139,16 +139,11 @@ class NeighbourPlan:
 
     # how it is carried out
 
-    def exchange(self, order: Mapping[int, Sequence[Extent]] | None = None) -> CopyPlan:
-        """What the SMPs carry out: section `rank` is the copy of that rank.
-
-        `order` names, by rank, the parts of its slot in the order in which they go out; the slot from its start to its
-        end for a rank that it does not name. Raises TopologyError for parts that are not the slot, each byte once.
-        """
+    def exchange(self) -> CopyPlan:
+        """What the SMPs carry out: section `rank` is the copy of that rank, from the start of its slot to the end."""
         sections = []
         for copy in self.copies:
-            stream = tuple((order or {}).get(copy.rank, (Extent(copy.rank, 0, copy.nbytes),)))
-            _check_order(copy, stream)
+            stream = (Extent(copy.rank, 0, copy.nbytes),)
             placement = Mirror((copy.nbytes, 0), LOSSES, _aligned(copy.nbytes))
             sections.append(Section(copy.rank, (copy.source, copy.target), (stream, ()), placement))
         sizes = tuple(copy.nbytes for copy in self.copies)
@@ -307,16 +302,3 @@ def partner(node: int, nodes: int) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _check_order(copy: Copy, stream: Sequence[Extent]) -> None:
-    at = 0
-    for extent in sorted(stream, key=lambda extent: (extent.offset, extent.nbytes)):
-        if extent.rank != copy.rank or extent.offset != at:
-            break
-        at += extent.nbytes
-    if at != copy.nbytes or sum(extent.nbytes for extent in stream) != copy.nbytes:
-        raise TopologyError(
-            f"rank {copy.rank}: the parts in which its slot is to go out do not cover its {copy.nbytes} bytes once "
-            f"(the first gap or overlap is at byte {at})"
-        )

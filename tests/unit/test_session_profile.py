@@ -23,7 +23,7 @@ from ft_plugins.events import Events, read
 from ft_plugins.model.host import Edges
 from ft_plugins.model.timeline import Kind, Profile
 from ft_plugins.redundancy.neighbour import plan_neighbours
-from ft_plugins.session import attach
+from ft_plugins.session import Session, attach
 from ft_plugins.systems.baft import Baft
 
 Ranks = Callable[..., list[Any]]
@@ -45,16 +45,20 @@ class Telling(PlainHost):
             self.edges.end(kind, microbatch)
 
 
-def _train(rank: int, world: int, run_dir: Path) -> Profile | None:
-    host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
-    place = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
-    session = attach(host, Config(), place, SETTINGS)
+def _run(session: Session, host: Telling) -> None:
     session.resume()
     for step in range(1, 6):
         session.iteration_begin(step)
         host.iterate()
         session.iteration_end(step)
     session.shutdown()
+
+
+def _train(rank: int, world: int, run_dir: Path) -> Profile | None:
+    host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
+    place = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
+    session = attach(host, Config(), place, SETTINGS)
+    _run(session, host)
     assert session.profiler is not None
     return session.profiler.profile
 
@@ -98,12 +102,7 @@ def _plan(rank: int, world: int, run_dir: Path) -> None:
     session.baft = Baft(rank, BaftConfig(link_mbps=8_000.0), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     session.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
-    session.resume()
-    for step in range(1, 6):
-        session.iteration_begin(step)
-        host.iterate()
-        session.iteration_end(step)
-    session.shutdown()
+    _run(session, host)
 
 
 def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, tmp_path: Path) -> None:
@@ -212,12 +211,7 @@ def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Pat
     baft = Unplannable(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
     baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
     session.baft = baft
-    session.resume()
-    for step in range(1, 6):
-        session.iteration_begin(step)
-        host.iterate()
-        session.iteration_end(step)
-    session.shutdown()
+    _run(session, host)
     (lost,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
     assert "IndexError: no such slot" in lost.fields["reason"]
     assert gate.read() is None

@@ -29,7 +29,6 @@ from ft_plugins.redundancy.neighbour import (
     unplaced,
 )
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
-from ft_plugins.redundancy.sections import Extent
 from ft_plugins.smp.frames import Parity, decoded
 from ft_plugins.snapshot.layout import plan_layout
 from ft_plugins.snapshot.slots import Version
@@ -290,30 +289,6 @@ def test_small_state_lies_where_the_copy_is(job: Job) -> None:
     for position in range(len(exchange.nodes)):
         assert list(exchange.copies_on(position)) == [copy.rank for copy in job.plan().kept_on[position]]
         assert not any(exchange.parts[rank] for rank in exchange.ranks[position])
-
-
-def test_a_slot_may_go_out_in_another_order_and_is_put_together_in_its_own() -> None:
-    plan = plan_neighbours(["a", "b"], [(0, 1)], [100, 70])
-    exchange = plan.exchange({0: [Extent(0, 60, 40), Extent(0, 0, 10), Extent(0, 10, 50)]})
-    slots = [np.arange(100, dtype=np.uint8), np.arange(70, dtype=np.uint8)]
-    kept = vaults(exchange, slots)
-    assert kept[1][:50].tolist() == [*range(60, 100), *range(10)]
-    assert (put_together(exchange, 0, [0], kept) == slots[0]).all()
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [Extent(0, 0, 50)],
-        [Extent(0, 0, 60), Extent(0, 50, 50)],
-        [Extent(0, 0, 50), Extent(0, 60, 50)],
-        [Extent(1, 0, 100)],
-        [],
-    ],
-)
-def test_an_order_that_is_not_the_slot_is_refused(parts: list[Extent]) -> None:
-    with pytest.raises(TopologyError, match="rank 0: the parts in which its slot is to go out do not cover its 100"):
-        plan_neighbours(["a", "b"], [(0, 1)], [100, 70]).exchange({0: parts})
 
 
 # scale, and people
