@@ -101,8 +101,8 @@ class GptRun:
         flags = [*self.flags, *(["--ftp-faults", faults] if faults else [])]
         if self.protected:
             flags.insert(0, "--reft")
-        if not Config.from_flags(flags)[0].systems:  # without a system there is nothing to launch beside the job: it reads the flags itself
-            words, flags = words + flags, []
+        if not Config.from_flags(flags)[0].systems:
+            words, flags = words + flags, []  # there is nothing to launch beside the job: it reads the flags itself
         known = {
             "entry": f"{EXAMPLE}:main",
             "argv": tuple(words),

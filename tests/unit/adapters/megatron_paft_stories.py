@@ -171,7 +171,7 @@ def it_names_what_is_computed_with_beside_what_is_held() -> None:
         assert not {one.name for one in copies} & {one.name for one in items}
         live = host.copied()
         assert set(live) == {one.name for one in copies}
-        names = {name for name in host._names.values()} if copies else set()
+        names = set(host._names.values()) if copies else set()
         assert set(live) == names and {one.layer for one in copies} <= {None, 1, 2}
         if copies:
             before = {name: tensor.clone() for name, tensor in live.items()}
