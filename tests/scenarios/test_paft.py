@@ -18,7 +18,7 @@ import pytest
 
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.frameworks import FRAMEWORKS
-from ft_plugins.rig.golden import assert_identical, loss_differences, losses, state_differences
+from ft_plugins.rig.golden import assert_identical, explain, loss_differences, losses, state_differences
 from ft_plugins.rig.gpt_runs import Configuration, GptRun
 from ft_plugins.rig.multinode import Run
 from ft_plugins.rig.story import JobShape
@@ -92,6 +92,13 @@ def agree(run: Run, ranks: range) -> bool:
     return all((end["items"], end["parameters"]) == (ends[0]["items"], ends[0]["parameters"]) for end in ends)
 
 
+def assert_same(run: Run, clean: Run, ranks: int) -> None:
+    """The same end, but for what a replica has counted: an update that it alone has skipped was skipped."""
+    found = state_differences(run.digests, clean.digests, ranks) + loss_differences(run.loss_log, clean.loss_log)
+    found = [line for line in found if "skipped_updates" not in line]
+    assert not found, explain(found)
+
+
 # ------------------------------------------------------------------------------------------------ four replicas
 
 
@@ -116,9 +123,13 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
     struck, told = once(job, "fault.struck"), once(job, "sync.differs")
     assert (told["iteration"], told["ranks"], told["majority"]) == (4, [2], True)
     assert "rank 2 of 4 wrong in bucket" in told["reason"]
-    if struck["item"].startswith("chunk0.decoder.layers."):
-        assert told["layers"] == [int(struck["item"].split(".")[3]) + 1]
-    assert_identical(run, clean, 4)
+    layers = [int(struck["item"].split(".")[3]) + 1] if ".layers." in struck["item"] else []
+    if "gradients" in struck["point"]:  # wrong in one place, all of this replica is clipped by another norm
+        assert set(layers) <= set(told["layers"])
+        assert len(told["layers"]) > len(layers)
+    else:
+        assert told["layers"] == layers
+    assert_same(run, clean, 4)
     assert "sync.differs" in job.log.read_text(), "said to whoever looks at the job"
 
 
