@@ -83,7 +83,7 @@ def bench(request: pytest.FixtureRequest, jobs: Spec, tmp_path: Path, made: dict
 def once(job: RunningJob, name: str) -> dict[str, Any]:
     """The one event of that name."""
     (event,) = job.events(name)
-    return {**event.fields, "speaker": event.rank}
+    return {**event.fields, "rank": event.rank}
 
 
 def agree(run: Run, ranks: range) -> bool:
@@ -143,7 +143,7 @@ def test_with_an_audit_every_three_iterations_it_is_found_within_one_interval_an
     told = once(bench.finish(run), "sync.differs")
     assert told["iteration"] == 6 and told["ranks"] == [2]
     assert agree(run, range(4)), "one run again, which is not the clean one"
-    assert state_differences(run.digests, clean.digests, 4) and loss_differences(run.loss_log, clean.loss_log)
+    assert state_differences(run.digests, clean.digests, 4)
 
 
 @pytest.mark.all_configurations
