@@ -1,9 +1,10 @@
 """What copies cost training that go out in bubbles, on the emulated cluster: 16 ranks in the paper's shapes.
 
-    python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--shapes d2m2p4 ...] [--plot FILE] [--cluster FILE]
+    python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--dilation 2] [--shapes d2m2p4 ...] [--plot FILE]
 
-Megatron's own schedule between 4 nodes with throttled links, compute replaced by sleeping (ft_plugins/rig/cluster.py
-says how it is scaled). Blocks of 5 iterations in one run, in random order, each after one that is not counted:
+Megatron's own schedule between 4 nodes with throttled links, compute replaced by sleeping; how it is scaled, and why
+time is stretched (--dilation), says ft_plugins/rig/cluster.py. Blocks of 5 iterations in one run, in random order, each
+after one that is not counted:
 
     on      captured after every iteration, copies in bubbles
     off     nothing of this package is called
@@ -52,7 +53,7 @@ from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
 from ft_plugins.rig import cluster
-from ft_plugins.rig.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Emulated, Outcome
+from ft_plugins.rig.cluster import MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Emulated, Outcome
 from ft_plugins.rig.emulated import LAYERS, OFF, ON, ONCE
 from ft_plugins.rig.figures import line
 from ft_plugins.rig.forkserver import ForkServer
@@ -62,8 +63,8 @@ BLOCK = 5  # iterations
 PAIRS, QUICK_PAIRS = 40, 6
 ONCE_ROUNDS = 4
 SETTLE = 16  # iterations before the first block: profile, plan, the first copies
-RESERVE_MS = 4.0  # a message of 32 KiB takes 1.3 ms of the link, and four ranks may send one
-FLAGS = ("--baft-reserve-ms", str(RESERVE_MS))
+RESERVE_MS = 4.0  # a message of 32 KiB takes 1.3 ms of the link, and four ranks may send one; of each of DILATION
+DILATION = 2
 FULL_STATE = 6  # times the bytes that the paper sends
 RESAMPLES = 10_000
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 60.0
@@ -185,8 +186,13 @@ def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int =
     ranks = range(len(nodes))
     return plan_bubbles(
         transfers, dict(enumerate(profile.timelines)), {rank: profile.bubbles(rank) for rank in ranks},
-        LINK_MBPS * 1e6 / 8, Reserve(RESERVE_MS / 1e3, RESERVE_MS / 1e3), granularity,
+        one.link_mbps * 1e6 / 8, Reserve(reserve_ms(one) / 1e3, reserve_ms(one) / 1e3), granularity,
     )  # fmt: skip
+
+
+def reserve_ms(one: Emulated) -> float:
+    """At both ends of a bubble, for the pipeline's own messages."""
+    return RESERVE_MS * one.dilation
 
 
 def for_simulator(one: Emulated, outcome: Outcome, seconds: float) -> dict[str, Any]:
@@ -195,7 +201,7 @@ def for_simulator(one: Emulated, outcome: Outcome, seconds: float) -> dict[str, 
     ranks = pipelines(Topology(tp=job.tp, pp=job.pp, dp=job.dp))[0]
     chosen = [profile.timelines[rank] for rank in ranks]
     middle = lambda of, kind: statistics.median(lengths(of, kind)) if lengths(of, kind) else 0.0  # noqa: E731
-    pipeline = one.pipeline
+    pipeline, link = one.pipeline, one.link_mbps * 1e6 / 8
     shares = [1 - busy_share(timeline, profile.reduce_work) for timeline in chosen]
     return {
         "shape": one.name, "schedule": pipeline.schedule.value, "ranks": pipeline.ranks,
@@ -203,7 +209,7 @@ def for_simulator(one: Emulated, outcome: Outcome, seconds: float) -> dict[str, 
         "forward": [middle(of, Kind.FORWARD) for of in chosen],
         "backward": [middle(of, Kind.BACKWARD) for of in chosen],
         "reduce": [sum(profile.reduce_work)], "update": [sum(lengths(of, Kind.UPDATE)) for of in chosen],
-        "latency": latency(chosen), "bandwidth": LINK_MBPS * 1e6 / 8, "message_bytes": MESSAGE_BYTES, "joint": True,
+        "latency": latency(chosen, link), "bandwidth": link, "message_bytes": MESSAGE_BYTES, "joint": True,
         "iteration_seconds": seconds, "bubble_share": statistics.mean(shares),
     }  # fmt: skip
 
@@ -213,15 +219,18 @@ def lengths(timeline: Timeline, kind: Kind) -> list[float]:
     return [span.end - span.begin for span in timeline.spans if span.kind is kind]
 
 
-def latency(pipeline: Sequence[Timeline]) -> float:
-    """Least seconds from the end of a forward to the begin of the same one on the next rank, less the message's bytes
-    on the link: the median over neighbours."""
+def latency(pipeline: Sequence[Timeline], bytes_per_second: float) -> float:
+    """Seconds of a message beside those of its bytes on the link: from the end of a pass to the begin of the one that
+    waits for it on the next rank (backward: on the one before), the least over microbatches, for most of them meet a
+    rank or a link that is busy; the median over neighbours and directions."""
+    ways = [(Kind.FORWARD, ours, theirs) for ours, theirs in zip(pipeline, pipeline[1:], strict=False)]
+    ways += [(Kind.BACKWARD, ours, theirs) for theirs, ours in zip(pipeline, pipeline[1:], strict=False)]
     found = []
-    for ours, theirs in zip(pipeline, pipeline[1:], strict=False):
-        ends = {span.microbatch: span.end for span in ours.spans if span.kind is Kind.FORWARD and span.chunk == 0}
-        begins = {span.microbatch: span.begin for span in theirs.spans if span.kind is Kind.FORWARD and span.chunk == 0}
+    for kind, ours, theirs in ways:
+        ends = {span.microbatch: span.end for span in ours.spans if span.kind is kind and span.chunk == 0}
+        begins = {span.microbatch: span.begin for span in theirs.spans if span.kind is kind and span.chunk == 0}
         found.append(min(begins[at] - ends[at] for at in ends if at in begins))
-    return max(0.0, statistics.median(found) - MESSAGE_BYTES / (LINK_MBPS * 1e6 / 8))
+    return max(0.0, statistics.median(found) - MESSAGE_BYTES / bytes_per_second)
 
 
 def disturbed(one: Emulated, how: str) -> tuple[Emulated, int]:
@@ -229,7 +238,7 @@ def disturbed(one: Emulated, how: str) -> tuple[Emulated, int]:
     if how == "jitter":
         return replace(one, jitter=JITTER), 1
     if how == "drift":
-        return replace(one, drift=DRIFT, drift_after=DRIFT_AFTER), 1
+        return replace(one, drift=DRIFT, drift_after=DRIFT_AFTER * one.dilation), 1
     return one, SLOWER if how == "slow" else 1
 
 
@@ -242,10 +251,9 @@ def measure(chosen: Sequence[Emulated], pairs: int, seed: int, how: str, written
             one, slower = disturbed(each, how)
             blocks = rounds(pairs, ONCE_ROUNDS, random.Random(seed))
             with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(hosts) as places:
-                seconds = 4.0 * sum(count + 1 for _, count in blocks)
-                outcome = cluster.run(
-                    server, one, places, Path(folder), blocks, seconds, *FLAGS, slower=slower
-                )
+                seconds = 4.0 * one.dilation * sum(count + 1 for _, count in blocks)
+                flags = ("--baft-reserve-ms", str(reserve_ms(one)))
+                outcome = cluster.run(server, one, places, Path(folder), blocks, seconds, *flags, slower=slower)
             found.append(evaluate(one, outcome, pairs))
             print(found[-1].row(), flush=True)
             if written is not None:
@@ -277,6 +285,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one shape, six pairs")
     parser.add_argument("--batch", type=int, default=64, choices=(128, 64))
     parser.add_argument("--chunks", type=int, default=1, help="above 1: the interleaved schedule")
+    parser.add_argument("--dilation", type=int, default=DILATION, help=f"of time (default {DILATION})")
     parser.add_argument("--shapes", nargs="+", help="those alone")
     parser.add_argument("--pairs", type=int, help=f"of blocks of {BLOCK} iterations (default {PAIRS})")
     parser.add_argument("--disturb", default="", choices=("slow", "jitter", "drift"), help="see above")
@@ -286,9 +295,10 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nodes and networks are taken down all the same
-    chosen = cluster.shapes(args.batch, args.chunks)[: 1 if args.quick else None]
+    chosen = cluster.shapes(args.batch, args.chunks, args.dilation)
     if args.shapes:
-        chosen = tuple(one for one in cluster.shapes(args.batch, args.chunks) if one.job.name in args.shapes)
+        chosen = tuple(one for one in chosen if one.job.name in args.shapes)
+    chosen = chosen[: 1 if args.quick else None]
     print(HEAD, flush=True)
     found = measure(chosen, args.pairs or (QUICK_PAIRS if args.quick else PAIRS), args.seed, args.disturb, args.cluster)
     if args.plot is not None:

@@ -12,6 +12,11 @@ so that transfer time over bubble time is the testbed's. What a rank sends there
 parameters: the whole state of a float32 Adam. A *whole* state of mixed precision at the testbed's size is six times as
 much, and takes six times as many iterations.
 
+Time can be stretched besides (`dilation`): passes take so many times as long and links carry so many times less, so
+that transfer over bubble stays what it is. For what is not emulated, a schedule's Python, messages, SMPs, takes the
+processor as long as ever, and here 16 ranks and 4 SMPs share a core or two where the testbed has many for each.
+Stretched twice, sixteen ranks on two cores are still four times as crowded as ranks with a core each.
+
 Not to scale: messages between stages, whose bytes the paper does not tell. They are real, of MESSAGE_BYTES each.
 
 Invariant: ranks of a node share a network namespace and its throttled link. In: shape, batch, schedule. Out: a running
@@ -59,6 +64,7 @@ class Emulated:
     jitter: float = 0.0
     drift: float = 1.0
     drift_after: float = 0.0
+    dilation: int = 1
 
     @property
     def name(self) -> str:
@@ -68,6 +74,11 @@ class Emulated:
     def pipeline(self) -> Pipeline:
         return self.job.pipeline()
 
+    @property
+    def link_mbps(self) -> int:
+        """Of a node."""
+        return LINK_MBPS // self.dilation
+
     @cached_property
     def stages(self) -> tuple[StageSpec, ...]:
         """By pipeline rank."""
@@ -75,8 +86,8 @@ class Emulated:
         parameters = round(self.job.rank_bytes / SCALE * self.job.dp / _STATE_OF_PARAMETER)
         return tuple(
             StageSpec(
-                sum(times.forward[chunk * self.job.pp + rank] for chunk in range(chunks)),
-                sum(times.backward[chunk * self.job.pp + rank] for chunk in range(chunks)),
+                self.dilation * sum(times.forward[chunk * self.job.pp + rank] for chunk in range(chunks)),
+                self.dilation * sum(times.backward[chunk * self.job.pp + rank] for chunk in range(chunks)),
                 parameters,
                 *((self.jitter, self.drift, self.drift_after) if rank == 1 else ()),
             )
@@ -103,7 +114,7 @@ class Emulated:
         )  # fmt: skip
 
 
-def shapes(batch: int, chunks: int = 1) -> tuple[Emulated, ...]:
+def shapes(batch: int, chunks: int = 1, dilation: int = 1) -> tuple[Emulated, ...]:
     """The paper's five, those that can be interleaved where there are several chunks."""
     machine = replace(A40, flops=25e12)
     found = [
@@ -114,7 +125,7 @@ def shapes(batch: int, chunks: int = 1) -> tuple[Emulated, ...]:
         for dp, tp, pp in PAPER_SHAPES
         if chunks == 1 or batch // dp // _MICRO_BATCH % pp == 0
     ]  # fmt: skip
-    return tuple(map(Emulated, found))
+    return tuple(Emulated(job, dilation=dilation) for job in found)
 
 
 @dataclass(frozen=True)
@@ -165,9 +176,9 @@ def run(
     jobs: list[RunningJob] = []
     try:
         for number, place in enumerate(places):
-            place.throttle(LINK_MBPS, _BURST_BYTES)
+            place.throttle(one.link_mbps, _BURST_BYTES)
             words = (
-                "--baft", "--baft-link-mbps", str(LINK_MBPS), "--ftp-node-name", f"n{number}", "--ftp-secret-file",
+                "--baft", "--baft-link-mbps", str(one.link_mbps), "--ftp-node-name", f"n{number}", "--ftp-secret-file",
                 str(secret), *flags,
             )  # fmt: skip
             fields: dict[str, Any] = {**place.fields(), "endpoint": f"{places[0].address}:{_PORT}"}
@@ -176,7 +187,7 @@ def run(
             told = jobs[0].spec.run_dir / "events.jsonl"
             wait_for(told, lambda lines: any(event["name"] == "baft.plan" for event in lines), _START)
             for place in places:
-                place.throttle(LINK_MBPS // slower, _BURST_BYTES)
+                place.throttle(one.link_mbps // slower, _BURST_BYTES)
         for job in jobs:
             outcome = job.wait(_START + seconds)
             assert outcome["status"] == "succeeded", job.tail()

@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,31 +64,28 @@ class StageSpec:
 class Sleeper:
     """Sleeps as a stage computes; the same every time for one seed.
 
-    A rank of the testbed has cores of its own, here 16 ranks and 4 SMPs share what there is. So for as long as the
-    kernel says that this thread was ready to run and had no core (`schedstat`), it sleeps less.
+    A device of the testbed is done when it is done, whatever the node's cores do; here a pass is over when its rank has
+    got a core. So what one pass took too long the next one takes less, as far as it can. Nothing else that a rank waits
+    for is made up for: what protection costs stays in what is measured.
     """
 
-    def __init__(self, spec: StageSpec, seed: int) -> None:
-        self._spec, self._random = spec, random.Random(seed)
-        self._began = time.monotonic()
-        self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        self._ready = self._ready_seconds()
-        self._debt = 0.0
-
-    def _ready_seconds(self) -> float:
-        """For how long this thread has waited for a core, since it began."""
-        return int(os.pread(self._schedstat, 128, 0).split()[1]) * 1e-9
+    def __init__(
+        self, spec: StageSpec, seed: int, sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._spec, self._random, self._sleep, self._clock = spec, random.Random(seed), sleep, clock
+        self._began = clock()
+        self._over = 0.0
 
     def sleep(self, seconds: float) -> None:
         spec = self._spec
         if spec.jitter:
             seconds *= 1 + self._random.uniform(-spec.jitter, spec.jitter)
-        if spec.drift != 1.0 and time.monotonic() - self._began > spec.drift_after:
+        if spec.drift != 1.0 and self._clock() - self._began > spec.drift_after:
             seconds *= spec.drift
-        ready = self._ready_seconds()
-        debt = self._debt + ready - self._ready
-        self._ready, self._debt = ready, min(max(0.0, debt - seconds), seconds)  # before the first pass it waited long
-        time.sleep(max(0.0, seconds - debt))
+        began = self._clock()
+        self._sleep(max(0.0, seconds - self._over))
+        self._over = min(self._over + self._clock() - began - seconds, seconds)
 
 
 class Switch:

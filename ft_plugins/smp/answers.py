@@ -19,6 +19,7 @@ from . import checks, protocol, wire
 from .frames import Data, Parity
 from .peers import Local, read_report, read_version, told
 from .pins import Directive, Report
+from .priority import step_back
 from .vault import Vault
 from .wire import Bytes
 
@@ -55,7 +56,8 @@ class Answers:
             case "beat":
                 self._gathering(message.get("epoch"))
                 return self.beat(message), None
-            case "begin":
+            case "begin":  # of a lane: data comes by this connection, and nothing that is in a hurry
+                step_back()
                 return self.begin(self._gathering(message.get("epoch")), message), None
             case "take":
                 section, stripe, which = protocol.field(message, "key", list)

@@ -40,6 +40,7 @@ from ..snapshot.segment import Segment
 from ..snapshot.slots import Version
 from . import checks
 from .checks import Difference
+from .priority import step_back
 from .wire import PAYLOAD_LIMIT, Peer
 
 _AGAIN_SECONDS = 0.2  # until a receiver that has all is asked whether it still has; or after an error
@@ -184,6 +185,7 @@ class Exchange:
 
     def _feed(self, lane: Lane) -> None:
         complained = False
+        step_back()
         while not self._stop.is_set():
             pause = _AGAIN_SECONDS
             try:

@@ -25,6 +25,7 @@ from ..events import Events, file_sink
 from ..snapshot import segment as segments
 from . import liveness, protocol
 from .owner import SnapshotProcess
+from .priority import step_back_session
 
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
 _LAST_WRITE_SECONDS = 600.0  # how long the end of an orphaned SMP is put off while it still writes to storage
@@ -157,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if os.read(listening, 1) else 1
     os.close(listening)
     os.setsid()
+    step_back_session()
     if os.fork() > 0:
         os._exit(0)
     lock = liveness.acquire(options.run_dir / "smp.lock")

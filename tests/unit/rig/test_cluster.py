@@ -8,7 +8,7 @@ import pytest
 
 from ft_plugins.rig import cluster
 from ft_plugins.rig.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Emulated
-from ft_plugins.rig.emulated import LAYERS, OFF, ON
+from ft_plugins.rig.emulated import LAYERS, OFF, ON, Sleeper, StageSpec
 
 EACH = [one for batch in (128, 64) for one in cluster.shapes(batch)]
 
@@ -30,6 +30,15 @@ def test_stages_are_as_long_as_their_part_of_the_model(one: Emulated) -> None:
     assert [stage.forward for stage in one.stages] == list(times.forward)
     assert [stage.backward for stage in one.stages] == [2 * seconds for seconds in times.forward]
     assert one.stages[-1].forward > one.stages[0].forward, "the last one has the head"
+
+
+def test_stretched_time_leaves_transfer_over_bubble_as_it_is() -> None:
+    one, other = cluster.shapes(64)[0], cluster.shapes(64, dilation=2)[0]
+    assert (one.link_mbps, other.link_mbps) == (200, 100)
+    for usual, stretched in zip(one.stages, other.stages, strict=True):
+        assert (stretched.forward, stretched.backward) == (2 * usual.forward, 2 * usual.backward)
+        assert stretched.parameters == usual.parameters
+    assert one.name == other.name
 
 
 def test_of_an_interleaved_schedule_a_rank_has_all_of_its_chunks() -> None:
@@ -55,3 +64,18 @@ def test_the_job_s_flags_say_sizes_and_messages(tmp_path: Path) -> None:
     assert 4 * int(flags["--sequence"]) * int(flags["--micro-batch"]) * int(flags["--hidden"]) == MESSAGE_BYTES
     assert (tmp_path / "blocks.json").read_text() == '[["on", 16], ["off", 5]]'
     assert LAYERS > 1
+
+
+def test_what_a_pass_took_too_long_the_next_one_takes_less() -> None:
+    now, late = [0.0], iter([0.25, 0.0, 1.5, 0.0, 0.0])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds + next(late)
+
+    sleeper = Sleeper(StageSpec(0.5, 1.0, 1), 0, sleep, lambda: now[0])
+    ends = []
+    for _ in range(5):
+        sleeper.sleep(0.5)
+        ends.append(now[0])
+    # the third is late by 1.5 s: no more than one pass of that is made up for, by the fourth
+    assert ends == [0.75, 1.0, 3.0, 3.0, 3.5]
