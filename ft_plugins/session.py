@@ -316,7 +316,10 @@ class Session:
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step))
         if self._paft is not None:
-            self._agree(self._paft, lambda paft: paft.before_update(step))
+            paft = self._paft
+            self._agree(paft, lambda paft: paft.before_update(step))
+            if self._reft is not None:  # a verdict on the version before is known now, and that is sealed
+                self._guarded(lambda reft: reft.mark(step - 1, paft.mark(step - 1)))
 
     def _agree(self, paft: Paft, call: Callable[[Paft], None]) -> None:
         """Settle what was compared; then snapshots of a replica that was wrong are void, also where the job ends."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import ProtocolError
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Pin, Slot, SlotState, Version
+from ..snapshot.slots import Mark, Pin, Slot, SlotState, Version
 from .peers import read_version, told, written
 from .pins import Directive
 from .protection import Protection
@@ -94,6 +94,11 @@ class Kept:
         self.counted = version
         written(self._path, told(version))
         return True
+
+    def mark(self, version: Version) -> Mark:
+        """What the ranks of this node have heard of its replicas; none, as long as one of them has not."""
+        held = [slot.mark for rank in self._ranks for slot in self._segments[rank].slots() if slot.version == version]
+        return max(held, default=Mark.NONE) if len(held) == len(self._ranks) and all(held) else Mark.NONE
 
     def source(self, version: Version) -> bool | None:
         """Pin `version` to be sent, where it is sealed. True: on all ranks; False: it is still to come; None: it was

@@ -8,7 +8,7 @@ as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once
     file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
     header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, size of the job,
              gate (bubbles.gate), fingerprint
-    slot   = header page (state, version, token, small size, cursor, seal, pins) | digest table | small state | data
+    slot   = header page (state, version, token, small size, cursor, seal, pins, mark) | digest table | small | data
     data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
 
@@ -34,7 +34,7 @@ import xxhash
 from ..bubbles.gate import GATE_BYTES
 from ..errors import BudgetError, CorruptSlotError, SegmentError
 from .room import SHM, check_room
-from .slots import SLOTS, Pin, Slot, SlotState, Version, check_transition, may_pin
+from .slots import SLOTS, Mark, Pin, Slot, SlotState, Version, check_transition, marks_of, may_pin
 
 _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+(of\d+)?|-parity)(\.new)?|\.lock)")
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
@@ -72,8 +72,9 @@ _HEADER = {
 }
 _SLOT = {
     name: index
-    for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal", "pins"])
+    for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal", "pins", "mark"])
 }
+_MARKS = 8  # values that a mark may have, in the lowest bits of its word; above them, those of the seal it was set for
 NO_CURSOR = 2**64 - 1
 NOT_COMPUTED = 0  # the digest of a parity bucket that is still to be computed: nothing fits it
 
@@ -414,7 +415,26 @@ class Segment:
         if state is SlotState.CLEAN and not self._sealed(index):
             state = SlotState.DIRTY
         held = version if state is not SlotState.EMPTY else None
-        return Slot(index, state, held, int(words[_SLOT["token"]]), self.pins(index))
+        mark = self._mark(index) if state is SlotState.CLEAN else Mark.NONE
+        return Slot(index, state, held, int(words[_SLOT["token"]]), self.pins(index), mark)
+
+    def _mark(self, index: int) -> Mark:
+        """That which was set for what is sealed there now: one of an earlier version does not fit."""
+        words = self._slot_words[index]
+        seal, value = divmod(int(words[_SLOT["mark"]]), _MARKS)
+        return Mark(value) if seal == int(words[_SLOT["seal"]]) // _MARKS and value <= Mark.DIFFERING else Mark.NONE
+
+    def mark(self, version: Version, mark: Mark) -> bool:
+        """Say what is known of the replicas of `version`; whether it is here. One store: it is said or not.
+
+        Called by whoever may write the slots (the trainer, or an SMP without one), while no capture is running.
+        """
+        for slot in self.slots():
+            if slot.version == version and slot.state is SlotState.CLEAN:
+                words = self._slot_words[slot.index]
+                words[_SLOT["mark"]] = int(words[_SLOT["seal"]]) // _MARKS * _MARKS + mark
+                return True
+        return False
 
     def pins(self, index: int) -> Pin:
         """What a slot is kept for, without a look at what it holds."""
@@ -495,6 +515,12 @@ class Segment:
                     f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) "
                     "does not match its digest"
                 )
+
+
+def marks_in(held: Iterable[Segment]) -> list[list[int]]:
+    """What is known of the replicas of the versions in some segments, as plain values: [lineage, iteration, mark]."""
+    found = marks_of((slot.version, slot.mark) for segment in held for slot in segment.slots())
+    return [[version.lineage, version.iteration, int(mark)] for version, mark in sorted(found.items())]
 
 
 def _seal(words: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64], small: bytes) -> int:

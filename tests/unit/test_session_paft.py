@@ -134,6 +134,38 @@ def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is
         assert {step: clean[rank][1][step] for step in range(4, 9)} == second[rank][1]
 
 
+EVERY = 3  # iterations between two audits
+ROLLBACK = {**AUDIT, "audit_interval": EVERY, "on_corruption": "rollback"}
+LATE_FLIP = "update.gradients@iteration=8,rank=1,restart=0:flip=29~5"  # seen by the audit of 9
+
+
+def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, until: int) -> Any:
+    """As a job lives until an audit sends it back; what each rank was told then."""
+    one = Incarnation(rank, world, block, run_dir, token)
+    try:
+        one.run(until)
+    except DivergedError as error:
+        return one.resumed, one.versions, str(error)
+    return one.resumed, one.versions, ""
+
+
+def test_a_job_that_is_sent_back_resumes_from_the_version_in_which_replicas_agreed_last_and_is_the_clean_one(
+    node: Node, ranks: Ranks
+) -> None:
+    """Captured after each iteration, compared after each third: what agreed is five captures old when one differs."""
+    clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 12)
+    node.start()
+    block = {"paft": ROLLBACK, "reft": {}, "node_name": "n", "faults": LATE_FLIP}
+    first = ranks(_until_sent_back, 2, block, node.run_dir, node.fence(), 12)
+    assert all(resumed == 0 and "replicas of iteration 9 differ" in error for resumed, _, error in first)
+    assert first[0][1][8] != first[1][1][8]
+    assert sorted(first[0][1]) == list(range(1, 10))
+    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 12)
+    for rank in range(2):
+        assert second[rank][0] == 6, "the newest that was certified, not 7, which nobody compared"
+        assert second[rank][1] == {step: clean[rank][1][step] for step in range(7, 13)}
+
+
 def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:
     seen: list[Any] = []
     host = PlainHost({"w": torch.zeros(4)}, world_size=2, replicated=True, set_state=lambda state: seen.append(state))
