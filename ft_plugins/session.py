@@ -205,7 +205,7 @@ class Session:
         elif self._host.rank == 0 and self._context.restart == 0:
             for node in dict.fromkeys(names):
                 held = {rank: Shape(*entry) for rank, entry in enumerate(shapes) if names[rank] == node}
-                print(budget_table(held, node), flush=True)
+                print(budget_table(held, node, self._reft.certifies if self._reft else 0), flush=True)
         if self._reft is not None:
             sizes = self._reft.nodes.tell_sizes()
             if sizes and self._host.rank == 0 and self._context.restart == 0:

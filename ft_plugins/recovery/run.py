@@ -100,6 +100,7 @@ def _try(
             return b"whole"
         if nodes is not None:
             nodes.rebuild(plan)
+            segment.mark(plan.version, plan.mark)  # what it took the place of may have been alone to say so
             return b"rebuilt"
     except FtError as error:
         report(error)

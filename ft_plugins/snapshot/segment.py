@@ -74,7 +74,6 @@ _SLOT = {
     name: index
     for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal", "pins", "mark"])
 }
-_MARKS = 8  # values that a mark may have, in the lowest bits of its word; above them, those of the seal it was set for
 NO_CURSOR = 2**64 - 1
 NOT_COMPUTED = 0  # the digest of a parity bucket that is still to be computed: nothing fits it
 
@@ -421,8 +420,8 @@ class Segment:
     def _mark(self, index: int) -> Mark:
         """That which was set for what is sealed there now: one of an earlier version does not fit."""
         words = self._slot_words[index]
-        seal, value = divmod(int(words[_SLOT["mark"]]), _MARKS)
-        return Mark(value) if seal == int(words[_SLOT["seal"]]) // _MARKS and value <= Mark.DIFFERING else Mark.NONE
+        found, seal = int(words[_SLOT["mark"]]), int(words[_SLOT["seal"]])
+        return next((mark for mark in Mark if found and found == _marked(seal, mark)), Mark.NONE)
 
     def mark(self, version: Version, mark: Mark) -> bool:
         """Say what is known of the replicas of `version`; whether it is here. One store: it is said or not.
@@ -432,7 +431,7 @@ class Segment:
         for slot in self.slots():
             if slot.version == version and slot.state is SlotState.CLEAN:
                 words = self._slot_words[slot.index]
-                words[_SLOT["mark"]] = int(words[_SLOT["seal"]]) // _MARKS * _MARKS + mark
+                words[_SLOT["mark"]] = _marked(int(words[_SLOT["seal"]]), mark)
                 return True
         return False
 
@@ -515,6 +514,11 @@ class Segment:
                     f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) "
                     "does not match its digest"
                 )
+
+
+def _marked(seal: int, mark: Mark) -> int:
+    """The word that says `mark` of what has that seal, and nothing of anything else, nor with a bit of it flipped."""
+    return xxhash.xxh3_64_intdigest(seal.to_bytes(8, "little") + bytes([mark]))
 
 
 def marks_in(held: Iterable[Segment]) -> list[list[int]]:

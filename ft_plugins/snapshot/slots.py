@@ -98,7 +98,7 @@ def marks_of(said: Iterable[tuple[Version | None, Mark]]) -> dict[Version, Mark]
 def in_order(versions: Iterable[Version], marks: Mapping[Version, Mark]) -> list[Version]:
     """`versions` as a recovery tries them: newest first; where any is certified, first those that are preferred."""
     newest_first = sorted(versions, reverse=True)
-    if not any(marks.get(version) is Mark.CERTIFIED for version in newest_first):
+    if Mark.CERTIFIED not in marks.values():
         return newest_first
     return sorted(newest_first, key=lambda version: not marks.get(version, Mark.NONE).preferred)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -105,10 +106,16 @@ class Reft:
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         layout = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib, kinds)).encode())
         pins = [*([Pin.NODE, Pin.SOURCE] if self.nodes.losses else []), *([Pin.STORAGE] if self._storage else [])]
-        pins += [Pin.CERTIFIED] if audits_every(self._job) else []
+        pins += [Pin.CERTIFIED] if self.certifies else []
         nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes
         ranges = len(self.layout.ranges)
         return Shape(nbytes + parity, small, ranges, layout, slots_for(*pins), parity, self.layout.checks)
+
+    @property
+    def certifies(self) -> int:
+        """Iterations between two versions whose replicas are compared, the newest of which is kept; 0 for none."""
+        audits = audits_every(self._job)
+        return math.lcm(self._config.interval, audits) if audits else 0
 
     @cached_property
     def _storage(self) -> Storage | None:
@@ -297,6 +304,7 @@ class Reft:
             reason=plan.reason,
             completed=plan.completed,
             lost=plan.lost,
+            **({"mark": plan.mark.word} if plan.mark else {}),
             **seconds,
         )
 
@@ -436,10 +444,11 @@ class Reft:
         )  # fmt: skip
 
 
-def budget_table(shapes: Mapping[int, Shape], node: str) -> str:
+def budget_table(shapes: Mapping[int, Shape], node: str, certifies: int = 0) -> str:
     """The memory claimed on a node, printed before step 0: slots x bytes, by rank and together, with what that is for.
 
     A slot holds the captured share, its digests and small state, in whole pages; the kernel's figure was compared.
+    `certifies` are the iterations between two versions whose replicas are compared, 0 for none.
     """
     total = sum(shape.total for shape in shapes.values())
     share = sum(shape.data_nbytes for shape in shapes.values())
@@ -447,4 +456,7 @@ def budget_table(shapes: Mapping[int, Shape], node: str) -> str:
     what = f"{share} bytes captured" + (f" and {parity} of parity made of replicas" if parity else "")
     lines = [f"host memory for protection on node {node}: {total} bytes for {what}, all of it resident"]
     lines += [f"  rank {rank}: {shape.slots} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
+    if certifies:
+        which = "each" if certifies == 1 else f"that of every {certifies} iterations"
+        lines.append(f"  one slot of each keeps the newest snapshot whose replicas agreed; {which} is compared")
     return "\n".join(lines)

@@ -14,6 +14,8 @@ from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, DivergedError
 from ft_plugins.session import Session, attach
+from ft_plugins.smp.client import marks_in, newest_common
+from ft_plugins.snapshot.slots import SLOTS, Mark, Version
 from ft_plugins.systems.carried import CarryingHost
 
 Ranks = Callable[..., list[Any]]
@@ -160,10 +162,41 @@ def test_a_job_that_is_sent_back_resumes_from_the_version_in_which_replicas_agre
     assert all(resumed == 0 and "replicas of iteration 9 differ" in error for resumed, _, error in first)
     assert first[0][1][8] != first[1][1][8]
     assert sorted(first[0][1]) == list(range(1, 10))
+    node.kill()
+    node.start()  # what was said of a version outlives the process that keeps it, too
+    assert {newest_common(node.status()), *marks_in(node.status())} == {Version(1, 6)}
+    assert marks_in(node.status())[Version(1, 6)] is Mark.CERTIFIED
     second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 12)
     for rank in range(2):
         assert second[rank][0] == 6, "the newest that was certified, not 7, which nobody compared"
         assert second[rank][1] == {step: clean[rank][1][step] for step in range(7, 13)}
+
+
+def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_compared(node: Node, ranks: Ranks) -> None:
+    """The parts of 8 are of unlike replicas; put together they would look alike to every audit to come."""
+    clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 12)
+    node.start()
+    block = {"paft": {**AUDIT, "audit_interval": EVERY}, "reft": {}, "node_name": "n", "faults": LATE_FLIP}
+    first = ranks(_life, 2, block, node.run_dir, node.fence(), 8)
+    assert first[0][1][8] != first[1][1][8]
+    held = {slot["iteration"]: slot.get("mark") for slot in node.status()["segments"][0]["slots"]}
+    assert held == {5: "unaudited", 6: "certified", 7: "unaudited", 8: None}
+    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 12)
+    for rank in range(2):
+        assert second[rank] == (6, {step: clean[rank][1][step] for step in range(7, 13)})
+    (done,) = {(event.fields["iteration"], event.fields["mark"]) for event in node.events("restore.done")}
+    assert done == (6, "certified")
+
+
+def test_where_nothing_is_compared_there_is_no_slot_more_and_the_newest_is_resumed_from(
+    node: Node, ranks: Ranks
+) -> None:
+    node.start()
+    block = {"reft": {}, "node_name": "n"}
+    assert [resumed for resumed, _ in ranks(_life, 2, block, node.run_dir, node.fence(), 5)] == [0, 0]
+    slots = node.status()["segments"][0]["slots"]
+    assert len(slots) == SLOTS and not any("mark" in slot for slot in slots)
+    assert [resumed for resumed, _ in ranks(_life, 2, block, node.run_dir, node.fence(), 6)] == [5, 5]
 
 
 def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:

@@ -1,4 +1,4 @@
-"""Which version is certified and kept: over random histories of ranks that live by the fence, are compared and killed."""
+"""Which version is certified and kept: random histories of ranks that live by the fence, are compared and killed."""
 
 from __future__ import annotations
 
