@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, DivergedError
 from ft_plugins.session import Session, attach
-from ft_plugins.smp.client import marks_in, newest_common
+from ft_plugins.smp.client import Client, marks_in, newest_common
+from ft_plugins.snapshot.segment import remove
 from ft_plugins.snapshot.slots import SLOTS, Mark, Version
 from ft_plugins.systems.carried import CarryingHost
 
@@ -186,6 +188,61 @@ def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_com
         assert second[rank] == (6, {step: clean[rank][1][step] for step in range(7, 13)})
     (done,) = {(event.fields["iteration"], event.fields["mark"]) for event in node.events("restore.done")}
     assert done == (6, "certified")
+
+
+COUNTS_SECONDS = 50.0
+
+
+def _on_two_nodes(
+    rank: int, world: int, block: dict[str, Any], places: list[tuple[Path, int]], rest: int, until: int
+) -> Any:
+    """A life with a node for each rank, that pauses after iteration `rest` until a version counts on its node."""
+    run_dir, token = places[rank]
+    one = Incarnation(rank, world, {**block, "node_name": run_dir.name}, run_dir, token)
+    with Client(run_dir) as client:
+
+        def told(name: str) -> None:
+            deadline = time.monotonic() + COUNTS_SECONDS
+            while client.status()["node_tier"][name] != [1, EVERY]:
+                assert time.monotonic() < deadline, f"no version {name} within {COUNTS_SECONDS:.0f} s"
+                time.sleep(0.01)
+
+        if rest:
+            told("exchange")
+            one.run(rest)
+            told("counts")
+    one.run(until)
+    one.session._reft.rest()
+    return one.resumed, one.versions
+
+
+def test_a_lost_node_is_rebuilt_from_a_version_that_is_certified(
+    nodes: Callable[..., Node], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Only versions that are compared go to other nodes, though every one is captured; 7 and 8 nobody has compared."""
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of this job alone")
+    secret.chmod(0o600)
+    audit = {**AUDIT, "audit_interval": EVERY}
+    clean = ranks(_life, 2, {"paft": audit}, None, 0, 10)
+    block = {"paft": audit, "reft": {"redundancy": "raim5"}, "secret_file": str(secret), "interface": "lo"}
+
+    def places(*names: str) -> list[tuple[Path, int]]:
+        for name in names:
+            nodes(name).start()
+        return [(nodes(name).run_dir, nodes(name).fence()) for name in names]
+
+    ranks(_on_two_nodes, 2, {**block, "faults": LATE_FLIP}, places("n0", "n1"), 4, 8)
+    assert len(nodes("n0").status()["segments"][0]["slots"]) == SLOTS + 3
+    nodes("n1").kill()
+    remove(nodes("n1").job, "n1")
+    second = ranks(_on_two_nodes, 2, block, places("n0", "n2"), 0, 10)
+    (resumed,) = {found for found, _ in second}
+    assert resumed in (3, 6), "whichever had come to count"
+    (done,) = {(e.fields["iteration"], e.fields["tier"], e.fields["mark"]) for e in nodes("n2").events("restore.done")}
+    assert done == (resumed, "node", "certified")
+    for rank, (_, versions) in enumerate(second):
+        assert versions == {step: clean[rank][1][step] for step in range(resumed + 1, 11)}
 
 
 def test_where_nothing_is_compared_there_is_no_slot_more_and_the_newest_is_resumed_from(
