@@ -96,8 +96,9 @@ def marks_of(said: Iterable[tuple[Version | None, Mark]]) -> dict[Version, Mark]
 
 
 def in_order(versions: Iterable[Version], marks: Mapping[Version, Mark]) -> list[Version]:
-    """`versions` as a recovery tries them: newest first; where any is certified, first those that are preferred."""
-    newest_first = sorted(versions, reverse=True)
+    """`versions` as a recovery tries them: newest first, but for those whose replicas differed; where any is certified,
+    first those that are preferred."""
+    newest_first = sorted((v for v in versions if marks.get(v) is not Mark.DIFFERING), reverse=True)
     if Mark.CERTIFIED not in marks.values():
         return newest_first
     return sorted(newest_first, key=lambda version: not marks.get(version, Mark.NONE).preferred)
