@@ -96,9 +96,9 @@ class Kept:
         return True
 
     def mark(self, version: Version) -> Mark:
-        """What the ranks of this node have heard of its replicas; none, as long as one of them has not."""
-        held = [slot.mark for rank in self._ranks for slot in self._segments[rank].slots() if slot.version == version]
-        return max(held, default=Mark.NONE) if len(held) == len(self._ranks) and all(held) else Mark.NONE
+        """What a rank of this node has heard of its replicas: a verdict is one of the whole job."""
+        slots = (slot for rank in self._ranks for slot in self._segments[rank].slots())
+        return max((slot.mark for slot in slots if slot.version == version), default=Mark.NONE)
 
     def source(self, version: Version) -> bool | None:
         """Pin `version` to be sent, where it is sealed. True: on all ranks; False: it is still to come; None: it was
