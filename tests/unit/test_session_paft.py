@@ -140,9 +140,9 @@ def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is
         assert {step: clean[rank][1][step] for step in range(4, 9)} == second[rank][1]
 
 
-EVERY = 3  # iterations between two audits
+EVERY = 5  # iterations between two audits: more than there are slots for
 ROLLBACK = {**AUDIT, "audit_interval": EVERY, "on_corruption": "rollback"}
-LATE_FLIP = "update.gradients@iteration=8,rank=1,restart=0:flip=29~5"  # seen by the audit of 9
+LATE_FLIP = "update.gradients@iteration=13,rank=1,restart=0:flip=29~5"  # seen by the audit of 15
 
 
 def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, until: int) -> Any:
@@ -158,38 +158,38 @@ def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path
 def test_a_job_that_is_sent_back_resumes_from_the_version_in_which_replicas_agreed_last_and_is_the_clean_one(
     node: Node, ranks: Ranks
 ) -> None:
-    """Captured after each iteration, compared after each third: what agreed is five captures old when one differs."""
-    clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 12)
+    """Captured after each iteration, compared after each fifth: without a slot of its own what agreed would be gone."""
+    clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 17)
     node.start()
     block = {"paft": ROLLBACK, "reft": {}, "node_name": "n", "faults": LATE_FLIP}
-    first = ranks(_until_sent_back, 2, block, node.run_dir, node.fence(), 12)
-    assert all(resumed == 0 and "replicas of iteration 9 differ" in error for resumed, _, error in first)
-    assert first[0][1][8] != first[1][1][8]
-    assert sorted(first[0][1]) == list(range(1, 10))
+    first = ranks(_until_sent_back, 2, block, node.run_dir, node.fence(), 17)
+    assert all(resumed == 0 and "replicas of iteration 15 differ" in error for resumed, _, error in first)
+    assert first[0][1][13] != first[1][1][13]
+    assert sorted(first[0][1]) == list(range(1, 16))
     node.kill()
     node.start()  # what was said of a version outlives the process that keeps it, too
-    assert {newest_common(node.status()), *marks_in(node.status())} == {Version(1, 6)}
-    assert marks_in(node.status())[Version(1, 6)] is Mark.CERTIFIED
-    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 12)
+    assert {newest_common(node.status()), *marks_in(node.status())} == {Version(1, 10)}
+    assert marks_in(node.status())[Version(1, 10)] is Mark.CERTIFIED
+    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 17)
     for rank in range(2):
-        assert second[rank][0] == 6, "the newest that was certified, not 7, which nobody compared"
-        assert second[rank][1] == {step: clean[rank][1][step] for step in range(7, 13)}
+        assert second[rank][0] == 10
+        assert second[rank][1] == {step: clean[rank][1][step] for step in range(11, 18)}
 
 
 def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_compared(node: Node, ranks: Ranks) -> None:
-    """The parts of 8 are of unlike replicas; put together they would look alike to every audit to come."""
-    clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 12)
+    """The parts of 14 are of unlike replicas; put together they would look alike to every audit to come."""
+    clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 17)
     node.start()
     block = {"paft": {**AUDIT, "audit_interval": EVERY}, "reft": {}, "node_name": "n", "faults": LATE_FLIP}
-    first = ranks(_life, 2, block, node.run_dir, node.fence(), 8)
-    assert first[0][1][8] != first[1][1][8]
+    first = ranks(_life, 2, block, node.run_dir, node.fence(), 14)
+    assert first[0][1][14] != first[1][1][14]
     held = {slot["iteration"]: slot.get("mark") for slot in node.status()["segments"][0]["slots"]}
-    assert held == {5: "unaudited", 6: "certified", 7: "unaudited", 8: None}
-    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 12)
+    assert held == {10: "certified", 12: "unaudited", 13: "unaudited", 14: None}
+    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 17)
     for rank in range(2):
-        assert second[rank] == (6, {step: clean[rank][1][step] for step in range(7, 13)})
+        assert second[rank] == (10, {step: clean[rank][1][step] for step in range(11, 18)})
     (done,) = {(event.fields["iteration"], event.fields["mark"]) for event in node.events("restore.done")}
-    assert done == (6, "certified")
+    assert done == (10, "certified")
 
 
 COUNTS_SECONDS = 50.0
@@ -221,12 +221,12 @@ def _on_two_nodes(
 def test_a_lost_node_is_rebuilt_from_a_version_that_is_certified(
     nodes: Callable[..., Node], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Only versions that are compared go to other nodes, though every one is captured; 7 and 8 nobody has compared."""
+    """Only versions that are compared go to other nodes, though every one is captured; 11 to 13 nobody has compared."""
     secret = tmp_path / "secret"
     secret.write_text("a secret of this job alone")
     secret.chmod(0o600)
     audit = {**AUDIT, "audit_interval": EVERY}
-    clean = ranks(_life, 2, {"paft": audit}, None, 0, 10)
+    clean = ranks(_life, 2, {"paft": audit}, None, 0, 15)
     block = {"paft": audit, "reft": {"redundancy": "raim5"}, "secret_file": str(secret), "interface": "lo"}
 
     def places(*names: str) -> list[tuple[Path, int]]:
@@ -234,17 +234,17 @@ def test_a_lost_node_is_rebuilt_from_a_version_that_is_certified(
             nodes(name).start()
         return [(nodes(name).run_dir, nodes(name).fence()) for name in names]
 
-    ranks(_on_two_nodes, 2, {**block, "faults": LATE_FLIP}, places("n0", "n1"), 4, 8)
+    ranks(_on_two_nodes, 2, {**block, "faults": LATE_FLIP}, places("n0", "n1"), 6, 13)
     assert len(nodes("n0").status()["segments"][0]["slots"]) == SLOTS + 3
     nodes("n1").kill()
     remove(nodes("n1").job, "n1")
-    second = ranks(_on_two_nodes, 2, block, places("n0", "n2"), 0, 10)
+    second = ranks(_on_two_nodes, 2, block, places("n0", "n2"), 0, 15)
     (resumed,) = {found for found, _ in second}
-    assert resumed in (3, 6), "whichever had come to count"
+    assert resumed in (5, 10), "whichever had come to count"
     (done,) = {(e.fields["iteration"], e.fields["tier"], e.fields["mark"]) for e in nodes("n2").events("restore.done")}
     assert done == (resumed, "node", "certified")
     for rank, (_, versions) in enumerate(second):
-        assert versions == {step: clean[rank][1][step] for step in range(resumed + 1, 11)}
+        assert versions == {step: clean[rank][1][step] for step in range(resumed + 1, 16)}
 
 
 def test_where_nothing_is_compared_there_is_no_slot_more_and_the_newest_is_resumed_from(
