@@ -32,6 +32,7 @@ from .smp import client as smp
 from .smp import liveness
 from .smp.pace import in_words
 from .smp.signals import Signal
+from .snapshot.slots import Mark, Version
 
 ASK_SECONDS = 5.0  # an SMP that is alive answers in milliseconds
 _EXTRA_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -297,11 +298,16 @@ def _row(report: Mapping[str, Any]) -> list[str]:
         str(report["token"]),
         str(len(segments)),
         f"{sum(segment['bytes'] for segment in segments) / 2**20:.1f} MiB",
-        f"iteration {newest.iteration}, lineage {newest.lineage}" if newest else "none yet",
+        _version(newest, smp.marks_in(report).get(newest, Mark.NONE)) if newest else "none yet",
         str(min((segment["completed"] for segment in segments), default="")),
         _on_nodes(report.get("node_tier", {})),
         _in_storage(report.get("storage", {})),
     ]
+
+
+def _version(version: Version, mark: Mark) -> str:
+    """With what is known of its replicas."""
+    return f"iteration {version.iteration}, lineage {version.lineage}" + (f", {mark.word}" if mark else "")
 
 
 def _on_nodes(tier: Mapping[str, Any]) -> str:

@@ -205,7 +205,7 @@ class Session:
         elif self._host.rank == 0 and self._context.restart == 0:
             for node in dict.fromkeys(names):
                 held = {rank: Shape(*entry) for rank, entry in enumerate(shapes) if names[rank] == node}
-                print(budget_table(held, node), flush=True)
+                print(budget_table(held, node, self._reft.certifies if self._reft else 0), flush=True)
         if self._reft is not None:
             sizes = self._reft.nodes.tell_sizes()
             if sizes and self._host.rank == 0 and self._context.restart == 0:
@@ -316,7 +316,10 @@ class Session:
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step))
         if self._paft is not None:
-            self._agree(self._paft, lambda paft: paft.before_update(step))
+            paft = self._paft
+            self._agree(paft, lambda paft: paft.before_update(step))
+            if self._reft is not None:  # a verdict on the version before is known now, and that is sealed
+                self._guarded(lambda reft: reft.mark(step - 1, paft.mark(step - 1)))
 
     def _agree(self, paft: Paft, call: Callable[[Paft], None]) -> None:
         """Settle what was compared; then snapshots of a replica that was wrong are void, also where the job ends."""

@@ -26,7 +26,7 @@ from ..smp.client import Client
 from ..smp.protection import Protection
 from ..snapshot.double import Told, gathered
 from ..snapshot.segment import Shape
-from ..snapshot.slots import Version
+from ..snapshot.slots import Mark, Version
 from .collective import Collective
 from .plan import NodeFacts, RecoveryPlan, Way, counted
 
@@ -46,6 +46,7 @@ class NodeTierConfig:
     run_dir: Path
     token: int
     both: bool = False  # parity beside copies
+    audited: bool = False  # a version counts only when its replicas were found to agree
     measure: bool = False  # what the links carry by which copies go
 
 
@@ -60,6 +61,11 @@ class Spare:
     name: str
     where: Endpoint
     told: Mapping[str, Any]
+
+
+def read_marks(told: Sequence[Sequence[int]]) -> dict[Version, Mark]:
+    """What an SMP says of the replicas of the versions that its ranks hold: [lineage, iteration, mark] of each."""
+    return {Version(lineage, iteration): Mark(mark) for lineage, iteration, mark in told}
 
 
 class SeenNodes:
@@ -100,6 +106,7 @@ class SeenNodes:
                 found["lineage"],
                 Version(*found["counted"]) if found["counted"] else None,
                 found["released"],
+                read_marks(found["marks"]),
             )
             for found in self.ask(lambda client: client.inventory())
         ]
@@ -206,7 +213,7 @@ class JobNodes(LinkedNodes):
             losses=config.losses, position=self._position, endpoints=self._endpoints, interval=config.interval,
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
             replicated=() if config.stages and not config.both else gathered([told for _, told in facts]),
-            stages=config.stages, both=config.both, measure=config.measure,
+            stages=config.stages, both=config.both, measure=config.measure, audited=config.audited,
         )  # fmt: skip
         self.exchange = self._protection.plan()
         self.digest = self._protection.digest

@@ -1,8 +1,12 @@
 """Which version is restored, from where, and what is lost by it. Pure.
 
 Invariant: the plan names one version that every rank of the job can have complete, the newest such, or none; versions
-are never mixed. It opens a new lineage, one more than any rank has seen, so that what was captured after the restored
-version can never be combined with what comes now.
+are never mixed. Where replicas are compared it is the newest of those that are certified (or drift, and are captured
+each in full), as long as one of them can be had; a version whose replicas were found to differ is never taken: what
+ranks hold of it are parts of unlike replicas, which no later comparison could tell from a whole.
+
+The plan opens a new lineage, one more than any rank has seen, so that what was captured after the restored version can
+never be combined with what comes now.
 
 A rank has a version in its own segment, or another node's SMP still holds it (ranks have moved), or it is decoded from
 the parity of its section: as long as no more of the section's nodes have lost it than parity makes up for. A slot that
@@ -19,7 +23,7 @@ from enum import Enum
 
 from ..errors import ResumeError
 from ..redundancy.plan import ExchangePlan
-from ..snapshot.slots import Slot, SlotState, Version
+from ..snapshot.slots import Mark, Slot, SlotState, Version, in_order, marks_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class NodeFacts:
     `parity` are the versions that are complete in what it keeps for the `position` at which it stood then, by the plan
     with digest `plan`; `counted` is the one that counts, as far as it has heard. `completed` is what the ranks whose
     segments are there had reached, as in `RankFacts`; `lineage` the newest that was opened there. In `released` the job
-    has gone on while this node was a spare: what is older is of no use.
+    has gone on while this node was a spare: what is older is of no use. `marks` are those of the versions in `slots`.
     """
 
     slots: Mapping[int, frozenset[Version]]  # by rank
@@ -55,6 +59,7 @@ class NodeFacts:
     lineage: int = 0
     counted: Version | None = None
     released: int = 0
+    marks: Mapping[Version, Mark] = field(default_factory=dict)
 
 
 class Way(str, Enum):
@@ -83,6 +88,8 @@ class RecoveryPlan:
     None: the framework's own checkpoint of iteration `loaded` stands (tier `storage`), or training starts from the
     beginning (`none`), because of `reason`. `completed` is the last iteration whose end every rank had reached, `lost`
     the iterations to be run again. `state_lost`: there was state that all ranks held, and it cannot be had any more.
+    `mark` is what is known of the version's replicas, `passed_over` are the iterations of newer versions of which less
+    is known.
     """
 
     version: Version | None
@@ -96,12 +103,14 @@ class RecoveryPlan:
     sources: tuple[Source, ...] = ()
     holders: Mapping[int, int] = field(default_factory=dict)
     gone: tuple[int, ...] = ()
+    mark: Mark = Mark.NONE
+    passed_over: tuple[int, ...] = ()
 
     def table(self) -> str:
         """The plan for people."""
         left = f"{self.completed} were completed, {self.lost} lost; lineage {self.lineage}"
         if self.version is not None:
-            why = f" ({self.reason})" if self.tier == "storage" else ""
+            why = f" ({self.reason})" if self.tier == "storage" else f", {self.mark.word}" if self.mark else ""
             lines = [
                 f"recovery: iteration {self.version.iteration} of lineage {self.version.lineage} "
                 f"from the {self.tier} tier{why}; {left}"
@@ -110,6 +119,9 @@ class RecoveryPlan:
                 ranks = [rank for rank, source in enumerate(self.sources) if source.way is way]
                 if ranks:
                     lines.append(f"  ranks {', '.join(map(str, ranks))}: from {way.value}")
+            if self.passed_over:
+                newer = ", ".join(map(str, self.passed_over))
+                lines.append(f"  newer, but it is not known whether their replicas agreed: iterations {newer}")
             return "\n".join(lines)
         if self.tier == "storage":
             return f"recovery: iteration {self.loaded} of the framework's own checkpoint ({self.reason}); {left}"
@@ -124,12 +136,16 @@ def plan_recovery(
     plan_digest: int = 0,
     banned: Collection[Version] = (),
 ) -> RecoveryPlan:
-    """The newest version that all ranks can have, from `facts` by rank and `nodes` in the order of their lowest ranks.
+    """The newest version that all ranks can have, from `facts` by rank and `nodes` in the order of their lowest ranks;
+    the newest that is preferred by its mark, where one can be had.
 
     `corrupt` slots (rank, version) are not used, nor is a `banned` version, which could not be put together.
     `exchange` is the plan for the job as it is now, `plan_digest` its digest: parity of another plan is of no use.
     """
     facts, nodes = _without_void(facts, nodes)
+    said = [(slot.version, slot.mark) for rank in facts for slot in rank.slots]
+    marks = marks_of([*said, *(told for node in nodes for told in node.marks.items())])
+    facts, nodes = _without_differing(facts, nodes, marks)
     own = {rank.rank: {v for v in rank.holds() if (rank.rank, v) not in corrupt} for rank in facts}
     # a segment made just now, and one put back together, knows nothing of what its rank had reached; where a rank has
     # moved, its old one does
@@ -141,17 +157,21 @@ def plan_recovery(
     candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
     lineage = max([lineage, *(version.lineage for version in candidates)])  # what comes now is newer than all of them
     released = max((node.released for node in nodes), default=0)
-    for version in sorted((each for each in candidates if each.lineage >= released), reverse=True):
+    young = in_order((each for each in candidates if each.lineage >= released), marks)
+    for place, version in enumerate(young):
         found = _sources(version, own, corrupt, nodes, exchange, plan_digest)
         if found is None:
             continue
         sources, holders, gone = found
         tier = "process" if all(source.way is Way.OWN for source in sources) else "node"
         lost = max(0, completed - version.iteration)
-        reason = "newest that all ranks can have"
+        mark = marks.get(version, Mark.NONE)
+        newer = tuple(sorted({each.iteration for each in young[place:] if each > version}))
+        reason = f"newest {mark.word} that all ranks can have" if newer else "newest that all ranks can have"
         return RecoveryPlan(
-            version, tier, lineage, completed, lost, reason, sources=sources, holders=holders, gone=gone
-        )
+            version, tier, lineage, completed, lost, reason, sources=sources, holders=holders, gone=gone, mark=mark,
+            passed_over=newer,
+        )  # fmt: skip
     held_by_all = set.intersection(*(set(rank.holds()) for rank in facts))
     held = {rank.rank: sorted(rank.holds()) for rank in facts}
     empty = [rank for rank, versions in held.items() if not versions]
@@ -189,6 +209,24 @@ def counted(
     everywhere = set.intersection(*(set(node.parity) for node in nodes))
     whole = (v for v in everywhere if len(_holders(v, (), nodes, exchange, plan_digest)) == len(exchange.nodes))
     return max((version for version in whole if version <= base), default=None)
+
+
+def _without_differing(
+    facts: Sequence[RankFacts], nodes: Sequence[NodeFacts], marks: Mapping[Version, Mark]
+) -> tuple[Sequence[RankFacts], Sequence[NodeFacts]]:
+    """The facts without the versions that must not be restored, whoever still holds them."""
+    bad = {version for version, mark in marks.items() if mark is Mark.DIFFERING}
+    if not bad:
+        return facts, nodes
+    return [replace(rank, slots=tuple(slot for slot in rank.slots if slot.version not in bad)) for rank in facts], [
+        replace(
+            node,
+            slots={rank: frozenset(held - bad) for rank, held in node.slots.items()},
+            parity=frozenset(node.parity - bad),
+            counted=None if node.counted in bad else node.counted,
+        )
+        for node in nodes
+    ]
 
 
 def _without_void(

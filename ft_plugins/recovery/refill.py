@@ -22,7 +22,7 @@ from ..errors import FtError, SegmentError
 from ..snapshot import codec, manifest
 from ..snapshot.manifest import Manifest
 from ..snapshot.segment import NOT_COMPUTED, Segment
-from ..snapshot.slots import SlotState, Version, choose
+from ..snapshot.slots import Mark, SlotState, Version, choose
 from .collective import Collective
 from .pull import Bytes, Wanted, pull
 from .reshard import plan_moves
@@ -106,6 +106,9 @@ def refill(
         pull(collective, wanted, former.data, segment.data(index))
     small = manifest.join(manifest.write(now), codec.encode(merged([codec.decode(state) for _, state in told])))
     _seal(segment, index, found.now, token, small)
+    for version in [slot.version for slot in segment.slots() if slot.version is not None]:
+        # what was certified at this size before is older, and goes first no more
+        segment.mark(version, found.mark if version == found.now else Mark.NONE)
     segment.completed = found.completed
     collective.barrier()  # all have it: only then may what it was made of be given up
     return sum(move.nbytes for move in moves)

@@ -24,7 +24,7 @@ from ..redundancy.plan import ExchangePlan
 from ..snapshot.copiers import flat_bytes
 from ..snapshot.layout import Layout, ReplicaStream
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Slot, SlotState, Version
+from ..snapshot.slots import Mark, Slot, SlotState, Version
 from .collective import Collective
 from .plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
 
@@ -100,6 +100,7 @@ def _try(
             return b"whole"
         if nodes is not None:
             nodes.rebuild(plan)
+            segment.mark(plan.version, plan.mark)  # what it took the place of may have been alone to say so
             return b"rebuilt"
     except FtError as error:
         report(error)
@@ -149,6 +150,7 @@ def _facts(segment: Segment) -> bytes:
             int(slot.state),
             slot.version.lineage if slot.version else None,
             slot.version.iteration if slot.version else None,
+            int(slot.mark),
         ]
         for slot in segment.slots()
     ]
@@ -161,7 +163,10 @@ def _read_facts(payload: bytes) -> RankFacts:
     rank, slots, lineage, completed, from_nothing = msgpack.unpackb(payload)
     return RankFacts(
         rank,
-        tuple(Slot(i, SlotState(state), Version(v, k) if v is not None else None) for i, state, v, k in slots),
+        tuple(
+            Slot(index, SlotState(state), None if of is None else Version(of, iteration), mark=Mark(mark))
+            for index, state, of, iteration, mark in slots
+        ),
         lineage,
         completed,
         from_nothing,

@@ -26,7 +26,7 @@ from ..model.host import resizable
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Version
+from ..snapshot.slots import Mark, Version
 from .collective import Collective
 from .plan import RecoveryPlan, choose_source
 
@@ -73,8 +73,9 @@ def with_storage(
     completed = max(found.completed, stored.iteration)
     lost = completed - stored.iteration
     return replace(
-        found, version=stored, tier="storage", completed=completed, lost=lost, reason=why, loaded=0, state_lost=False
-    )
+        found, version=stored, tier="storage", completed=completed, lost=lost, reason=why, loaded=0, state_lost=False,
+        mark=Mark.NONE, passed_over=(),
+    )  # fmt: skip
 
 
 class StorageTier:

@@ -26,9 +26,9 @@ from ..model.host import resizable
 from ..redundancy.plan import ExchangePlan
 from ..smp.protection import Protection
 from ..snapshot.segment import Segment, set_aside
-from ..snapshot.slots import Slot, SlotState, Version
+from ..snapshot.slots import Mark, Slot, SlotState, Version
 from .collective import Collective
-from .nodes import Endpoint, SeenNodes, Spare
+from .nodes import Endpoint, SeenNodes, Spare, read_marks
 from .plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
 
 Place = tuple[int, int]
@@ -63,7 +63,8 @@ class Takeover:
     """`version` of the job of `world_size` ranks becomes `now`, of this size.
 
     `holders[rank]` is the node, as it stands now, that has what a former rank captured; `places` where in the model
-    that rank stood; `completed` the last iteration that all of them had completed.
+    that rank stood; `completed` the last iteration that all of them had completed; `mark` what is known of the former
+    replicas.
     """
 
     world_size: int
@@ -72,6 +73,7 @@ class Takeover:
     holders: Mapping[int, int]
     places: Mapping[int, Place]
     completed: int
+    mark: Mark = Mark.NONE
 
     def of_place(self, place: Place) -> tuple[int, ...]:
         """The former ranks whose state a rank at `place` takes over."""
@@ -113,7 +115,7 @@ def _read_size(world_size: int, told: Sequence[Mapping[str, Any]], members: int)
             NodeFacts(
                 held, frozenset(Version(*version) for version in answer["parity"]) if own else frozenset(),
                 answer["position"] if own else None, answer["plan"] if own else 0, counted=counted,
-                released=answer["released"],
+                released=answer["released"], marks=read_marks(answer.get("marks", ())),
             )
         )  # fmt: skip
     return Size(world_size, members, ranks, tuple(nodes), places, protection, fingerprint)
@@ -254,7 +256,7 @@ class FormerJob:
                 banned.add(version)
             elif not bad:
                 places = self._places(where, version, size)
-                return Takeover(size.world_size, version, version, where, places, plan.completed)
+                return Takeover(size.world_size, version, version, where, places, plan.completed, plan.mark)
 
     def _look_at(
         self, size: Size, plan: RecoveryPlan, where: Mapping[int, int], made: Collection[tuple[int, Version]]

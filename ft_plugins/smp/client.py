@@ -20,7 +20,7 @@ from ..errors import BusyError, ProtectionError, ProtocolError, SegmentError
 from ..snapshot import segment as segments
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Shape
-from ..snapshot.slots import Version
+from ..snapshot.slots import Mark, Version, in_order, marks_of
 from . import liveness, protocol
 from .protection import Protection
 from .turns import REQUEST as REQUEST  # the reason of a checkpoint that a person asks for
@@ -295,7 +295,8 @@ def ensure(
 
 
 def newest_common(status: Mapping[str, Any]) -> Version | None:
-    """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none.
+    """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none. As
+    in a recovery, the newest of those that are preferred, where there is one.
 
     The ranks are those of the incarnation that runs or ran last: a wider earlier one has left segments which stand
     still. Before any rank of it has attached, all count. Versions of two lineages are never taken for one another.
@@ -305,7 +306,16 @@ def newest_common(status: Mapping[str, Any]) -> Version | None:
         {Version(slot["lineage"], slot["iteration"]) for slot in segment["slots"] if slot["state"] == "CLEAN"}
         for segment in attached
     ]
-    return max(set.intersection(*complete), default=None) if complete else None
+    common = set.intersection(*complete) if complete else set()
+    return next(iter(in_order(common, marks_in(status))), None)
+
+
+def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:
+    """What is known of the replicas of the versions that this node holds complete, by an SMP's `status`."""
+    held = [slot for segment in status["segments"] for slot in segment["slots"] if slot["state"] == "CLEAN"]
+    return marks_of(
+        (Version(slot["lineage"], slot["iteration"]), Mark[slot.get("mark", Mark.NONE.name).upper()]) for slot in held
+    )
 
 
 def _patience(run_dir: Path) -> float:

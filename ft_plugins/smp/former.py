@@ -119,6 +119,10 @@ class Former:
         held = [*(one for found in self._held.values() for one in found.values()), *beside]
         return [[size, one.fingerprint] for size, one in sorted({one.world_size: one for one in held}.items())]
 
+    def marks(self, beside: Iterable[Segment] = ()) -> list[list[int]]:
+        """For a recovery, likewise: what is known of the replicas of their versions."""
+        return segments.marks_in([*(one for held in self._held.values() for one in held.values()), *beside])
+
     @staticmethod
     def _fact(rank: int, found: Segment) -> list[Any]:
         clean = [slot for slot in found.slots() if slot.state is SlotState.CLEAN and slot.version is not None]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import ProtocolError
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Pin, Slot, SlotState, Version
+from ..snapshot.slots import Mark, Pin, Slot, SlotState, Version
 from .peers import read_version, told, written
 from .pins import Directive
 from .protection import Protection
@@ -94,6 +94,11 @@ class Kept:
         self.counted = version
         written(self._path, told(version))
         return True
+
+    def mark(self, version: Version) -> Mark:
+        """What a rank of this node has heard of its replicas: a verdict is one of the whole job."""
+        slots = (slot for rank in self._ranks for slot in self._segments[rank].slots())
+        return max((slot.mark for slot in slots if slot.version == version), default=Mark.NONE)
 
     def source(self, version: Version) -> bool | None:
         """Pin `version` to be sent, where it is sealed. True: on all ranks; False: it is still to come; None: it was

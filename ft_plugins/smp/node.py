@@ -24,8 +24,8 @@ from ..bubbles.gate import Gate, GatePacer
 from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..redundancy.plan import ExchangePlan
-from ..snapshot.segment import Segment, vault_of
-from ..snapshot.slots import Pin, SlotState, Version
+from ..snapshot.segment import Segment, marks_in, vault_of
+from ..snapshot.slots import Mark, Pin, SlotState, Version
 from . import checks, probe, protocol, wire
 from .answers import Answers
 from .exchange import Exchange, RatePacer
@@ -152,6 +152,7 @@ class NodeTier:
         with self._lock:
             return {
                 "slots": [[rank, _clean(segment)] for rank, segment in sorted(self._segments.items())],
+                "marks": marks_in(self._segments.values()),
                 "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
                 "lineage": max([self._released, self._former.lineage, *(s.lineage for s in self._segments.values())]),
                 "released": self._released,
@@ -325,6 +326,11 @@ class NodeTier:
                 self._tell(str(running.differences[0]))
             exchange = running.version if running is not None else None
             encoded = exchange if running is not None and running.done and exchange in self._vault.versions() else None
+            if encoded is not None and told_now.audited and encoded != told_now.base:
+                mark = self._kept.mark(encoded)
+                encoded = encoded if mark.preferred else None
+                if mark in (Mark.UNAUDITED, Mark.DIFFERING):
+                    self._missed = exchange  # it can never count either
             return Report(self._kept.begun(told_now.lineage), exchange, self._missed, encoded, self._kept.counted)
 
     def _follow(self, directive: Directive) -> None:

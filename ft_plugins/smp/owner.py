@@ -134,6 +134,7 @@ class SnapshotProcess:
                             "state": slot.state.name,
                             "lineage": slot.version.lineage if slot.version else None,
                             "iteration": slot.version.iteration if slot.version else None,
+                            **({"mark": slot.mark.word} if slot.mark else {}),
                         }
                         for slot in segment.slots()
                     ],
@@ -314,6 +315,7 @@ class SnapshotProcess:
         """What of other sizes this node can hand out, and the parity that belongs to it."""
         with self._lock:
             told = {"sizes": self._aside.facts(), "fingerprints": self._aside.fingerprints()}
+            told["marks"] = self._aside.marks()
             return {**told, **self._tier.parity()}
 
     def _spare(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Protection:
     stages: tuple[tuple[int, ...], ...] = ()  # pipelines, where each rank's copy is on that of a neighbouring stage
     both: bool = False  # parity as well, where there are copies
     measure: bool = False  # what the links carry by which copies go is wanted
+    audited: bool = False  # a version counts only when its replicas were compared and agree
     counted: Version | None = None  # the newest that counts on any node: kept on all of them until a newer one does
 
     def plan(self) -> ExchangePlan:

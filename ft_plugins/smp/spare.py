@@ -91,6 +91,7 @@ class Spare:
         return {
             "sizes": self._former.facts(own.values()),
             "fingerprints": self._former.fingerprints(own.values()),
+            "marks": self._former.marks(own.values()),
             "lineage": max((found.lineage for found in held), default=0),
             **self._tier.parity(),
         }

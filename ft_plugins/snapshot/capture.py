@@ -124,7 +124,7 @@ class Capture:
         self._check_token()
         for copier in self._copiers.values():
             copier.ready()
-        index = choose(self._segment.slots())
+        index = choose(self._segment.slots(), version)
         faults.reach("capture.begin", iteration=version.iteration, slot=index)
         self._segment.dirty(index, version, self._token)
         self._segment.write_small(index, small)

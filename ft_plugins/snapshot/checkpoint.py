@@ -30,7 +30,7 @@ import xxhash
 from .. import faults
 from ..errors import StorageError
 from .retention import Stored
-from .slots import Version
+from .slots import Mark, Version
 
 FORMAT = "ft_plugins checkpoint 1"
 _PARTIAL = ".partial"
@@ -66,6 +66,7 @@ class Record:
     buckets: int
     layout: int
     seal: str
+    mark: int = Mark.NONE  # what was known of its replicas when the last byte was written
 
     @property
     def version(self) -> Version:
@@ -83,6 +84,7 @@ class Manifest:
     world_size: int
     fingerprint: dict[str, Any]
     nbytes: int  # of all ranks' files
+    certified: bool = False  # whether any rank knew, when its file was complete, that the replicas had agreed
 
 
 def folder_of(base: Path, version: Version) -> Path:
@@ -121,9 +123,11 @@ def commit(base: Path, version: Version, origin: Origin, **facts: object) -> Pat
     """All ranks' files are there: write the manifest, then give the folder its name. Returns the folder."""
     building, final = partial_of(base, version), folder_of(base, version)
     nbytes = sum((building / data_file(rank)).stat().st_size for rank in range(origin.world_size))
+    certified = any(read_record(building, rank).mark == Mark.CERTIFIED for rank in range(origin.world_size))
     manifest = Manifest(
-        FORMAT, origin.job, version.lineage, version.iteration, origin.world_size, dict(origin.fingerprint), nbytes
-    )
+        FORMAT, origin.job, version.lineage, version.iteration, origin.world_size, dict(origin.fingerprint), nbytes,
+        certified,
+    )  # fmt: skip
     faults.reach("persist.manifest.before", iteration=version.iteration, **facts)
     write_json(building / "manifest.json", asdict(manifest))
     faults.reach("persist.manifest.after", iteration=version.iteration, **facts)

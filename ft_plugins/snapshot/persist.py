@@ -23,7 +23,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ def write_rank(
             raise CorruptSlotError(f"rank {rank}: version {version} was given up while it was being written")
     if kept is not None:
         copy_into(folder, rank, kept)
+    record = replace(record, mark=int(segment.slot(index).mark))
     write_json(folder / record_file(rank), asdict(record))
     return record
 
@@ -280,7 +281,7 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
 def _present(folder: Path, record: Record) -> bool:
     """Whether a rank's file is there, as this record has it."""
     try:
-        return read_record(folder, record.rank) == record and (
+        return replace(read_record(folder, record.rank), mark=record.mark) == record and (
             (folder / data_file(record.rank)).stat().st_size == record.nbytes
         )
     except (StorageError, FileNotFoundError):

@@ -8,7 +8,7 @@ as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once
     file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
     header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, size of the job,
              gate (bubbles.gate), fingerprint
-    slot   = header page (state, version, token, small size, cursor, seal, pins) | digest table | small state | data
+    slot   = header page (state, version, token, small size, cursor, seal, pins, mark) | digest table | small | data
     data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
 
@@ -34,7 +34,7 @@ import xxhash
 from ..bubbles.gate import GATE_BYTES
 from ..errors import BudgetError, CorruptSlotError, SegmentError
 from .room import SHM, check_room
-from .slots import SLOTS, Pin, Slot, SlotState, Version, check_transition, may_pin
+from .slots import SLOTS, Mark, Pin, Slot, SlotState, Version, check_transition, marks_of, may_pin
 
 _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+(of\d+)?|-parity)(\.new)?|\.lock)")
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
@@ -72,7 +72,7 @@ _HEADER = {
 }
 _SLOT = {
     name: index
-    for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal", "pins"])
+    for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal", "pins", "mark"])
 }
 NO_CURSOR = 2**64 - 1
 NOT_COMPUTED = 0  # the digest of a parity bucket that is still to be computed: nothing fits it
@@ -414,7 +414,26 @@ class Segment:
         if state is SlotState.CLEAN and not self._sealed(index):
             state = SlotState.DIRTY
         held = version if state is not SlotState.EMPTY else None
-        return Slot(index, state, held, int(words[_SLOT["token"]]), self.pins(index))
+        mark = self._mark(index) if state is SlotState.CLEAN else Mark.NONE
+        return Slot(index, state, held, int(words[_SLOT["token"]]), self.pins(index), mark)
+
+    def _mark(self, index: int) -> Mark:
+        """That which was set for what is sealed there now: one of an earlier version does not fit."""
+        words = self._slot_words[index]
+        found, seal = int(words[_SLOT["mark"]]), int(words[_SLOT["seal"]])
+        return next((mark for mark in Mark if found and found == _marked(seal, mark)), Mark.NONE)
+
+    def mark(self, version: Version, mark: Mark) -> bool:
+        """Say what is known of the replicas of `version`; whether it is here. One store: it is said or not.
+
+        Called by whoever may write the slots (the trainer, or an SMP without one), while no capture is running.
+        """
+        for slot in self.slots():
+            if slot.version == version and slot.state is SlotState.CLEAN:
+                words = self._slot_words[slot.index]
+                words[_SLOT["mark"]] = _marked(int(words[_SLOT["seal"]]), mark)
+                return True
+        return False
 
     def pins(self, index: int) -> Pin:
         """What a slot is kept for, without a look at what it holds."""
@@ -495,6 +514,17 @@ class Segment:
                     f"rank {self.rank}: bucket {number} of slot {index} ({self.slot(index).version}) "
                     "does not match its digest"
                 )
+
+
+def _marked(seal: int, mark: Mark) -> int:
+    """The word that says `mark` of what has that seal, and nothing of anything else, nor with a bit of it flipped."""
+    return xxhash.xxh3_64_intdigest(seal.to_bytes(8, "little") + bytes([mark]))
+
+
+def marks_in(held: Iterable[Segment]) -> list[list[int]]:
+    """What is known of the replicas of the versions in some segments, as plain values: [lineage, iteration, mark]."""
+    found = marks_of((slot.version, slot.mark) for segment in held for slot in segment.slots())
+    return [[version.lineage, version.iteration, int(mark)] for version, mark in sorted(found.items())]
 
 
 def _seal(words: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64], small: bytes) -> int:

@@ -29,13 +29,14 @@ from ..events import Events
 from ..model.host import Host, Steps
 from ..model.inventory import Inventory
 from ..recovery.collective import Collective
+from ..snapshot.slots import Mark
 from ..sync.aggregate import Aggregate, require_enough, told
 from ..sync.audit import OnCorruption, promise
 from ..sync.background import Background
 from ..sync.buckets import plan_buckets, require_replicas
 from ..sync.compare import Auditing
 from ..sync.links import Links
-from ..sync.policy import Label, PaftPolicy
+from ..sync.policy import Label, PaftPolicy, Replicas
 from ..sync.run import Averaging
 from ..sync.schedule import schedule_of
 from ..sync.turns import Turns
@@ -136,10 +137,21 @@ class Paft:
         turns = self._turns
         return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.drifting)
 
+    def mark(self, step: int) -> Mark:
+        """The same in a snapshot's words. Where replicas may drift it holds each of them whole, else parts of each."""
+        label = self.label(step)
+        if label.certified:
+            return Mark.CERTIFIED
+        if label.replicas is Replicas.IDENTICAL:
+            return Mark.UNAUDITED
+        return Mark.DRIFTING if self.drifts else Mark.DIFFERING
+
     def tainted(self) -> int | None:
         """Where this rank's replica was found wrong since it was asked last: the iteration after which its snapshots
-        are worth nothing, that of the last audit in which the replicas agreed."""
-        return None if self._verdicts is None else self._verdicts.tainted()
+        are worth nothing, that of the last audit in which the replicas agreed. Where they drift, those that hold each
+        of them whole are gone on from as the job itself goes on, unless it is to go back."""
+        since = None if self._verdicts is None else self._verdicts.tainted()
+        return None if self.drifts and self._config.on_corruption != "rollback" else since
 
     # ---- hooks ----
 

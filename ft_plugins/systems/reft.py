@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -43,8 +44,8 @@ from ..snapshot.layout import Layout, plan_layout
 from ..snapshot.manifest import Manifest
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment, Shape, path_of
-from ..snapshot.slots import Pin, SlotState, Version, slots_for
-from .reft_nodes import ReftNodes
+from ..snapshot.slots import Mark, Pin, SlotState, Version, slots_for
+from .reft_nodes import ReftNodes, audits_every
 
 DEGRADED = "degraded"  # the word that a rank leaves for the others when it can capture no more
 _ASK_SECONDS = 1.0  # for an SMP to answer a rank that has lost its protection
@@ -74,6 +75,7 @@ class Reft:
         if config.capture is None:
             raise ConfigError("REFT is not on")
         self._host = host
+        self._job = config
         self._config: ReftConfig = config.capture
         self.nodes = ReftNodes(host, config, collective, nodes, run_dir, token, events, towards)
         self._collective = collective
@@ -87,6 +89,7 @@ class Reft:
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
+        self._base: Version | None = None  # what was restored
         self._path = path_of(run_dir.parent.name, run_dir.name, host.rank)  # a run directory is job / node
         self._peer_degraded = False
         self._alarm = ""  # printed last
@@ -103,9 +106,16 @@ class Reft:
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         layout = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib, kinds)).encode())
         pins = [*([Pin.NODE, Pin.SOURCE] if self.nodes.losses else []), *([Pin.STORAGE] if self._storage else [])]
+        pins += [Pin.CERTIFIED] if self.certifies else []
         nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes
         ranges = len(self.layout.ranges)
         return Shape(nbytes + parity, small, ranges, layout, slots_for(*pins), parity, self.layout.checks)
+
+    @property
+    def certifies(self) -> int:
+        """Iterations between two versions whose replicas are compared, the newest of which is kept; 0 for none."""
+        audits = audits_every(self._job)
+        return math.lcm(self._config.interval, audits) if audits else 0
 
     @cached_property
     def _storage(self) -> Storage | None:
@@ -234,6 +244,8 @@ class Reft:
         if restored.small is not None:
             small = codec.decode(manifest.split(restored.small)[1])
             self._host.restore(small)
+        if plan.version is not None and plan.mark:  # one rank may have heard it alone, or the slot was made anew
+            segment.mark(plan.version, plan.mark)
         loaded_at = time.perf_counter()
         self._collective.barrier()  # every rank has restored: only now may anything be void
         with Client(self._run_dir) as client:
@@ -248,7 +260,7 @@ class Reft:
                 self._holders = len(nodes.exchange.copy_holders(self._host.rank))
                 self._sent_beside = nodes.exchange.sent_beside(self._host.rank)
         faults.reach("restore.end")
-        self._lineage = plan.lineage
+        self._lineage, self._base = plan.lineage, plan.version
         self._capture = Capture(
             segment, self.layout, self._host.tensors, self._token, self._committed, self._look_for_peers
         )
@@ -292,6 +304,7 @@ class Reft:
             reason=plan.reason,
             completed=plan.completed,
             lost=plan.lost,
+            **({"mark": plan.mark.word} if plan.mark else {}),
             **seconds,
         )
 
@@ -304,7 +317,7 @@ class Reft:
         """What was captured after iteration `since` holds a replica that was found wrong, and is not to be restored:
         without this rank's share such a version is complete no more. No capture is running.
 
-        One that is being sent or written already is kept, and said to be.
+        One that is being sent or written already is kept, and marked: no recovery takes it.
         """
         segment = self._mapped()
         gone: list[int] = []
@@ -314,12 +327,20 @@ class Reft:
             if version is None or version.lineage != self._lineage or version.iteration <= since:
                 continue
             (kept if slot.pins else gone).append(version.iteration)
-            if not slot.pins:
+            if slot.pins:
+                segment.mark(version, Mark.DIFFERING)
+            else:
                 segment.dirty(slot.index, None, self._token)
         self._events.emit("version.void", since=since, iterations=sorted(gone))
         if kept:
             reason = f"snapshots of iterations {sorted(kept)} hold a wrong replica, but are being sent or written"
             self._events.emit("version.tainted", iterations=sorted(kept), reason=reason)
+
+    def mark(self, step: int, mark: Mark) -> None:
+        """What is known of the replicas of version `step`, which is sealed, if it was captured. Of what was restored
+        nothing new is learnt: its replicas are alike because they were put together from the same parts."""
+        if self._base is None or step > self._base.iteration:
+            self._mapped().mark(Version(self._lineage, step), mark)
 
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
@@ -423,10 +444,11 @@ class Reft:
         )  # fmt: skip
 
 
-def budget_table(shapes: Mapping[int, Shape], node: str) -> str:
+def budget_table(shapes: Mapping[int, Shape], node: str, certifies: int = 0) -> str:
     """The memory claimed on a node, printed before step 0: slots x bytes, by rank and together, with what that is for.
 
     A slot holds the captured share, its digests and small state, in whole pages; the kernel's figure was compared.
+    `certifies` are the iterations between two versions whose replicas are compared, 0 for none.
     """
     total = sum(shape.total for shape in shapes.values())
     share = sum(shape.data_nbytes for shape in shapes.values())
@@ -434,4 +456,7 @@ def budget_table(shapes: Mapping[int, Shape], node: str) -> str:
     what = f"{share} bytes captured" + (f" and {parity} of parity made of replicas" if parity else "")
     lines = [f"host memory for protection on node {node}: {total} bytes for {what}, all of it resident"]
     lines += [f"  rank {rank}: {shape.slots} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
+    if certifies:
+        which = "each" if certifies == 1 else f"that of every {certifies} iterations"
+        lines.append(f"  one slot of each keeps the newest snapshot whose replicas agreed; {which} is compared")
     return "\n".join(lines)

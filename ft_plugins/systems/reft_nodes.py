@@ -9,6 +9,7 @@ data-parallel size; with how many nodes the job could go on.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,11 @@ from ..snapshot.double import told, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest
 from ..snapshot.segment import Segment, Shape
+
+
+def audits_every(config: Config) -> int:
+    """Iterations between two versions whose replicas are compared; 0 where none are."""
+    return config.paft.audits_every if config.paft is not None else 0
 
 
 class ReftNodes:
@@ -123,10 +129,11 @@ class ReftNodes:
 
     def _tier_config(self, secret_file: str) -> NodeTierConfig:
         stages = neighbour.pipelines(self._host.topology()) if self._copied else ()
+        interval, audits = self._config.interval * self._config.exchange_interval, audits_every(self._job)
         return NodeTierConfig(
-            self.losses, stages, self._config.interval * self._config.exchange_interval, self._config.exchange_mbps,
+            self.losses, stages, math.lcm(interval, audits) if audits else interval, self._config.exchange_mbps,
             self._job.detect_seconds, secret_file, self._job.interface, self._towards, self._run_dir, self._token,
-            both=self._copied and self._encoded,
+            both=self._copied and self._encoded, audited=audits > 0,
             measure=self._job.baft is not None and self._job.baft.link_mbps is None,
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, DivergedError
 from ft_plugins.session import Session, attach
+from ft_plugins.smp.client import Client, marks_in, newest_common
+from ft_plugins.snapshot.segment import remove
+from ft_plugins.snapshot.slots import SLOTS, Mark, Version
 from ft_plugins.systems.carried import CarryingHost
 
 Ranks = Callable[..., list[Any]]
@@ -97,6 +101,8 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
     for rank in range(2):
         assert (first[rank][0], second[rank][0]) == (0, 5)
         assert first[rank][1] | second[rank][1] == whole[rank][1]
+    slots = node.status()["segments"][0]["slots"]
+    assert {slot["iteration"]: slot.get("mark") for slot in slots} == {10: "drifting", 11: "drifting", 12: None}
     turns = node.events("sync.averaged")
     assert {event.fields["iteration"] for event in turns} >= {5, 9}
 
@@ -132,6 +138,124 @@ def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is
     for rank in range(2):
         assert second[rank][0] == 3
         assert {step: clean[rank][1][step] for step in range(4, 9)} == second[rank][1]
+
+
+EVERY = 5  # iterations between two audits: more than there are slots for
+ROLLBACK = {**AUDIT, "audit_interval": EVERY, "on_corruption": "rollback"}
+LATE_FLIP = "update.gradients@iteration=13,rank=1,restart=0:flip=29~5"  # seen by the audit of 15
+
+
+def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, until: int) -> Any:
+    """As a job lives until an audit sends it back; what each rank was told then."""
+    one = Incarnation(rank, world, block, run_dir, token)
+    try:
+        one.run(until)
+    except DivergedError as error:
+        return one.resumed, one.versions, str(error)
+    return one.resumed, one.versions, ""
+
+
+def test_a_job_that_is_sent_back_resumes_from_the_version_in_which_replicas_agreed_last_and_is_the_clean_one(
+    node: Node, ranks: Ranks
+) -> None:
+    """Captured after each iteration, compared after each fifth: without a slot of its own what agreed would be gone."""
+    clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 17)
+    node.start()
+    block = {"paft": ROLLBACK, "reft": {}, "node_name": "n", "faults": LATE_FLIP}
+    first = ranks(_until_sent_back, 2, block, node.run_dir, node.fence(), 17)
+    assert all(resumed == 0 and "replicas of iteration 15 differ" in error for resumed, _, error in first)
+    assert first[0][1][13] != first[1][1][13]
+    assert sorted(first[0][1]) == list(range(1, 16))
+    node.kill()
+    node.start()  # what was said of a version outlives the process that keeps it, too
+    assert {newest_common(node.status()), *marks_in(node.status())} == {Version(1, 10)}
+    assert marks_in(node.status())[Version(1, 10)] is Mark.CERTIFIED
+    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 17)
+    for rank in range(2):
+        assert second[rank][0] == 10
+        assert second[rank][1] == {step: clean[rank][1][step] for step in range(11, 18)}
+
+
+def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_compared(node: Node, ranks: Ranks) -> None:
+    """The parts of 14 are of unlike replicas; put together they would look alike to every audit to come."""
+    clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 17)
+    node.start()
+    block = {"paft": {**AUDIT, "audit_interval": EVERY}, "reft": {}, "node_name": "n", "faults": LATE_FLIP}
+    first = ranks(_life, 2, block, node.run_dir, node.fence(), 14)
+    assert first[0][1][14] != first[1][1][14]
+    held = {slot["iteration"]: slot.get("mark") for slot in node.status()["segments"][0]["slots"]}
+    assert held == {10: "certified", 12: "unaudited", 13: "unaudited", 14: None}
+    second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 17)
+    for rank in range(2):
+        assert second[rank] == (10, {step: clean[rank][1][step] for step in range(11, 18)})
+    (done,) = {(event.fields["iteration"], event.fields["mark"]) for event in node.events("restore.done")}
+    assert done == (10, "certified")
+
+
+COUNTS_SECONDS = 50.0
+
+
+def _on_two_nodes(
+    rank: int, world: int, block: dict[str, Any], places: list[tuple[Path, int]], rest: int, until: int
+) -> Any:
+    """A life with a node for each rank, that pauses after iteration `rest` until a version counts on its node."""
+    run_dir, token = places[rank]
+    one = Incarnation(rank, world, {**block, "node_name": run_dir.name}, run_dir, token)
+    with Client(run_dir) as client:
+
+        def told(name: str) -> None:
+            deadline = time.monotonic() + COUNTS_SECONDS
+            while client.status()["node_tier"][name] != [1, EVERY]:
+                assert time.monotonic() < deadline, f"no version {name} within {COUNTS_SECONDS:.0f} s"
+                time.sleep(0.01)
+
+        if rest:
+            told("exchange")
+            one.run(rest)
+            told("counts")
+    one.run(until)
+    one.session._reft.rest()
+    return one.resumed, one.versions
+
+
+def test_a_lost_node_is_rebuilt_from_a_version_that_is_certified(
+    nodes: Callable[..., Node], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Only versions that are compared go to other nodes, though every one is captured; 11 to 13 nobody has compared."""
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of this job alone")
+    secret.chmod(0o600)
+    audit = {**AUDIT, "audit_interval": EVERY}
+    clean = ranks(_life, 2, {"paft": audit}, None, 0, 15)
+    block = {"paft": audit, "reft": {"redundancy": "raim5"}, "secret_file": str(secret), "interface": "lo"}
+
+    def places(*names: str) -> list[tuple[Path, int]]:
+        for name in names:
+            nodes(name).start()
+        return [(nodes(name).run_dir, nodes(name).fence()) for name in names]
+
+    ranks(_on_two_nodes, 2, {**block, "faults": LATE_FLIP}, places("n0", "n1"), 6, 13)
+    assert len(nodes("n0").status()["segments"][0]["slots"]) == SLOTS + 3
+    nodes("n1").kill()
+    remove(nodes("n1").job, "n1")
+    second = ranks(_on_two_nodes, 2, block, places("n0", "n2"), 0, 15)
+    (resumed,) = {found for found, _ in second}
+    assert resumed in (5, 10), "whichever had come to count"
+    (done,) = {(e.fields["iteration"], e.fields["tier"], e.fields["mark"]) for e in nodes("n2").events("restore.done")}
+    assert done == (resumed, "node", "certified")
+    for rank, (_, versions) in enumerate(second):
+        assert versions == {step: clean[rank][1][step] for step in range(resumed + 1, 16)}
+
+
+def test_where_nothing_is_compared_there_is_no_slot_more_and_the_newest_is_resumed_from(
+    node: Node, ranks: Ranks
+) -> None:
+    node.start()
+    block = {"reft": {}, "node_name": "n"}
+    assert [resumed for resumed, _ in ranks(_life, 2, block, node.run_dir, node.fence(), 5)] == [0, 0]
+    slots = node.status()["segments"][0]["slots"]
+    assert len(slots) == SLOTS and not any("mark" in slot for slot in slots)
+    assert [resumed for resumed, _ in ranks(_life, 2, block, node.run_dir, node.fence(), 6)] == [5, 5]
 
 
 def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError
 from ft_plugins.recovery.plan import NodeFacts, RankFacts, Source, Way, choose_source, counted, plan_recovery
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
-from ft_plugins.snapshot.slots import SLOTS, Slot, SlotState, Version, void
+from ft_plugins.snapshot.slots import SLOTS, Mark, Slot, SlotState, Version, void
 
 versions = st.builds(Version, st.integers(0, 2), st.integers(1, 5))
 
@@ -514,3 +514,71 @@ def test_the_lineage_that_is_opened_is_no_older_than_the_version_restored() -> N
     """What was taken over has a lineage of its own before any rank has opened it."""
     facts = [RankFacts(rank, (Slot(0, SlotState.CLEAN, Version(6, 9)),), 0, 9) for rank in range(2)]
     assert plan_recovery(facts).lineage == 6
+
+
+def marked(facts: RankFacts, marks: Mapping[int, Mark]) -> RankFacts:
+    return replace(
+        facts,
+        slots=tuple(replace(s, mark=marks.get(s.version.iteration, Mark.NONE) if s.version else s.mark)
+                    for s in facts.slots),
+    )  # fmt: skip
+
+
+def test_the_newest_certified_version_is_taken_before_newer_ones_that_nobody_compared() -> None:
+    heard = marked(rank(0, 3, 6, 7, 8, completed=8), {3: Mark.CERTIFIED, 6: Mark.CERTIFIED, 7: Mark.UNAUDITED})
+    plan = plan_recovery([heard, rank(1, 3, 6, 7, 8, completed=8)])
+    assert (plan.version, plan.mark, plan.lost) == (Version(1, 6), Mark.CERTIFIED, 2), "one rank that heard is enough"
+    assert plan.table() == (
+        "recovery: iteration 6 of lineage 1 from the process tier, certified; 8 were completed, 2 lost; lineage 2\n"
+        "  newer, but it is not known whether their replicas agreed: iterations 7, 8"
+    )
+    other = plan_recovery([heard, rank(1, 3, 7, 8, completed=8)])
+    assert other.version == Version(1, 3), "not what one rank lacks"
+    none = plan_recovery([heard, rank(1, 7, 8, completed=8)])
+    assert (none.version, none.mark) == (Version(1, 8), Mark.NONE), "where no certified one can be had, the newest"
+    assert plan_recovery([heard, rank(1, 3, 6, 7, 8)], {(1, Version(1, 6))}).version == Version(1, 3)
+
+
+def test_a_version_whose_replicas_differed_is_never_taken() -> None:
+    wrong = marked(rank(0, 7, 8, completed=8), {7: Mark.UNAUDITED, 8: Mark.DIFFERING})
+    plan = plan_recovery([wrong, rank(1, 7, 8, completed=8)])
+    assert (plan.version, plan.mark) == (Version(1, 7), Mark.UNAUDITED)
+    assert "from the process tier, unaudited;" in plan.table()
+    alone = plan_recovery([marked(rank(0, 8, completed=8), {8: Mark.DIFFERING}), rank(1, 8, completed=8)])
+    assert alone.version is None and not alone.state_lost
+    told = NodeFacts({0: frozenset({Version(1, 8)})}, marks={Version(1, 8): Mark.DIFFERING})
+    assert plan_recovery([rank(0, 8)], nodes=[told]).version is None, "an SMP's word is as good"
+
+
+def test_replicas_that_are_let_drift_are_not_gone_back_behind() -> None:
+    """Under steady noise nothing ever agrees again; what was captured holds each replica whole."""
+    marks = {3: Mark.CERTIFIED, 7: Mark.DRIFTING, 8: Mark.UNAUDITED}
+    plan = plan_recovery([marked(rank(r, 3, 7, 8, completed=8), marks) for r in (0, 1)])
+    assert (plan.version, plan.mark) == (Version(1, 7), Mark.DRIFTING)
+    del marks[3]
+    assert plan_recovery([marked(rank(r, 3, 7, 8), marks) for r in (0, 1)]).version == Version(1, 8), "no comparing"
+
+
+@given(survivors(), st.dictionaries(versions, st.sampled_from(Mark)), st.sets(st.tuples(st.integers(0, 4), versions)))
+def test_with_marks_it_is_still_one_version_that_all_have(
+    facts: list[RankFacts], marks: dict[Version, Mark], corrupt: set[tuple[int, Version]]
+) -> None:
+    clean = [slot.version for slot in facts[0].slots if slot.version and slot.state is SlotState.CLEAN]
+    said = {slot.index: marks.get(slot.version, Mark.NONE) for slot in facts[0].slots if slot.version in clean}
+    heard = tuple(replace(slot, mark=said.get(slot.index, Mark.NONE)) for slot in facts[0].slots)
+    facts = [replace(facts[0], slots=heard), *facts[1:]]
+    known = {s.version: s.mark for s in facts[0].slots if s.version and s.state is SlotState.CLEAN}
+    common = {
+        version
+        for version in known
+        if known[version] is not Mark.DIFFERING
+        and all(has(one, version) and (one.rank, version) not in corrupt for one in facts)
+    }
+    plan = plan_recovery(facts, corrupt)
+    if not common:
+        assert plan.version is None
+        return
+    good = {version for version in common if known[version] in (Mark.CERTIFIED, Mark.DRIFTING)}
+    compared = Mark.CERTIFIED in known.values()
+    assert plan.version == max(good if compared and good else common)
+    assert plan.mark is known[plan.version]

@@ -19,7 +19,7 @@ from ft_plugins.recovery.pull import Wanted, pull
 from ft_plugins.recovery.takeover import Takeover, own_version, place, plan_size, read_sizes
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.segment import Shape
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.snapshot.slots import Mark, Version
 
 V3, V4, V5 = Version(1, 3), Version(1, 4), Version(1, 5)
 
@@ -226,3 +226,10 @@ def test_every_rank_has_what_it_wanted(data: st.DataObject, count: int, formers:
     for rank, wants in enumerate(asked):
         assert found[rank] == b"".join(held[former][at : at + nbytes].tobytes() for former, at, nbytes in wants)
     assert all(one.most <= frame for one in ones)
+
+
+def test_of_another_size_too_what_is_certified_is_taken_first() -> None:
+    told = answer({rank: [V3, V4, V5] for rank in range(4)}) | {"marks": [[V4.lineage, V4.iteration, Mark.CERTIFIED]]}
+    (size,) = read_sizes([told])
+    plan = plan_size(size)
+    assert (plan.version, plan.mark) == (V4, Mark.CERTIFIED)

@@ -21,7 +21,7 @@ from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.pins import Directive
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
-from ft_plugins.snapshot.slots import SLOTS, Pin, SlotState, Version, choose, slots_for
+from ft_plugins.snapshot.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
 NBYTES = 100_000
 SECONDS = 20
@@ -349,3 +349,31 @@ def test_a_restored_version_that_one_node_cannot_send_is_left_for_a_newer_one_an
         free = [slot for slot in node.segment.slots() if not slot.pins]
         assert len(free) >= SLOTS, f"{len(free)} slots are left for capture on {node.name}"
         assert Version(2, 5) in {slot.version for slot in node.segment.slots()}
+
+
+def test_where_replicas_are_compared_a_version_counts_when_they_were_found_to_agree(make: Callable[..., Job]) -> None:
+    """Else a node that is lost would have the job go back to what nobody has compared, and the rest would be void."""
+    job = make(2)
+    job.told = replace(job.told, audited=True)
+    job.protect()
+    job.begin(1)
+    wait(lambda: all(node.tier._exchange is not None and node.tier._exchange.done for node in job.nodes))
+    assert all(node.tier._report().encoded is None for node in job.nodes)
+    assert job.nodes[0].segment.mark(Version(1, 1), Mark.CERTIFIED)
+    assert job.nodes[0].tier._report().encoded == Version(1, 1)
+    assert not any(node.status("counts") for node in job.nodes), "the ranks of one node have not heard of it"
+    job.nodes[1].segment.mark(Version(1, 1), Mark.CERTIFIED)
+    wait(lambda: all(node.status("counts") == [1, 1] for node in job.nodes))
+    job.begin(2)
+    for node in job.nodes:
+        node.segment.mark(Version(1, 2), Mark.DIFFERING)
+    job.waits_for(3)
+    assert all(node.status("counts") == [1, 1] for node in job.nodes)
+
+
+def test_what_was_restored_counts_whatever_is_known_of_it(make: Callable[..., Job]) -> None:
+    job = make(2)
+    job.write(1, 1)
+    job.told = replace(job.told, audited=True)
+    job.protect(2, Version(1, 1))
+    wait(lambda: all(node.status("counts") == [1, 1] for node in job.nodes))

@@ -24,7 +24,7 @@ from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.segment import Segment, Shape
-from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
+from ft_plugins.snapshot.slots import Mark, Pin, SlotState, Version, slots_for
 
 V = Version(2, 300)
 ORIGIN = Origin("job", 2, {"layers": 4, "seed": 1})
@@ -412,3 +412,18 @@ def test_the_memory_that_writing_takes_is_bounded(
 def _anonymous_kib() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.parametrize("heard", [(), (0,), (1,), (0, 1)])
+def test_the_manifest_says_whether_any_rank_had_heard_that_the_replicas_agreed(
+    make: Callable[..., Segment], tmp_path: Path, heard: tuple[int, ...]
+) -> None:
+    for rank in range(ORIGIN.world_size):
+        source = make(rank)
+        capture(source, V, 5)
+        source.mark(V, Mark.CERTIFIED if rank in heard else Mark.UNAUDITED)
+        folder = checkpoint.partial_of(tmp_path, V)
+        record = persist.write_rank(folder, source, V, ORIGIN)
+        assert record.mark == (Mark.CERTIFIED if rank in heard else Mark.UNAUDITED)
+        assert persist.write_rank(folder, source, V, ORIGIN).seal == record.seal, "what is there is not written again"
+    assert checkpoint.read_manifest(checkpoint.commit(tmp_path, V, ORIGIN)).certified == bool(heard)

@@ -16,8 +16,8 @@ import pytest
 import xxhash
 
 from ft_plugins.errors import BudgetError, CorruptSlotError, FtError, SegmentError
-from ft_plugins.snapshot.segment import PAGE, Segment, Shape, create, path_of, remove, segments_of
-from ft_plugins.snapshot.slots import SLOTS, Pin, SlotState, Version, choose, slots_for
+from ft_plugins.snapshot.segment import PAGE, Segment, Shape, create, marks_in, path_of, remove, segments_of
+from ft_plugins.snapshot.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
 BUCKETS = [(0, 128), (128, 128), (256, 44)]
@@ -396,3 +396,33 @@ def test_a_pin_keeps_a_slot_until_it_is_taken_back_and_ends_with_its_lineage(seg
     assert index is not None
     segment.open_lineage(2, Version(1, 2), (index,))
     assert segment.slot(index).state is SlotState.DIRTY and not segment.slot(index).pins
+
+
+@pytest.mark.parametrize("mark", list(Mark))
+def test_what_is_said_of_a_version_stays_with_it_and_is_said_of_no_other(segment: Segment, mark: Mark) -> None:
+    fill(segment, 1, Version(1, 3))
+    assert segment.slot(1).mark is Mark.NONE
+    assert segment.mark(Version(1, 3), mark) and not segment.mark(Version(1, 4), mark)
+    assert segment.slot(1).mark is mark and segment.slot(1).state is SlotState.CLEAN
+    assert marks_in([segment]) == ([[1, 3, int(mark)]] if mark else [])
+    again = Segment(segment.path)
+    assert again.slot(1).mark is mark, "whoever adopts the segment knows it"
+    again.close()
+    segment.dirty(1, Version(1, 4), 5)
+    assert segment.slot(1).mark is Mark.NONE
+    fill(segment, 1, Version(1, 4))
+    assert segment.slot(1).mark is Mark.NONE and not segment.mark(Version(1, 3), mark)
+
+
+def test_a_flipped_bit_of_a_mark_says_nothing(segment: Segment) -> None:
+    fill(segment, 0, Version(1, 3))
+    before = segment.bytes.copy()
+    segment.mark(Version(1, 3), Mark.UNAUDITED)
+    changed = np.flatnonzero(segment.bytes != before)
+    assert changed.max() - changed.min() < 8, "one word: it is said or not"
+    for bit in range(8 * 8):
+        byte = changed.min() // 8 * 8 + bit // 8
+        segment.bytes[byte] ^= 1 << bit % 8
+        assert segment.slot(0).mark is Mark.NONE
+        segment.bytes[byte] ^= 1 << bit % 8
+    assert segment.slot(0).mark is Mark.UNAUDITED
