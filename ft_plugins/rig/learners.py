@@ -12,9 +12,10 @@ In: a name and a seed. Out: `Learner`.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,22 @@ def learner(name: str, seed: int) -> Learner:
     return {"digits": _digits, "text": _text}[name](seed)
 
 
-def require(names: tuple[str, ...]) -> None:
-    """Raises ConfigError where data of one of these learners is not there."""
-    if "digits" in names and importlib.util.find_spec("sklearn") is None:
-        raise ConfigError("the digits are scikit-learn's, which is not installed: pip install 'ft_plugins[bench]'")
-    if "text" in names and not BYTE_TEXT.exists():
-        raise ConfigError(f"{BYTE_TEXT} is missing: run this from a checkout")
+def prepare(names: Sequence[str]) -> None:
+    """Read and import, once for all ranks that are forked from here, what they would else read and import each.
+
+    Raises ConfigError where the data of one of these learners is not there.
+    """
+    if "digits" in names:
+        if importlib.util.find_spec("sklearn") is None:
+            raise ConfigError("the digits are scikit-learn's, which is not installed: pip install 'ft_plugins[bench]'")
+        _read_digits()
+    if "text" in names:
+        if not BYTE_TEXT.exists():
+            raise ConfigError(f"{BYTE_TEXT} is missing: run this from a checkout")
+        _read_text()
+    nothing = nn.Parameter(torch.zeros(1))
+    nothing.grad = torch.zeros(1)
+    torch.optim.SGD([nothing], lr=0.0).step()  # the first one imports the compiler: a second and a half
 
 
 def _batch(seed: int, iteration: int, rank: int, high: int, count: int) -> torch.Tensor:
@@ -101,12 +112,17 @@ def _resnet() -> nn.Sequential:
     return nn.Sequential(stem, _Residual(16, 16, 1), _Residual(16, 32, 2), head)
 
 
-def _digits(seed: int) -> Learner:
+@functools.cache
+def _read_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """(1797, 1, 8, 8) in about -0.3 to 0.7, and what they show."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    images = torch.from_numpy(data.images).float().unsqueeze(1) / 16 - 0.3
-    labels = torch.from_numpy(data.target)
+    return torch.from_numpy(data.images).float().unsqueeze(1) / 16 - 0.3, torch.from_numpy(data.target)
+
+
+def _digits(seed: int) -> Learner:
+    images, labels = _read_digits()
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))  # the same split for all seeds
     cut = round(len(order) * TEST_SHARE)
     test, train = order[:cut], order[cut:]
@@ -158,10 +174,16 @@ class _Gpt(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def _text(seed: int) -> Learner:
+@functools.cache
+def _read_text() -> torch.Tensor:
+    """(windows, length + 1) bytes."""
     found: Any = load(f"{BYTE_TEXT}:Text").read(None)
     content = torch.from_numpy(np.array(found.content[:_TEXT_BYTES])).long()
-    windows = content[: len(content) // (_SEQUENCE + 1) * (_SEQUENCE + 1)].view(-1, _SEQUENCE + 1)
+    return content[: len(content) // (_SEQUENCE + 1) * (_SEQUENCE + 1)].view(-1, _SEQUENCE + 1)
+
+
+def _text(seed: int) -> Learner:
+    windows = _read_text()
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(windows)))
     judged, train = windows[order[:_JUDGED_WINDOWS]], windows[order[_JUDGED_WINDOWS:]]
 
