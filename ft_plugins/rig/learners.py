@@ -191,7 +191,7 @@ def _text(seed: int) -> Learner:
         return functional.cross_entropy(model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten())
 
     def loss(model: nn.Module, iteration: int, rank: int, ranks: int) -> torch.Tensor:
-        return of(model, train[_batch(seed, iteration, rank, len(train), _TEXT_BATCH)])
+        return _SEQUENCE * of(model, train[_batch(seed, iteration, rank, len(train), _TEXT_BATCH)])
 
     def score(model: nn.Module) -> float:
         with torch.no_grad():
