@@ -68,6 +68,7 @@ def prepare(names: Sequence[str]) -> None:
 
     Raises ConfigError where the data of one of these learners is not there.
     """
+    torch.set_num_threads(1)  # nothing parallel before the fork
     if "digits" in names:
         if importlib.util.find_spec("sklearn") is None:
             raise ConfigError("the digits are scikit-learn's, which is not installed: pip install 'ft_plugins[bench]'")
