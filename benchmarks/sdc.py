@@ -11,8 +11,9 @@ rig/sdc_runs.py, the rules of the paper's order in rig/sdc_order.py.
     LEARNER_clean, LEARNER_NOISE_METHOD     mean score of replicas and seeds, of the last version as the next update
                                             would find it
     order_holds          every rule that could be judged on these results holds
-    audit_identical      with one of four replicas struck, audit after every update ended bit-identical to the clean run,
-                         on every rank, in every such run, and the fault had struck and, unaudited, changed the outcome
+    audit_identical      with one of four replicas struck, audit after every update ended bit-identical to the clean
+                         run, on every rank and in every such run; the fault had struck, and unaudited it had changed
+                         the outcome
     sigma_error, divergence_error
                          worst relative error, with SGD on known noise: of the estimate of sigma; of the squared
                          divergence against d (M-1)/M s^2 sum(lr^2)

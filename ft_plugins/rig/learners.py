@@ -1,7 +1,9 @@
-"""Two small models that really learn, for runs whose gradients are corrupted: what is trained, on what, how it is judged.
+"""Two small models that really learn, for runs whose gradients are corrupted: what is trained, on what, how judged.
 
-    digits    a ResNet of 5 convolutions on scikit-learn's digits, SGD with momentum; the score is test accuracy, 0 to 100
-    text      a GPT of 2 blocks on bytes of real text, Adam; the score is the loss on text kept back, nats a byte
+    digits    a ResNet of 5 convolutions on scikit-learn's digits, SGD with momentum; the score is test accuracy, in %
+    text      a GPT of 2 blocks on bytes of real text, Adam; the score is the loss on text kept back, nats a byte; what
+              gradients are of is its sum over the bytes of a window, so that they stand to noise of one variance much
+              as those of the digits do
 
 Invariant: what a rank learns from in an iteration follows from seed, iteration and rank; nothing is random beside that,
 so an iteration's gradients can be computed again, bit for bit. Normalisation is by group or by layer: there is no
@@ -153,8 +155,8 @@ class _Block(nn.Module):
         self.widen, self.narrow = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.project(self.attention_norm(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = self.project(self.attention_norm(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.merge(seen.transpose(1, 2).flatten(2))
         return x + self.narrow(functional.gelu(self.widen(self.network_norm(x))))
 

@@ -95,7 +95,8 @@ def _close(losses: Losses) -> Found:
         for method in OFTEN:
             if (noise, method) in losses:
                 loss = losses[noise, method]
-                yield "close", loss <= WITHIN, f"{noise}: {method} loses {loss:.2f} points, expected {WITHIN:.0f} or less"
+                said = f"{noise}: {method} loses {loss:.2f} points, expected {WITHIN:.0f} or less"
+                yield "close", loss <= WITHIN, said
 
 
 def _gain(losses: Losses) -> Found:

@@ -1,14 +1,14 @@
 """Which runs show what corrupted gradients do, and what averaging and comparing do about it: methods by noises. Pure.
 
-Noise is Gaussian, added to each rank's gradients after their aggregation; a *variance* sigma^2 is what the paper quotes,
-`gauss=` in a fault is its root sigma. Noises:
+Noise is Gaussian, added to each rank's gradients after their aggregation; a *variance* sigma^2 is what the paper
+quotes, `gauss=` in a fault is its root sigma. Noises:
 
     1e-4 .. 1e-1     in every iteration, on all replicas, each its own
     burst_0.1, _1    variance 1e-4, and in each 40th iteration 0.1 or 1 (the paper: each 500th of far more)
 
 Methods: `clean` (nothing of the package is called), `noised` (nothing is averaged), PAFT-Sync every 5, 10, 50
-iterations, PAFT-Dyn with its defaults. And where one replica of four alone is struck: `audit` compares after each update
-and repairs, `struck` does not, so that it is seen what audit has undone.
+iterations, PAFT-Dyn with its defaults. And where one replica of four alone is struck: `audit` compares after each
+update and repairs, `struck` does not, so that it is seen what audit has undone.
 
 Invariant: runs of one learner and seed begin with the same model and read the same data; a noise is the same for all
 methods.

@@ -63,14 +63,15 @@ def interval(shares: Sequence[float], seed: int = 1) -> tuple[float, float]:
 def next_rate(rate: float, plain: float, share: float, h: int, target: float, nbytes: float) -> float:
     """Bytes a second that have a synchronisation every `h` iterations cost `target` of a plain iteration's time.
 
-    Known of `rate`: seconds of a plain iteration, and the `share` that it costs there. `nbytes` are sent by each rank in
-    a synchronisation and, as gradients, in each iteration. Of a transfer that takes D more, one costs x + D, and a plain
-    iteration takes `plain` + D, so that x + D = target h (plain + D) where x = share h plain is what one costs now.
+    Known of `rate`: seconds of a plain iteration, and the `share` that it costs there. `nbytes` are sent by each rank
+    in a synchronisation and, as gradients, in each iteration. Of a transfer that takes D more, one costs x + D, and a
+    plain iteration takes `plain` + D, so that x + D = target h (plain + D) where x = share h plain is what one costs now.
     No step goes beyond a factor of 8. Raises FtError where no rate can do it: what is sent as gradients as well cannot
     cost more than 1/h of an iteration beside.
     """
     if target * h >= 1:
-        raise FtError(f"a synchronisation every {h} iterations cannot cost {target:.0%}: expected less than {1 / h:.0%}")
+        most = 1 / h
+        raise FtError(f"a synchronisation every {h} iterations cannot cost {target:.0%}: expected less than {most:.0%}")
     more = h * plain * (target - share) / (1 - target * h)
     least, most = nbytes / rate / FACTOR, nbytes / rate * FACTOR
     return nbytes / min(max(nbytes / rate + more, least), most)

@@ -1,4 +1,4 @@
-"""The rules by which results stand in the paper's order: its own table passes, each way of being out of order does not."""
+"""The rules by which results stand in the paper's order: its own table passes, what is out of order does not."""
 
 from __future__ import annotations
 
