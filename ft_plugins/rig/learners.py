@@ -139,7 +139,7 @@ def _digits(seed: int) -> Learner:
             right = model(images[test]).argmax(1) == labels[test]
         return 100 * right.float().mean().item()
 
-    return Learner("digits", _resnet(), loss, score, "momentum", 0.1, True)
+    return Learner("digits", _resnet(), loss, score, "momentum", 0.03, True)
 
 
 # ---- text ----
@@ -200,4 +200,4 @@ def _text(seed: int) -> Learner:
         with torch.no_grad():
             return of(model, judged).item()
 
-    return Learner("text", _Gpt(), loss, score, "adam", 3e-3, False)
+    return Learner("text", _Gpt(), loss, score, "adam", 0.015, False)

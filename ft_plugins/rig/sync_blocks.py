@@ -65,7 +65,7 @@ def next_rate(rate: float, plain: float, share: float, h: int, target: float, nb
 
     Known of `rate`: seconds of a plain iteration, and the `share` that it costs there. `nbytes` are sent by each rank
     in a synchronisation and, as gradients, in each iteration. Of a transfer that takes D more, one costs x + D, and a
-    plain iteration takes `plain` + D, so that x + D = target h (plain + D) where x = share h plain is what one costs now.
+    plain iteration takes `plain` + D, so x + D = target h (plain + D) where x = share h plain is what one costs now.
     No step goes beyond a factor of 8. Raises FtError where no rate can do it: what is sent as gradients as well cannot
     cost more than 1/h of an iteration beside.
     """
