@@ -39,6 +39,7 @@ MOMENTUM = 0.9
 NOISES = 16  # vectors that noise is drawn from
 SETTLE = 5
 BURST_BYTES = 64 << 10
+MOST_MBPS = 10_000.0  # beyond that it is no throttle
 MEGABIT = 1e6 / 8
 ADAPTIVE = "paft_adaptive"
 
@@ -174,7 +175,10 @@ def measure(rank: int, world: int, plan: Plan, places: Sequence[Place], folder: 
         told.append((mbps, plain, share))
         if abs(share - plan.target) <= plan.within:
             break
-        mbps = next_rate(mbps * MEGABIT, plain, share, plan.h, plan.target, plan.sent(world)) / MEGABIT
+        wanted = next_rate(mbps * MEGABIT, plain, share, plan.h, plan.target, plan.sent(world)) / MEGABIT
+        if min(mbps, wanted) >= MOST_MBPS:  # it is not the link that takes the time
+            break
+        mbps = min(wanted, MOST_MBPS)
         place.throttle(round(mbps), BURST_BYTES)
     seconds = []
     for blocks in plan.blocks:
