@@ -74,5 +74,5 @@ def test_digits_without_scikit_learn_are_refused_with_what_to_do(monkeypatch: py
 def test_the_learning_rate_rises_and_falls() -> None:
     one = learners.learner("text", 1)
     rates = [one.rate(iteration, 100) for iteration in range(1, 101)]
-    assert max(rates) == one.peak_rate == rates[9]
+    assert max(rates) == one.peak_rate == rates[9] == pytest.approx(10 * rates[0])
     assert rates[:10] == sorted(rates[:10]) and rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] > 0
