@@ -10,7 +10,7 @@ EXTRAS = {
     "megatron": ["megatron-core>=0.14,<0.17", "pybind11", "pyyaml", "regex", "six"],  # the rest for Megatron-LM
     "deepspeed": ["deepspeed>=0.16.9"],
     "fast": ["numba"],
-    "bench": ["torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # the last: of dlrover
+    "bench": ["scikit-learn", "torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # last: of dlrover
     "metrics": ["prometheus-client", "tensorboard"],
     "report": ["matplotlib"],
     "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "build", "setuptools"],

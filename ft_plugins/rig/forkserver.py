@@ -228,7 +228,7 @@ def _run(spec: JobSpec) -> dict[str, Any]:
     return {"status": outcome.status, "reason": outcome.reason, "restarts": outcome.restarts}
 
 
-def _enter(namespace: str) -> None:
+def enter(namespace: str) -> None:
     """Join a network namespace, as `ip netns exec` would."""
     with open(f"/run/netns/{namespace}") as found:
         if ctypes.CDLL(None, use_errno=True).setns(found.fileno(), _CLONE_NEWNET) != 0:
@@ -248,7 +248,7 @@ def _job(spec: JobSpec) -> None:
     faulthandler.register(_TELL, all_threads=True)
     os.environ.update(spec.environment)
     if spec.namespace:
-        _enter(spec.namespace)
+        enter(spec.namespace)
     try:
         outcome = _run(spec)
     except BaseException as error:

@@ -1,0 +1,175 @@
+"""What silently corrupted gradients do to training, and what PAFT and the replica audit make of it.
+
+    python benchmarks/sdc.py [--quick] [--learners digits text] [--seeds 1 2 3] [--plot FOLDER]
+
+4 gloo ranks train a small ResNet on scikit-learn's digits (test accuracy) and a small GPT on bytes of real text (loss,
+nats a byte) through sessions, as a user's own loop does (ft_plugins/rig/learners.py, trained.py). To each rank's
+gradients noise is added after their aggregation; its *variance*, sigma squared, is quoted, as in the paper. Runs are
+short: the paper's 120 epochs are 13 here, and bursts come every 40 iterations instead of 500. Methods and noises are in
+rig/sdc_runs.py, the rules of the paper's order in rig/sdc_order.py.
+
+    LEARNER_clean, LEARNER_NOISE_METHOD     mean score of replicas and seeds, of the last version as the next update
+                                            would find it
+    order_holds          every rule that could be judged on these results holds
+    audit_identical      with one of four replicas struck, audit after every update ended bit-identical to the clean
+                         run, on every rank and in every such run; the fault had struck, and unaudited it had changed
+                         the outcome
+    sigma_error, divergence_error
+                         worst relative error, with SGD on known noise: of the estimate of sigma; of the squared
+                         divergence against d (M-1)/M s^2 sum(lr^2)
+
+Claims: order_holds, audit_identical, sigma_error and divergence_error <= 0.05, divergence_after_sync = 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_plugins.errors import FtError
+from ft_plugins.rig import learners, sdc_order, sdc_theory
+from ft_plugins.rig.figures import line
+from ft_plugins.rig.sdc_order import SCALES
+from ft_plugins.rig.sdc_pictures import draw_learner
+from ft_plugins.rig.sdc_runs import ALONE, AUDIT, BURSTS, CLEAN, METHODS, NOISED, RANKS, VARIANCES, Case, cases
+from ft_plugins.rig.sdc_theory import Errors
+from ft_plugins.rig.trained import Outcome, train
+
+ITERATIONS = {"digits": 150, "text": 120}
+SCORES = {"digits": "test accuracy, %", "text": "loss on text kept back, nats a byte"}
+NAMES = tuple(ITERATIONS)
+AUDITED = ("1e-2", "burst_1")
+QUICK_NOISE, QUICK_METHODS = "1e-2", (NOISED, "sync_5", "dyn")
+IN_BURSTS = (NOISED, "sync_10", "dyn")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case and what came of it."""
+
+    case: Case
+    outcome: Outcome
+
+    @property
+    def struck(self) -> int:
+        """How often a fault has altered gradients."""
+        return len(self.outcome.named("fault.struck"))
+
+
+def chosen(names: Sequence[str], seeds: Sequence[int], quick: bool) -> Iterator[Case]:
+    """What is run, clean runs before all that is compared with them."""
+    for name in names:
+        for seed in seeds:
+            count = ITERATIONS[name]
+            if quick:
+                yield from cases(name, seed, count, (QUICK_NOISE,), QUICK_METHODS, (QUICK_NOISE,))
+                continue
+            yield from cases(name, seed, count, tuple(VARIANCES), METHODS, AUDITED[:1])
+            rest = cases(name, seed, count, tuple(BURSTS), IN_BURSTS, AUDITED[1:])
+            yield from (case for case in rest if case.method != CLEAN)
+
+
+def identical(results: Sequence[Result]) -> bool:
+    """Whether each audited run ended as the clean one, and the same faults, unaudited, did not."""
+    clean = {(one.case.run.learner, one.case.run.seed): one.outcome.digests for one in results if not one.case.noise}
+    audited = [one for one in results if one.case.method == AUDIT]
+    alone = [one for one in results if one.case.method == ALONE]
+    same = [set(one.outcome.digests) == set(clean[one.case.run.learner, one.case.run.seed]) for one in audited]
+    other = [set(one.outcome.digests) != set(clean[one.case.run.learner, one.case.run.seed]) for one in alone]
+    return bool(audited) and bool(alone) and all(same) and all(other) and all(one.struck for one in audited + alone)
+
+
+def by_method(results: Sequence[Result], name: str) -> dict[tuple[str, str], list[Outcome]]:
+    """Outcomes of a learner by noise and method, one for each seed."""
+    found: dict[tuple[str, str], list[Outcome]] = {}
+    for one in results:
+        if one.case.run.learner == name:
+            found.setdefault((one.case.noise, one.case.method), []).append(one.outcome)
+    return found
+
+
+def mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Over seeds."""
+    return [(points[0][0], statistics.fmean(value for _, value in points)) for points in zip(*curves, strict=True)]
+
+
+def draw(results: Sequence[Result], name: str, folder: Path) -> None:
+    """The picture of a learner."""
+    outcomes = by_method(results, name)
+    scores = {key: mean_curve([one.scores for one in those]) for key, those in outcomes.items()}
+    apart = {key: mean_curve([one.ranks[0].divergences for one in those]) for key, those in outcomes.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_learner(name, scores, apart, SCORES[name], folder / f"sdc_{name}.png")
+
+
+def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[Errors]) -> dict[str, float | bool]:
+    """For the last line; tells the rules on the way."""
+    told: dict[str, float | bool] = {}
+    verdicts = []
+    for name in names:
+        scores = {key: [one.score for one in those] for key, those in by_method(results, name).items()}
+        clean = scores.pop(("", CLEAN))
+        told[f"{name}_clean"] = statistics.fmean(clean)
+        for (noise, method), found in scores.items():
+            if math.isfinite(mean := statistics.fmean(found)):
+                told[f"{name}_{noise}_{method}"] = mean
+        averaged = {key: found for key, found in scores.items() if key[1] in METHODS}
+        judged = sdc_order.judge(SCALES[name].losses(clean, averaged))
+        told[f"order_holds_{name}"] = sdc_order.order_holds(judged)
+        print(f"{name}:", *judged, sep="\n  ", flush=True)
+        verdicts += judged
+    told["order_holds"] = sdc_order.order_holds(verdicts)
+    told["audit_identical"] = identical(results)
+    told["sigma_error"] = max(one.sigma for one in theory)
+    told["divergence_error"] = max(one.divergence for one in theory)
+    told["divergence_after_sync"] = max(one.left for one in theory)
+    return told
+
+
+def measure(names: Sequence[str], seeds: Sequence[int], quick: bool) -> tuple[list[Result], list[Errors]]:
+    """All runs, one after the other; a line for each."""
+    results, theory = [], []
+    learners.prepare((*names, "digits"))
+    with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
+        for noise, variance in list(VARIANCES.items())[1 if quick else 0 :: 2 if quick else 1]:
+            run, sigma = sdc_theory.run(noise, variance)
+            theory.append(sdc_theory.errors(train(run, RANKS, Path(folder) / f"theory{noise}", every=True), sigma))
+            print(f"theory at {noise}: {theory[-1]}", flush=True)
+        for number, case in enumerate(chosen(names, seeds, quick)):
+            began = time.monotonic()
+            outcome = train(case.run, RANKS, Path(folder) / str(number))
+            results.append(Result(case, outcome))
+            same = "identical" if len(set(outcome.digests)) == 1 else "apart"
+            seconds = time.monotonic() - began
+            print(f"{case!s:<32} {outcome.score:8.3f}   replicas {same:<10} {seconds:5.1f} s", flush=True)
+    return results, theory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"one seed, noise of {QUICK_NOISE} alone")
+    parser.add_argument("--learners", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="(default 1 2 3)")
+    parser.add_argument("--plot", type=Path, help="a folder for pictures")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        results, theory = measure(args.learners, args.seeds or ((1,) if args.quick else (1, 2, 3)), args.quick)
+    except FtError as error:
+        sys.exit(f"sdc: {error}")
+    if args.plot is not None:
+        for name in args.learners:
+            draw(results, name, args.plot)
+    print(line("sdc", figures(results, args.learners, theory)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
