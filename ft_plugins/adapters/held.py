@@ -65,6 +65,7 @@ def hold(
     changed_by: frozenset[Span],
     read: Callable[[], torch.Tensor],
     piece: tuple[int, int, int] | None = None,
+    counts: bool = True,
 ) -> Held:
     """The item that `read` shows. Raises InventoryError when it is not dense in memory."""
     tensor = read()
@@ -73,7 +74,8 @@ def hold(
     if not tensor.is_contiguous():
         raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-    return Held(Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, layer, changed_by, piece), read)
+    shape = tuple(tensor.shape)
+    return Held(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, counts), read)
 
 
 def is_item(value: Any) -> bool:

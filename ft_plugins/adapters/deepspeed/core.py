@@ -31,6 +31,7 @@ from ..held import Held, HeldState, groups, restore_groups
 from . import naming, state
 from .position import Positions
 from .rng import restore_rng, rng_state
+from .stepping import Stepping, rates
 from .support import require_supported
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -43,7 +44,7 @@ _OWN_SCHEDULER = (
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
-class DeepSpeedHost(HeldState):
+class DeepSpeedHost(Stepping, HeldState):
     """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
 
     `positions` are what `training` knows of the data; without them data is the caller's matter.
@@ -73,7 +74,8 @@ class DeepSpeedHost(HeldState):
     @cached_property
     def _held(self) -> list[Held]:
         state.create_optimizer_state(self.engine.optimizer)
-        return state.held(self.engine, self.rank, self._topology.replicas(self.rank))
+        topology = self._topology
+        return state.held(self.engine, self.rank, topology.replicas(self.rank), topology.coords(self.rank).tp == 0)
 
     def _require_deepspeeds_layout(self) -> None:
         """The replica sets that items will name must be the group over which DeepSpeed reduces gradients."""
@@ -220,11 +222,6 @@ def topology(engine: Any) -> Topology:
     sizes = {_AXES[axis]: grid.get_dim(axis) for axis in axes if axis in _AXES}
     order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis is the nearest
     return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
-
-
-def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each parameter group."""
-    return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
 
 
 def require_plain(scheduler: Any, rank: int) -> None:

@@ -121,6 +121,8 @@ class Loop:
         self._forward = False  # whether anything was computed from what was read
         self._known = False  # whether training data were read where that is followed
         self._host = DeepSpeedHost(engine, positions)
+        if config.paft is not None:
+            self._host.keep_iterations()
         self._session: Session = attach(self._host, config, context)
         self._pipeline = hasattr(engine, "train_batch")
         (self._follow_pipeline if self._pipeline else self._follow_engine)()
