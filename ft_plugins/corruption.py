@@ -3,6 +3,7 @@
     reduce.gradients    a rank's own gradients, before they are aggregated
     update.gradients    gradients after aggregation, each rank's copy
     update.parameters   parameters and optimizer state after the update
+    update.copies       what a rank computes with, cast or gathered from them, after the update
 
 Words, as the action of a fault; `~SEED` may follow each:
 
@@ -32,7 +33,7 @@ import xxhash
 from . import faults
 from .errors import ConfigError
 
-POINTS = ("reduce.gradients", "update.gradients", "update.parameters")
+POINTS = ("reduce.gradients", "update.gradients", "update.parameters", "update.copies")
 _WORD = re.compile(r"(?:gauss=(?P<sigma>[^~]+)|flip(?:=(?P<bit>\d+))?|nan|stuck)(?:~(?P<seed>\d+))?")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a coordinate
 

@@ -60,6 +60,7 @@ class PlainHost:
         self._gradients = gradients
         self._recompute = recompute
         self.recomputes = recompute is not None
+        self.why_not = "" if self.recomputes else "the loop has named no function for it"
 
     def topology(self) -> Topology:
         """Data parallelism only."""
@@ -139,5 +140,16 @@ class PlainHost:
             raise UnsupportedError("a training loop of torch alone was given no recompute: name a function for it")
         self._recompute(step)
 
+    def copies(self) -> Inventory:
+        """None: what is computed with are the tensors themselves."""
+        return Inventory.of(self.rank, ())
+
+    def copied(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
     def derive(self) -> None:
         """Nothing is derived from the tensors."""
+
+    def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
+        """The caller's loop reduces gradients where nobody sees it."""
+        raise UnsupportedError("a training loop of torch alone reduces its gradients itself: what is to be done before")

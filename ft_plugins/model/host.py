@@ -9,7 +9,7 @@ iterations are completed, skipped updates included. A version's iteration is tha
             install_edges                                               'and these, around each span'
     hooks:  iteration_begin, before_update, after_update, iteration_end, shutdown
     edges:  begin, end                                                  only where a system asks for them
-    steps:  learning_rate, gradients, recompute, derive                 only where replicas are compared or averaged
+    steps:  learning_rate, gradients, copies, derive, recompute, ...    only where replicas are compared or averaged
 
 Order in one iteration: iteration_begin(k), forward and backward, before_update(k), the optimizer's step,
 after_update(k), the framework's own bookkeeping (scheduler, counters), iteration_end(k). The spans of an iteration lie
@@ -19,7 +19,7 @@ reduces gradients or agrees on their norm, the update. Evaluation has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -127,6 +127,17 @@ class Steps(Protocol):
     """What a host offers beside, to systems that change its tensors between two updates; one without is refused."""
 
     recomputes: bool  # whether `recompute` can be called
+    why_not: str  # where it cannot: the reason, for people
+
+    def copies(self) -> Inventory:
+        """What this rank computes with and does not capture, for it is derived: parameters cast or gathered from what
+        the optimizers of all replicas hold, of role COPY, changed by the update alone. Their names are none of an item.
+        Empty where parameters are items themselves. Raises UnsupportedError where they cannot be compared, by name."""
+        ...
+
+    def copied(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors of `copies`, by name; dense in memory."""
+        ...
 
     def learning_rate(self) -> float:
         """Of the update that comes next, as the optimizer will apply it; the largest where there are several."""
@@ -143,5 +154,11 @@ class Steps(Protocol):
         ...
 
     def derive(self) -> None:
-        """Item tensors were written: rebuild what is derived from them (low-precision copies, gathered parameters)."""
+        """Item tensors were written, or copies are wrong: rebuild all that is derived from items (low-precision copies,
+        gathered parameters). All ranks of the job call together."""
+        ...
+
+    def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
+        """Have `call(step, gradients)` called from now on with this rank's own gradients, right before they are
+        aggregated, to alter them in place. Raises UnsupportedError where that moment cannot be had, by name."""
         ...

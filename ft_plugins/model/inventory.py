@@ -36,6 +36,7 @@ class Role(str, Enum):
     MAIN_PARAMETER = "main_parameter"  # the optimizer's fp32 copy, or its shard of one
     MOMENT = "moment"
     BUFFER = "buffer"
+    COPY = "copy"  # what a rank computes with, cast or gathered from what an optimizer holds: in no inventory of state
 
 
 @dataclass(frozen=True)

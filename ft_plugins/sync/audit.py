@@ -2,7 +2,8 @@
 
 Without faults the replicas of a tensor are bit-identical, so 8 bytes per bucket and replica tell whether they are
 (beyond the PAFT paper, whose future work voting is). Of three or more replicas that differ a majority is right and the
-rest is named; two that differ are named as 'one of these two'.
+rest is named; two that differ are named as 'one of these two'. What a rank computes with may be a copy of what an
+optimizer holds: such a copy is made anew from there, for which nobody needs a majority.
 
 Invariant: every rank of a replica set finds the same verdicts and the same remedy from the same digests. What needs
 more than half is never taken from half or less.
@@ -69,6 +70,11 @@ class Audit:
         """Whether all buckets are alike on all replicas."""
         return not self.verdicts
 
+    @property
+    def state(self) -> tuple[Verdict, ...]:
+        """Those on what a version consists of: copies are none of it."""
+        return tuple(verdict for verdict in self.verdicts if not verdict.bucket.derived)
+
     def table(self) -> str:
         """For people: a line for each bucket that differs, the first 32."""
         shown = f"iteration {self.iteration}: {len(self.replicas)} replicas, {self.buckets} buckets"
@@ -91,15 +97,17 @@ class Copying:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is done, buckets in ascending order. At most one of the two lists has a bucket; with `rollback`, neither."""
+    """What is done, buckets in ascending order. At most one of the two lists has a bucket; with `rollback`, neither.
+    With `derives` copies are made anew."""
 
     copies: tuple[Copying, ...] = ()
     averages: tuple[Bucket, ...] = ()
     rollback: bool = False
+    derives: bool = False
 
     @property
     def changes(self) -> bool:
-        """Whether any replica is changed."""
+        """Whether the state of any replica is changed."""
         return bool(self.copies or self.averages)
 
 
@@ -122,12 +130,14 @@ def judge(iteration: int, replicas: Sequence[int], buckets: Sequence[Bucket], di
 def remedy(audit: Audit, chosen: OnCorruption) -> Remedy:
     """A repair copies from the majority; where there is none the replicas are averaged, which at least makes them one.
 
-    What has no mean (integers) is copied from the first replica then.
+    What has no mean (integers) is copied from the first replica then. Copies are made anew, whatever is chosen: the
+    state that they are made of is what it was, and no reason to go back.
     """
+    derives = len(audit.state) < len(audit.verdicts)
     if chosen is OnCorruption.ROLLBACK:
-        return Remedy(rollback=not audit.agreed)
+        return Remedy(rollback=bool(audit.state), derives=derives)
     copies, averages = [], []
-    for verdict in audit.verdicts:
+    for verdict in audit.state:
         if chosen is OnCorruption.REPAIR and verdict.source is not None:
             copies.append(Copying(verdict.bucket, verdict.source, verdict.wrong))
         elif verdict.bucket.averages:
@@ -135,7 +145,7 @@ def remedy(audit: Audit, chosen: OnCorruption) -> Remedy:
         else:
             source = audit.replicas[0] if verdict.source is None else verdict.source
             copies.append(Copying(verdict.bucket, source, tuple(r for r in verdict.wrong if r != source)))
-    return Remedy(tuple(copies), tuple(averages))
+    return Remedy(tuple(copies), tuple(averages), derives=derives)
 
 
 @dataclass(frozen=True)
@@ -158,36 +168,50 @@ class Offences:
 
 
 def promise(
-    interval: int, chosen: OnCorruption, before_forward: bool, recomputes: bool, replicas: int, left_out: int
-) -> str:
+    interval: int, chosen: OnCorruption, before_forward: bool, recomputes: bool, replicas: int, copies: bool,
+    left_out: int,
+) -> str:  # fmt: skip
     """What an audit can and cannot promise here, to be said at start.
 
     `before_forward`: verdicts are awaited before the next forward, not before the next update; `recomputes`: the host
-    can compute an iteration's gradients once more; `left_out`: tensors that are held by one rank alone.
+    can compute an iteration's gradients once more; `replicas`: of state, 0 where none is compared; `copies`: whether
+    copies that ranks compute with are; `left_out`: tensors that are held by one rank alone.
     """
     every = "every update" if interval == 1 else f"every {interval} updates"
     said = [f"audit: replicas are compared after {every}"]
-    if chosen is OnCorruption.ROLLBACK:
-        said.append("one that differs has the job go back to the newest version whose replicas agreed")
-    elif replicas < 3:
-        said.append("two that differ are averaged: they agree again, but the run is not the clean one")
-    elif chosen is OnCorruption.AVERAGE:
-        said.append("those that differ are averaged: they agree again, but the run is not the clean one")
-    elif interval > 1:
-        said.append("a minority is repaired: replicas agree again, but the run is not the clean one")
-    elif before_forward:
-        said.append("a minority is repaired before the next forward: the run stays bit-identical to a clean one")
+    if before_forward:
+        when, clean = "before the next forward", True
     elif recomputes:
-        said.append(
-            "a minority is repaired before the next update, whose gradients are computed again: the run stays "
-            "bit-identical to a clean one"
-        )
+        when, clean = "before the next update, whose gradients are computed again", True
     else:
-        said.append(
-            "a minority is repaired before the next update, but its gradients cannot be computed again here: replicas "
-            "agree, the run is not the clean one"
-        )
+        when, clean = "before the next update, but its gradients cannot be computed again here", False
+    identical = f"{when}: the run stays bit-identical to a clean one"
+    if replicas:
+        said.append(_of_state(interval, chosen, replicas, identical if clean else f"{when}: {_AGREE}"))
+    if copies:
+        anew = "copies that ranks compute with are made anew, without a majority, from what the optimizers hold"
+        said.append(f"{anew}, {identical if clean else f'{when}: what came of the wrong one is in all replicas'}")
+        if interval > 1:
+            said.append("each update makes them anew as well: an error in one between two audits is not seen")
     said.append("an error that reached all replicas alike is not seen")
     if left_out:
-        said.append(f"{left_out} tensors that one rank alone holds are not compared: no replica speaks of them")
+        said.append(
+            f"{left_out} tensors that one rank alone holds are not compared: no replica speaks of them, and an error "
+            "in one reaches all replicas alike"
+        )
     return "; ".join(said)
+
+
+_AGREE = "replicas agree, the run is not the clean one"
+
+
+def _of_state(interval: int, chosen: OnCorruption, replicas: int, repaired: str) -> str:
+    if chosen is OnCorruption.ROLLBACK:
+        return "one that differs has the job go back to the newest version whose replicas agreed"
+    if replicas < 3:
+        return "two that differ are averaged: they agree again, but the run is not the clean one"
+    if chosen is OnCorruption.AVERAGE:
+        return "those that differ are averaged: they agree again, but the run is not the clean one"
+    if interval > 1:
+        return "a minority is repaired: replicas agree again, but the run is not the clean one"
+    return f"a minority is repaired {repaired}"

@@ -3,7 +3,8 @@
 Invariant: the ranks of a replica set cut the same buckets in the same order, without talking: they follow from the
 inventory, in which the items of a set are alike. All of a bucket is of one replica set, role, type and layer, so that a
 bucket that differs names a layer. Of the inventory only what the update alone changes takes part: anything else is not
-at rest while it is read behind the forward.
+at rest while it is read behind the forward. Copies that a rank computes with (`Role.COPY`) are compared like the rest,
+and never averaged: they follow from what an optimizer holds.
 
 In: an inventory, bytes per bucket. Out: `Buckets`, and by item why it can be in none.
 """
@@ -54,7 +55,12 @@ class Bucket:
     @property
     def averages(self) -> bool:
         """Whether a mean of its elements means anything."""
-        return self.dtype in FLOATING
+        return self.dtype in FLOATING and not self.derived
+
+    @property
+    def derived(self) -> bool:
+        """Whether it is made of what is elsewhere."""
+        return self.role is Role.COPY
 
     @property
     def where(self) -> str:
@@ -87,6 +93,16 @@ class Buckets:
     def alone(self) -> tuple[str, ...]:
         """The items that no other rank holds."""
         return tuple(name for name, reason in self.left_out if reason.startswith(_ALONE))
+
+    @property
+    def fewest(self) -> int:
+        """Replicas of the state that has fewest of them, copies left aside; 0 where no state is compared."""
+        return min((len(bucket.replicas) for bucket in self.all if not bucket.derived), default=0)
+
+    @property
+    def copies(self) -> bool:
+        """Whether copies are among them."""
+        return any(bucket.derived for bucket in self.all)
 
     def averaged(self, optimizer_state: bool) -> tuple[Bucket, ...]:
         """Those that a synchronisation averages: parameters, and on request what the optimizer keeps beside them."""
@@ -137,19 +153,22 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
     return Buckets(inventory.rank, tuple(found), tuple(left_out))
 
 
-def require_replicas(buckets: Buckets, framework: str, replicas: int) -> None:
+def require_replicas(buckets: Buckets, framework: str, replicas: int, averaging: bool) -> None:
     """Raises ConfigError where there is one replica of all, UnsupportedError where none of the parameters has two.
 
-    `replicas`: how many ranks data parallelism gives the same parameters to.
+    `replicas`: how many ranks data parallelism gives the same parameters to. With `averaging` the optimizers must hold
+    them more than once; to be compared, what ranks compute with is enough.
     """
     if replicas == 1 and not buckets.all:
         raise ConfigError(
             "--paft: has no effect with one data-parallel replica; raise the data-parallel size or drop it"
         )
-    if not buckets.averaged(False):
+    if not (buckets.averaged(False) or (buckets.copies and not averaging)):
+        instead = "compare the copies that ranks compute with instead (--paft-mode audit), or drop --paft"
         raise UnsupportedError(
             f"{framework}: each parameter is held by one of {replicas} replicas alone (ZeRO, distributed optimizer): "
-            "it cannot drift, and an error in it reaches all of them alike; drop --paft"
+            "it cannot drift, and an error in it reaches all of them alike; "
+            f"{instead if averaging else 'drop --paft'}"
         )
 
 

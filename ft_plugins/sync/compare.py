@@ -28,17 +28,23 @@ from .run import Tensors, mixed, read, views, write
 @dataclass(frozen=True)
 class Found:
     """What one rank knows of one audit: of its own replica sets all, of the job whether replicas are changed anywhere,
-    and whether any are to go back."""
+    whether any are to go back, and whether copies are to be made anew."""
 
     iteration: int
     audits: tuple[Audit, ...]
     remedies: tuple[Remedy, ...]
     changes: bool
     rollback: bool
+    derives: bool = False
 
     @property
     def agreed(self) -> bool:
         """Whether all replicas of the job are identical."""
+        return self.certain and not self.derives
+
+    @property
+    def certain(self) -> bool:
+        """Whether all that a version consists of is: copies are none of it."""
         return not (self.changes or self.rollback)
 
 
@@ -59,12 +65,13 @@ class Auditing:
             own = np.array([digest(views(bucket, live)) for bucket in buckets], dtype=np.uint64)
             audits.append(judge(iteration, replicas, buckets, self._links.gather_words(replicas, own)))
         remedies = tuple(remedy(audit, self._chosen) for audit in audits)
-        own_say = [any(one.changes for one in remedies), any(one.rollback for one in remedies)]
+        own_say = [any(getattr(one, what) for one in remedies) for what in ("changes", "rollback", "derives")]
         told = self._links.gather_job([float(say) for say in own_say])
-        return Found(iteration, tuple(audits), remedies, bool(told[:, 0].any()), bool(told[:, 1].any()))
+        return Found(iteration, tuple(audits), remedies, *(bool(column.any()) for column in told.T))
 
     def settle(self, found: Found) -> None:
-        """Carry out the remedies. The ranks of each set that is changed call together."""
+        """Carry out the remedies, but for copies, which are the host's to make. The ranks of each set that is changed
+        call together."""
         live = self._tensors()
         rank = self._links.rank
         for one in found.remedies:

@@ -52,9 +52,9 @@ class Verdicts:
         self.last = job.wait()
         for audit in self.last.audits:
             self._report(audit, job.waited)
-            if any(self._rank in verdict.wrong for verdict in audit.verdicts):
+            if any(self._rank in verdict.wrong for verdict in audit.state):
                 self._tainted = self._agreed_at
-        self._agreed_at = self.last.iteration if self.last.agreed else self._agreed_at
+        self._agreed_at = self.last.iteration if self.last.certain else self._agreed_at
         return self.last
 
     def tainted(self) -> int | None:
@@ -69,7 +69,7 @@ class Verdicts:
                 f"rank {self._rank}: the replicas of iteration {found.iteration} differ, and are to be restored from a "
                 "snapshot in which they agreed (--paft-on-corruption rollback)"
             )
-            error.echo = all(audit.agreed for audit in found.audits)
+            error.echo = not any(audit.state for audit in found.audits)
             raise error
         self._auditing.settle(found)
         self._agreed_at = found.iteration

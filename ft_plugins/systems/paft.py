@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from ..config import PaftConfig
-from ..corruption import Corruption
 from ..errors import UnsupportedError
 from ..events import Events
 from ..model.host import Host, Steps
+from ..model.inventory import Inventory
 from ..recovery.collective import Collective
 from ..sync.aggregate import Aggregate, require_enough, told
 from ..sync.audit import OnCorruption, promise
@@ -40,6 +40,7 @@ from ..sync.run import Averaging
 from ..sync.schedule import schedule_of
 from ..sync.turns import Turns
 from ..sync.verdicts import Verdicts
+from .strikes import Strikes
 
 
 class Paft:
@@ -54,12 +55,14 @@ class Paft:
         self._host: Host = host
         self._steps: Steps = host
         self._config, self._events = config, events
-        self._buckets = plan_buckets(host.inventory(), config.bucket_mib << 20)
-        require_replicas(self._buckets, host.framework, len(host.topology().replicas(host.rank)))
+        held = host.inventory().items + (self._steps.copies().items if config.audits_every else ())
+        self._buckets = plan_buckets(Inventory.of(host.rank, held), config.bucket_mib << 20)
+        replicas = len(host.topology().replicas(host.rank))
+        require_replicas(self._buckets, host.framework, replicas, config.mode != "audit")
         for members in self._buckets.by_set if config.mode != "audit" else ():
             require_enough(Aggregate(config.aggregate), len(members), config.trim)
         self._policy = PaftPolicy(schedule_of(config), config.mode == "sync", config.audits_every)
-        self._corruption = Corruption(host.rank)
+        self._strikes = Strikes(host, self._steps, events)
         self._turns: Turns | None = None
         self._verdicts: Verdicts | None = None
         self._background: Background | None = None
@@ -80,8 +83,10 @@ class Paft:
         if config.audits_every:
             lines.append(promise(
                 config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
-                self._steps.recomputes, min(map(len, self._buckets.by_set)), len(self._buckets.alone),
+                self._steps.recomputes, self._buckets.fewest, self._buckets.copies, len(self._buckets.alone),
             ))  # fmt: skip
+            if not self._steps.recomputes:
+                lines.append(f"gradients cannot be computed again: {self._steps.why_not}")
         return "\n  ".join(lines)
 
     def connect(self, collective: Collective) -> None:
@@ -89,12 +94,13 @@ class Paft:
         own = msgpack.packb([list(members) for members in self._buckets.by_set])
         named = {tuple(members) for part in collective.gather(own) for members in msgpack.unpackb(part)}
         groups = {members: dist.new_group(list(members)) for members in sorted(named)}
-        live = self._host.tensors
+        live, copied = self._host.tensors, self._steps.copied
         device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
         links = Links(self._host.rank, groups, dist.new_group(), device)
         background = self._background = Background(device)
         if self._policy.audit_interval:
-            auditing = Auditing(self._buckets, links, live, OnCorruption(self._config.on_corruption))
+            compared = lambda: {**live(), **copied()}  # noqa: E731
+            auditing = Auditing(self._buckets, links, compared, OnCorruption(self._config.on_corruption))
             self._verdicts = Verdicts(self._host.rank, auditing, background, self._events)
         if self._policy.schedule is not None:
             config = self._config
@@ -124,7 +130,7 @@ class Paft:
     def label(self, step: int) -> Label:
         """What the replicas of version `step` are, as far as is known now."""
         found = None if self._verdicts is None else self._verdicts.last
-        differs = None if found is None or found.iteration != step else not found.agreed
+        differs = None if found is None or found.iteration != step else not found.certain
         turns = self._turns
         return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.drifting)
 
@@ -153,11 +159,11 @@ class Paft:
         if worthless and self._steps.recomputes:
             self._steps.derive()
             self._steps.recompute(step)
-        self._strike("update.gradients", step)
+        self._strikes.before_update(step)
 
     def after_update(self, step: int) -> None:
         """The version is what it is: compare, average."""
-        self._strike("update.parameters", step)
+        self._strikes.after_update(step)
         if self._verdicts is not None and self._policy.doing(step, None).audit:
             self._verdicts.start(step)
         turns = self._turns
@@ -187,14 +193,6 @@ class Paft:
             self._verdicts.settle(found)
             self._steps.derive()
         if self._turns is not None:
-            self._turns.equal(changed=not found.agreed)
+            self._turns.equal(changed=not found.certain)
         if recompute and not found.agreed:
             self._steps.recompute(step)
-
-    def _strike(self, point: str, step: int) -> None:
-        if not self._corruption.armed(point):
-            return
-        tensors = self._steps.gradients() if point == "update.gradients" else self._host.tensors()
-        struck = self._corruption.strike(point, step, tensors)
-        if struck is not None:
-            self._events.emit("fault.struck", iteration=step, **vars(struck))

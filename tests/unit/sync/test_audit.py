@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.model.inventory import Role
-from ft_plugins.sync.audit import Audit, Offences, OnCorruption, judge, promise, remedy
+from ft_plugins.sync.audit import Audit, Offences, OnCorruption, Remedy, judge, promise, remedy
 from ft_plugins.sync.buckets import Bucket, Piece
 
 REPAIR, AVERAGE, ROLLBACK = OnCorruption
@@ -115,15 +117,41 @@ def test_offences_count_iterations_and_ties_accuse_nobody() -> None:
 @pytest.mark.parametrize(
     "given_, said",
     [
-        ((1, REPAIR, False, True, 4, 0), "whose gradients are computed again: the run stays bit-identical"),
-        ((1, REPAIR, True, False, 4, 0), "before the next forward: the run stays bit-identical"),
-        ((1, REPAIR, False, False, 4, 0), "cannot be computed again here: replicas agree, the run is not"),
-        ((10, REPAIR, False, True, 4, 0), "replicas agree again, but the run is not the clean one"),
-        ((1, REPAIR, False, True, 2, 0), "two that differ are averaged"),
-        ((1, AVERAGE, False, True, 4, 0), "those that differ are averaged"),
-        ((5, ROLLBACK, False, True, 4, 0), "go back to the newest version whose replicas agreed"),
-        ((5, REPAIR, False, True, 4, 12), "12 tensors that one rank alone holds are not compared"),
+        ((1, REPAIR, False, True, 4, False, 0), "whose gradients are computed again: the run stays bit-identical"),
+        ((1, REPAIR, True, False, 4, False, 0), "before the next forward: the run stays bit-identical"),
+        ((1, REPAIR, False, False, 4, False, 0), "cannot be computed again here: replicas agree, the run is not"),
+        ((10, REPAIR, False, True, 4, False, 0), "replicas agree again, but the run is not the clean one"),
+        ((1, REPAIR, False, True, 2, False, 0), "two that differ are averaged"),
+        ((1, AVERAGE, False, True, 4, False, 0), "those that differ are averaged"),
+        ((5, ROLLBACK, False, True, 4, False, 0), "go back to the newest version whose replicas agreed"),
+        ((5, REPAIR, False, True, 4, False, 12), "12 tensors that one rank alone holds are not compared"),
+        ((5, REPAIR, False, True, 4, False, 12), "an error in one reaches all replicas alike"),
+        ((1, REPAIR, False, True, 0, True, 9), "made anew, without a majority, from what the optimizers hold, before"),
+        ((9, REPAIR, False, True, 0, True, 9), "an error in one between two audits is not seen"),
+        ((1, REPAIR, False, False, 0, True, 9), "here: what came of the wrong one is in all replicas"),
     ],
 )
 def test_what_an_audit_promises_is_said_and_no_more(given_: tuple, said: str) -> None:
     assert said in promise(*given_) and "an error that reached all replicas alike is not seen" in promise(*given_)
+
+
+def test_of_shards_and_their_copies_nothing_is_said_of_a_majority_that_would_be_needed() -> None:
+    said = promise(1, REPAIR, False, True, 0, True, 9)
+    assert "averaged" not in said and "minority" not in said and "the run stays bit-identical" in said
+
+
+def test_wrong_copies_are_made_anew_whatever_is_chosen_and_wrong_state_is_what_is_gone_back_for() -> None:
+    those = buckets(2)
+    copy = replace(those[1], role=Role.COPY)
+    table = digests(4, 2)
+    table[3, 1] ^= np.uint64(1)
+    alone = judge(1, (0, 2, 4, 6), (those[0], copy), table)
+    assert alone.verdicts[0].wrong == (6,) and not alone.agreed and alone.state == ()
+    for chosen in OnCorruption:
+        assert remedy(alone, chosen) == Remedy(derives=True)
+    table[3, 0] ^= np.uint64(1)
+    both = judge(1, (0, 2, 4, 6), (those[0], copy), table)
+    assert remedy(both, ROLLBACK) == Remedy(rollback=True, derives=True)
+    found = remedy(both, REPAIR)
+    assert [one.bucket for one in found.copies] == [those[0]] and found.derives and found.averages == ()
+    assert [one for one in remedy(both, AVERAGE).averages] == [those[0]]
