@@ -140,6 +140,9 @@ class PlainHost:
             raise UnsupportedError("a training loop of torch alone was given no recompute: name a function for it")
         self._recompute(step)
 
+    def keep_iterations(self) -> None:
+        """The caller's loop knows its iterations."""
+
     def copies(self) -> Inventory:
         """None: what is computed with are the tensors themselves."""
         return Inventory.of(self.rank, ())

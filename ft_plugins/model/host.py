@@ -126,13 +126,19 @@ class Host(Protocol):
 class Steps(Protocol):
     """What a host offers beside, to systems that change its tensors between two updates; one without is refused."""
 
-    recomputes: bool  # whether `recompute` can be called
+    recomputes: bool  # whether `recompute` can be called, once `keep_iterations` was
     why_not: str  # where it cannot: the reason, for people
+
+    def keep_iterations(self) -> None:
+        """Keep of each iteration from now on what `recompute` needs, where that can be done. Once, before the first."""
+        ...
 
     def copies(self) -> Inventory:
         """What this rank computes with and does not capture, for it is derived: parameters cast or gathered from what
         the optimizers of all replicas hold, of role COPY, changed by the update alone. Their names are none of an item.
-        Empty where parameters are items themselves. Raises UnsupportedError where they cannot be compared, by name."""
+        Of role PARAMETER where each rank's item is a view of its part of them: then they hold replicas of every item,
+        by which a majority can repair it. Empty where parameters are items themselves. Raises UnsupportedError where
+        they cannot be compared, by name."""
         ...
 
     def copied(self) -> Mapping[str, torch.Tensor]:

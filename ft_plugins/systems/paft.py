@@ -55,11 +55,13 @@ class Paft:
         self._host: Host = host
         self._steps: Steps = host
         self._config, self._events = config, events
-        held = host.inventory().items + (self._steps.copies().items if config.audits_every else ())
-        self._buckets = plan_buckets(Inventory.of(host.rank, held), config.bucket_mib << 20)
-        replicas = len(host.topology().replicas(host.rank))
-        require_replicas(self._buckets, host.framework, replicas, config.mode != "audit")
-        for members in self._buckets.by_set if config.mode != "audit" else ():
+        inventory, size = host.inventory(), config.bucket_mib << 20
+        copies = self._steps.copies().items if config.audits_every else ()
+        self._buckets = plan_buckets(Inventory.of(host.rank, inventory.items + copies), size)
+        averaging, replicas = config.mode != "audit", len(host.topology().replicas(host.rank))
+        own = plan_buckets(inventory, size) if averaging else self._buckets  # copies are none that could be averaged
+        require_replicas(own, host.framework, replicas, averaging)
+        for members in own.by_set if averaging else ():
             require_enough(Aggregate(config.aggregate), len(members), config.trim)
         self._policy = PaftPolicy(schedule_of(config), config.mode == "sync", config.audits_every)
         self._strikes = Strikes(host, self._steps, events)
@@ -91,6 +93,7 @@ class Paft:
 
     def connect(self, collective: Collective) -> None:
         """Make groups and claim memory. All ranks of the job call together, none of them with an error."""
+        self._steps.keep_iterations()
         own = msgpack.packb([list(members) for members in self._buckets.by_set])
         named = {tuple(members) for part in collective.gather(own) for members in msgpack.unpackb(part)}
         groups = {members: dist.new_group(list(members)) for members in sorted(named)}

@@ -154,4 +154,4 @@ def test_wrong_copies_are_made_anew_whatever_is_chosen_and_wrong_state_is_what_i
     assert remedy(both, ROLLBACK) == Remedy(rollback=True, derives=True)
     found = remedy(both, REPAIR)
     assert [one.bucket for one in found.copies] == [those[0]] and found.derives and found.averages == ()
-    assert [one for one in remedy(both, AVERAGE).averages] == [those[0]]
+    assert list(remedy(both, AVERAGE).averages) == [those[0]]
