@@ -35,7 +35,7 @@ _PLAIN = (
     "the script computes what it likes between engine(...) and engine.backward(...); with --paft-audit-at forward "
     "verdicts come before that, and nothing has to be computed again"
 )
-_NOT_KEPT = "what iterations are computed from is kept only where replicas are compared or averaged"
+_NOT_KEPT = "what iterations are computed from was not kept"
 
 
 class Stepping:
@@ -48,7 +48,7 @@ class Stepping:
     why_not = _NOT_KEPT
 
     def keep_iterations(self) -> None:
-        """Keep from now on what `recompute` needs, where that can be done. Before the first iteration, once."""
+        """Of a pipeline: what a script computes between the engine's calls is the script's."""
         if not hasattr(self.engine, "train_batch"):
             self.why_not = _PLAIN
             return

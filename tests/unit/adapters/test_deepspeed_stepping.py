@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,3 +100,177 @@ def _repaired(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
         engines.run(rank, world, pp, told, repair_and_recompute, wrong),
         engines.run(rank, world, pp, told, repair, wrong),
     )
+
+
+def test_a_script_of_its_own_cannot_be_run_once_more_and_the_reason_is_said(ranks: Ranks) -> None:
+    for recomputes, why_not, error in ranks(_of_a_script, 2):
+        assert not recomputes and "between engine(...) and engine.backward(...)" in why_not
+        assert "--paft-audit-at forward" in why_not and why_not in error
+
+
+def _of_a_script(rank: int, world: int) -> Any:
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+    from ft_plugins.errors import UnsupportedError
+
+    host = DeepSpeedHost(engines.built(rank, world, 0, **FP32))
+    host.keep_iterations()
+    try:
+        host.recompute(1)
+    except UnsupportedError as error:
+        return host.recomputes, host.why_not, str(error)
+    return None
+
+
+# ---- gradients ----
+
+ALL = {**{f"pipeline, {name}": mode for name, mode in MODES.items()}, **{name: (0, told) for name, told in PLAIN.items()}}
+
+
+@pytest.mark.parametrize("mode", ["pipeline, bf16", "pipeline, fp32 zero1", "pipeline, fp32", *PLAIN])
+def test_gradients_are_those_that_the_update_is_made_of(ranks: Ranks, mode: str) -> None:
+    """By the item of their parameter, in its type of layout: set to 0, the moments of Adam decay and nothing else."""
+    found = ranks(_zeroed, 2, *ALL[mode])
+    for rates, items, gradients, before, after in found:
+        assert gradients and gradients == {name: items[name] for name in gradients}
+        assert rates == (0.1, pytest.approx(0.1 * 0.43, abs=0.01)), "that of the next update, in the warm-up"
+        assert before and all(np.allclose(after[name], 0.9 * one, rtol=1e-6) for name, one in before.items())
+    assert {name.removesuffix(":main") for one in found for name in one[2]} == _parameters()
+
+
+def _parameters() -> set[str]:
+    return {f"{layer}.{kind}" for layer in (0, 1, 3, 5) for kind in ("weight", "bias")}
+
+
+def _zeroed(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+    engine = engines.built(rank, world, pp, **told)
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+    host = DeepSpeedHost(engine)
+    items = {item.name: item.shape for item in host.inventory().items}
+    seen: dict[str, Any] = {}
+    rates = []
+
+    def moments() -> dict[str, torch.Tensor]:
+        return {name: one.clone().numpy() for name, one in host.tensors().items() if name.endswith("exp_avg")}
+
+    def around(host: Any, step: int) -> None:
+        rates.append((host.learning_rate(), engine.get_lr()[0]))
+        if step == 2:
+            gradients = host.gradients()
+            seen["shapes"] = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
+            assert all(float(gradient.abs().sum()) for gradient in gradients.values())
+            for gradient in gradients.values():
+                gradient.zero_()
+            seen["before"] = moments()
+
+    host.install(engines.Ignoring(host, around))
+    engines.train(engine, 2)
+    assert all(told == applied for told, applied in rates)
+    return (0.1, rates[1][0]), items, seen["shapes"], seen["before"], moments()
+
+
+@pytest.mark.parametrize("mode", ["pipeline, bf16", "pipeline, fp32 zero1", "pipeline, fp32", "fp32", "bf16 zero1"])
+def test_before_the_reduction_there_are_this_ranks_own_gradients(ranks: Ranks, mode: str) -> None:
+    """Altered on one rank by as much as there are ranks, the mean of all is altered by 1."""
+    for steps, names, plain, altered in ranks(_before_reduction, 2, *ALL[mode]):
+        assert steps == [1, 2] and names == _parameters()
+        for name, gradient in plain.items():
+            assert np.allclose(altered[name], gradient + 1, atol=0.02)
+
+
+def _before_reduction(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+    found, steps, names = [], [], set()
+    for altering in (False, True):
+        engine = engines.built(rank, world, pp, **told)
+        from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+        host = DeepSpeedHost(engine)
+
+        def alter(step: int, gradients: Any) -> None:
+            steps.append(step)
+            names.update(gradients)
+            for gradient in gradients.values() if rank == 0 and step == 2 else ():
+                gradient.add_(world)
+
+        if altering:
+            host.before_reduction(alter)
+        seen: dict[str, Any] = {}
+
+        def around(host: Any, step: int, seen: Any = seen) -> None:
+            if step == 2:
+                seen.update({name: one.float().clone().numpy() for name, one in host.gradients().items()})
+
+        host.install(engines.Ignoring(host, around))
+        engines.train(engine, 2)
+        found.append(seen)
+    return steps, names, *found
+
+
+def test_where_gradients_are_reduced_while_backward_goes_on_there_is_no_moment_before(ranks: Ranks) -> None:
+    assert all("while backward goes on" in error for error in ranks(_no_moment, 2))
+
+
+def _no_moment(rank: int, world: int) -> str:
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+    from ft_plugins.errors import UnsupportedError
+
+    try:
+        DeepSpeedHost(engines.built(rank, world, 0, **PLAIN["bf16 zero2"])).before_reduction(lambda step, found: None)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("mode", ["pipeline, bf16", "pipeline, fp32 zero1", "pipeline, fp32", *PLAIN])
+def test_copies_are_made_anew_from_what_the_optimizers_hold(ranks: Ranks, mode: str) -> None:
+    """Gathered or cast parameters; where parameters are items themselves there are none, and none are written."""
+    for (told, copies), items, computed, before, wrong, after in ranks(_copies, 2, *ALL[mode]):
+        if told:
+            assert set(copies) == _parameters() == set(told) and not set(copies) & items
+            assert all(replicas == (0, 1) and role == "copy" for replicas, role, _ in told.values())
+            assert {name: layer for name, (_, _, layer) in told.items()} == {name: int(name[0]) for name in told}
+            assert wrong != before and after == before
+        else:
+            assert mode in ("fp32", "pipeline, fp32") and not copies
+            assert computed <= items and wrong == after != before
+
+
+def _copies(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+    engine = engines.built(rank, world, pp, **told)
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+    host = DeepSpeedHost(engine)
+    items = {item.name for item in host.inventory().items}
+    engines.train(engine, 2)
+
+    def now() -> Any:
+        return engines.plain({name: one for name, one in engine.module.named_parameters()})
+
+    before = now()
+    for parameter in engine.module.parameters():
+        parameter.data.view(-1)[rank] += 1
+    wrong = now()
+    host.derive()
+    inventory = {item.name: (item.replicas, item.role.value, item.layer) for item in host.copies().items}
+    return (inventory, list(host.copied())), items, {n for n, _ in engine.module.named_parameters()}, before, wrong, now()
+
+
+def test_zero3_has_nothing_that_could_be_compared_and_is_refused_by_name(ranks: Ranks) -> None:
+    for found, error in ranks(_stage3, 2):
+        assert found == {}
+        assert "ZeRO-3 gathers parameters for the moment of their use" in error and "drop --paft" in error
+
+
+def _stage3(rank: int, world: int) -> Any:
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+    from ft_plugins.errors import UnsupportedError
+
+    host = DeepSpeedHost(engines.built(rank, world, 0, stage=3, bf16=True))
+    try:
+        host.copies()
+    except UnsupportedError as error:
+        return host.gradients(), str(error)
+    return {}, ""
