@@ -400,7 +400,7 @@ class Session:
 
 _ALARMS = {
     *("protection.lost", "slot.corrupt", "restore.scratch", "checkpoint.damaged", "storage.unreachable"),
-    *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "version.tainted"),
+    *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "sync.offenders", "version.tainted"),
 }
 
 

@@ -21,16 +21,14 @@ from .story import JobShape
 
 
 def megatron_run(shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True) -> GptRun:
-    """On megatron-core, in bf16, with its distributed optimizer where the story wants it. Raises ValueError."""
-    argv = ["--order", "tp-cp-ep-pp-dp"]
-    if (shape.tp, shape.pp) != (2, 2):
-        raise ValueError(f"tp{shape.tp} pp{shape.pp}: the GPT example is run at tp2 pp2")
+    """On megatron-core, in bf16, with its distributed optimizer where the story wants it."""
+    argv = ["--order", "tp-cp-ep-pp-dp", "--tp", str(shape.tp), "--pp", str(shape.pp)]
     if shape.global_batch:
         argv += ["--global-batch", str(shape.global_batch)]
     configuration = gpt_runs.Configuration(bf16=True, distributed_optimizer=shape.distributed, interleaved=False)
     return GptRun(
         name, folder, configuration, protected=protected, iterations=shape.iterations,
-        flags=tuple(flags), argv=tuple(argv),
+        flags=tuple(flags), argv=tuple(argv), ranks=shape.ranks,
     )  # fmt: skip
 
 
@@ -43,7 +41,8 @@ def deepspeed_run(
     configuration = deepspeed_runs.Configuration(
         shape.ranks, 1 if shape.distributed else 0, bf16=shape.distributed, pp=shape.pp, tp=shape.tp
     )
-    block = Config.from_flags(["--reft", *flags])[0].block() if protected else {}
+    words = ["--reft", *flags] if protected else list(flags)
+    block = Config.from_flags(words)[0].block() if words else {}
     return DeepSpeedRun(name, folder, configuration, block, iterations=shape.iterations)
 
 

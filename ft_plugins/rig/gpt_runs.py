@@ -1,6 +1,6 @@
 """Runs of the GPT example at TP2 x PP2 x DP2, for exactness: golden ones and protected ones that are killed.
 
-Invariant: a golden run is not protected at all; it and the killed one have the same flags but for `--reft`, the same
+Invariant: a golden run has no system at all; it and the killed one have the same flags but for the systems', the same
 skipped update (an infinite gradient under a constant loss scale; where the optimizer has no scaler, a skipped batch)
 and the same evaluation.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config import Config
 from .forkserver import JobSpec
 
 RANKS = 8
@@ -77,6 +78,7 @@ class GptRun:
     iterations: int = ITERATIONS
     flags: tuple[str, ...] = ()
     argv: tuple[str, ...] = ()
+    ranks: int = RANKS
 
     @property
     def digests(self) -> Path:
@@ -99,14 +101,14 @@ class GptRun:
         flags = [*self.flags, *(["--ftp-faults", faults] if faults else [])]
         if self.protected:
             flags.insert(0, "--reft")
-        else:  # without a system there is nothing to launch beside the job: it reads the flags itself
-            words, flags = words + flags, []
+        if not Config.from_flags(flags)[0].systems:
+            words, flags = words + flags, []  # there is nothing to launch beside the job: it reads the flags itself
         known = {
             "entry": f"{EXAMPLE}:main",
             "argv": tuple(words),
             "name": self.name,
             "folder": str(self.folder),
-            "nproc": RANKS,
+            "nproc": self.ranks,
             "flags": tuple(flags),
             "environment": {"OMP_NUM_THREADS": "1"},
         }

@@ -69,6 +69,10 @@ class Auditing:
         told = self._links.gather_job([float(say) for say in own_say])
         return Found(iteration, tuple(audits), remedies, *(bool(column.any()) for column in told.T))
 
+    def compared_with(self, rank: int) -> set[int]:
+        """The ranks that anything of `rank` is compared with, as far as this one knows."""
+        return {other for replicas in self._buckets.by_set if rank in replicas for other in replicas} - {rank}
+
     def settle(self, found: Found) -> None:
         """Carry out the remedies, but for copies, which are the host's to make. The ranks of each set that is changed
         call together."""

@@ -113,7 +113,8 @@ class Turns:
         def work() -> Measured:
             assert signal is not None
             found = self._averaging.average() + signal.wait()
-            return combine(self._links.gather_job(found.row()), rates_squared)
+            told = self._links.gather_job([*found.row(), rates_squared])
+            return combine(told[:, :-1], float(told[:, -1].max()))  # a stage may update at a rate of its own
 
         self._average = self._background.start(work)
 

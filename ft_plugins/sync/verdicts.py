@@ -3,8 +3,8 @@
 Invariant: what is done is what `audit.remedy` says, on all ranks of the job at the same iteration. Each set of replicas
 is spoken for once: by the first rank of those that are right, or by its first rank where nobody can be named.
 
-In: an executor of audits. Out: repaired live tensors; `sync.differs` and `sync.offender` events; what the last audit
-has found.
+In: an executor of audits. Out: repaired live tensors; `sync.differs` and `sync.offender` events, at the end
+`sync.offenders`; what the last audit has found.
 """
 
 from __future__ import annotations
@@ -56,6 +56,18 @@ class Verdicts:
                 self._tainted = self._agreed_at
         self._agreed_at = self.last.iteration if self.last.certain else self._agreed_at
         return self.last
+
+    def close(self) -> None:
+        """The orderly end: what is under way is reported, and who was wrong again and again. Of each such rank the
+        first of the other ranks that were compared with it speaks."""
+        if self.under_way is not None:
+            self.await_()
+        for rank in self.offences.repeated():
+            witnesses = self._auditing.compared_with(rank)
+            if witnesses and min(witnesses) == self._rank:
+                count = self.offences.by_rank[rank]
+                reason = f"rank {rank} was wrong at {count} audits: drain its device"
+                self._events.emit("sync.offenders", rank=rank, count=count, reason=reason)
 
     def tainted(self) -> int | None:
         """Once after this rank was found wrong: the iteration of the audit before, in which the replicas agreed."""

@@ -181,8 +181,8 @@ class Paft:
         """The orderly end: what was found last is reported, and nothing more is changed. Idempotent."""
         if self._background is None:
             return
-        if self._verdicts is not None and self._verdicts.under_way is not None:
-            self._verdicts.await_()
+        if self._verdicts is not None:
+            self._verdicts.close()
         self._background.close()
         self._background = None
 

@@ -185,10 +185,10 @@ class Job:
 
     # one iteration
 
-    def forward_backward(self, samplers: list[Sampler | None], forward_only: bool = False) -> float | None:
-        """The schedule's own iteration. The mean loss over micro-batches and replicas on the last stage, else None."""
+    def forward_backward(self, samplers: list[Sampler | None], forward_only: bool = False) -> list[Any]:
+        """The schedule's own iteration: the losses of its micro-batches on the last stage, else none."""
         several = len(self.chunks) > 1
-        losses = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=samplers if several else samplers[0],
             model=self.chunks if several else self.chunks[0],
@@ -197,6 +197,9 @@ class Job:
             micro_batch_size=self.args.micro_batch,
             forward_only=forward_only,
         )
+
+    def _mean(self, losses: list[Any]) -> float | None:
+        """Over micro-batches and replicas; None on a stage that has none."""
         if not losses:
             return None
         mean = torch.stack([loss["lm loss"] for loss in losses]).mean()
@@ -232,8 +235,9 @@ class Job:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            outcome["loss"] = self.forward_backward(self.train)
+            losses = self.forward_backward(self.train)
             updated, outcome["grad_norm"], _ = self.optimizer.step()
+            outcome["loss"] = self._mean(losses)  # after the update, as Megatron's train_step has it
         if updated:
             self.scheduler.step(self.args.global_batch)
         self.skipped_updates += not updated
@@ -249,7 +253,8 @@ class Job:
         with self.gathered(), torch.no_grad():
             for chunk in self.chunks:
                 chunk.eval()
-            losses = [self.forward_backward(self.valid, forward_only=True) for _ in range(self.args.eval_iterations)]
+            several = range(self.args.eval_iterations)
+            losses = [self._mean(self.forward_backward(self.valid, forward_only=True)) for _ in several]
             for chunk in self.chunks:
                 chunk.train()
         return None if losses[0] is None else sum(losses) / len(losses)  # type: ignore[arg-type]

@@ -38,6 +38,7 @@ from ...model.topology import Topology
 from ..held import HeldState, groups, restore_groups
 from . import naming, state
 from .rng import restore_rng, rng_state
+from .stepping import Stepping
 from .support import flat, is_stub, require_supported
 
 _ARCHITECTURE = (
@@ -59,7 +60,7 @@ class StateEntry:
     write: Callable[[Any], None]
 
 
-class MegatronCoreHost(HeldState):
+class MegatronCoreHost(Stepping, HeldState):
     """One rank of a Megatron job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
 
     `completed()` is the number of completed iterations, `counters` is set before the scheduler on a restore,
@@ -275,7 +276,9 @@ class MegatronCoreHost(HeldState):
         collectives of an update guarantee that, and an iteration without them needs one of its own.
         """
         iteration = self._completed() + 1
+        self._skipping = True
         hooks.before_update(iteration)
+        self._skipping = False
         torch.distributed.barrier()
         hooks.after_update(iteration)
 

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
@@ -46,6 +48,11 @@ class Trained:
     sharded: bool
     state: Mapping[str, Any]  # the inner optimizer's, per parameter
     piece: tuple[int, int, int] | None = None  # of the flattened parameter, where it is sharded: `Item.piece`
+
+    @property
+    def item(self) -> str:
+        """The name of the item that is updated."""
+        return self.name if self.main is self.parameter else f"{self.name}:main"
 
 
 def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
@@ -161,15 +168,34 @@ def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[Held]:
 
 
 def _of_trained(one: Trained, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[Held]:
-    piece, layer = one.piece, _layer_of(one.name, layers)
+    piece, layer, once = one.piece, _layer_of(one.name, layers), _counts(one.parameter)
     if one.main is one.parameter:
-        yield hold(one.name, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece)
+        yield hold(one.item, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
     else:
-        yield hold(f"{one.name}:main", Role.MAIN_PARAMETER, replicas, layer, UPDATE, one.main.detach, piece)
+        yield hold(one.item, Role.MAIN_PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
     for key, value in one.state.items():
         if is_item(value):
             read = lambda state=one.state, key=key: state[key]  # noqa: E731
-            yield hold(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece)
+            yield hold(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, once)
+
+
+def _counts(parameter: torch.nn.Parameter) -> bool:
+    """As Megatron counts for the norm of all gradients: what is alike on several tensor ranks or stages, once."""
+    return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))
+
+
+def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replicas: Replicas) -> Iterator[Held]:
+    """What is derivable and no item: the model's parameters. The distributed optimizer's shards of fp32 ones are views
+    of them, so that all ranks together hold replicas of each shard; any others are copies."""
+    names, layers = parameter_names(chunks), _layers(chunks)
+    for optimizer in optimizers:
+        items = {one.parameter for one in trained(optimizer, names) if one.main is one.parameter}
+        for parameter in derivable(optimizer):
+            if parameter not in items:
+                views = isinstance(optimizer, DistributedOptimizer) and parameter.dtype == torch.float32
+                role, name = (Role.PARAMETER if views else Role.COPY), names[parameter]
+                layer, once = _layer_of(name, layers), _counts(parameter)
+                yield hold(name, role, replicas(parameter), layer, UPDATE, parameter.detach, None, once)
 
 
 # scalars

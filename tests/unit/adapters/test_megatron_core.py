@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("megatron_stories.py", "naming_stories.py")
+FILES = ("megatron_stories.py", "naming_stories.py", "megatron_paft_stories.py")
 
 
 def stories(file: str) -> list[str]:

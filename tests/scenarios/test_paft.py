@@ -1,0 +1,283 @@
+"""Silent errors in real jobs: found, named with rank, layer and iteration, repaired or averaged away, and not seen in
+the end: where a clean end is promised, it equals that of a run without any system and any fault, bit for bit.
+
+Replicas are pure data parallelism but where a story says otherwise. In bf16 three things are replicated: masters,
+moments, and the copies that ranks compute with; sharded, the copies alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.frameworks import FRAMEWORKS
+from ft_plugins.rig.golden import assert_identical, loss_differences, losses, state_differences
+from ft_plugins.rig.multinode import Run
+from ft_plugins.rig.story import JobShape
+
+Spec = Callable[..., JobSpec]
+BOUND = 280  # seconds for one run; far more than it takes on an idle machine
+ITERATIONS = 8
+AUDIT = ("--paft", "--paft-mode", "audit", "--paft-audit-interval")
+NOISE = "update.gradients:gauss=0.001"
+DYN = ("--paft", "--paft-h", "3", "--paft-h-min", "2", "--paft-h-max", "3")
+
+
+def shape(dp: int, sharded: bool = False, tp: int = 1, pp: int = 1) -> JobShape:
+    return JobShape(tuple(FRAMEWORKS), tp, pp, dp, 1, sharded, ITERATIONS)
+
+
+@dataclass
+class Bench:
+    """A framework's jobs, started and compared; runs without systems and faults are made once."""
+
+    framework: str
+    server: ForkServer
+    jobs: Spec
+    folder: Path
+    made: dict[Any, Run]
+
+    def run(self, of: JobShape, *flags: str, protected: bool = False, faults: str = "", name: str = "run") -> Run:
+        folder = self.folder / name
+        folder.mkdir()
+        return FRAMEWORKS[self.framework](of, name, folder, flags, protected).armed(faults)
+
+    def start(self, run: Run) -> RunningJob:
+        name = f"t{os.getpid()}-{abs(hash(run.folder)) % 10**6}"  # each run of a test is a job of its own
+        return self.server.start(self.jobs(**{**vars(run.spec()), "name": name}))
+
+    def finish(self, run: Run) -> RunningJob:
+        job = self.start(run)
+        outcome = job.wait(BOUND)
+        assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail(60)}"
+        return job
+
+    def clean(self, of: JobShape, folder: Path) -> Run:
+        if of not in self.made:
+            self.made[of] = FRAMEWORKS[self.framework](of, "clean", folder, (), False)
+            job = self.server.start(self.made[of].spec())
+            assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+        return self.made[of]
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[Any, Run]:
+    return {}
+
+
+@pytest.fixture(params=["megatron"])
+def bench(request: pytest.FixtureRequest, jobs: Spec, tmp_path: Path, made: dict[Any, Run]) -> Bench:
+    server = request.getfixturevalue(f"{request.param}_server")
+    return Bench(request.param, server, jobs, tmp_path, made)
+
+
+def once(job: RunningJob, name: str) -> dict[str, Any]:
+    """The one event of that name."""
+    (event,) = job.events(name)
+    return {**event.fields, "speaker": event.rank}
+
+
+def agree(run: Run, ranks: range) -> bool:
+    """Whether these ranks have ended with the same items and parameters."""
+    ends = [json.loads(Path(f"{run.digests}{rank:05d}.json").read_text()) for rank in ranks]
+    return all((end["items"], end["parameters"]) == (ends[0]["items"], ends[0]["parameters"]) for end in ends)
+
+
+# ------------------------------------------------------------------------------------------------ four replicas
+
+
+FLIPS = {
+    "parameters": "update.parameters@iteration=4,rank=2:flip=20~5",
+    "copies": "update.copies@iteration=4,rank=2:flip=12~5",
+    "gradients": "update.gradients@iteration=4,rank=2:flip=29~5",
+    "nan": "update.gradients@iteration=4,rank=2:nan",
+}
+
+
+@pytest.mark.parametrize(
+    "flipped", ["parameters", *(pytest.param(one, marks=pytest.mark.all_configurations) for one in list(FLIPS)[1:])]
+)
+def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory, flipped: str
+) -> None:
+    four = shape(4)
+    clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
+    run = bench.run(four, *AUDIT, "1", faults=FLIPS[flipped])
+    job = bench.finish(run)
+    struck, told = once(job, "fault.struck"), once(job, "sync.differs")
+    assert (told["iteration"], told["ranks"], told["majority"]) == (4, [2], True)
+    assert "rank 2 of 4 wrong in bucket" in told["reason"]
+    if struck["item"].startswith("chunk0.decoder.layers."):
+        assert told["layers"] == [int(struck["item"].split(".")[3]) + 1]
+    assert_identical(run, clean, 4)
+    assert "sync.differs" in job.log.read_text(), "said to whoever looks at the job"
+
+
+@pytest.mark.all_configurations
+def test_with_an_audit_every_three_iterations_it_is_found_within_one_interval_and_the_replicas_agree(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    four = shape(4)
+    clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
+    run = bench.run(four, *AUDIT, "3", faults=FLIPS["parameters"])
+    told = once(bench.finish(run), "sync.differs")
+    assert told["iteration"] == 6 and told["ranks"] == [2]
+    assert agree(run, range(4)), "one run again, which is not the clean one"
+    assert state_differences(run.digests, clean.digests, 4) and loss_differences(run.loss_log, clean.loss_log)
+
+
+@pytest.mark.all_configurations
+def test_who_is_wrong_again_and_again_is_named_at_the_end(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    four = shape(4)
+    clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
+    faults = ";".join(f"update.parameters@iteration={step},rank=1:flip=20~{step}" for step in (2, 5, ITERATIONS))
+    run = bench.run(four, *AUDIT, "1", faults=faults)
+    job = bench.finish(run)
+    told = once(job, "sync.offenders")
+    assert (told["rank"], told["count"]) == (1, 3), "the last is found when nothing is left to repair it for"
+    assert "rank 1 was wrong at 3 audits: drain its device" in job.log.read_text()
+    assert loss_differences(run.loss_log, clean.loss_log) == []
+
+
+# ------------------------------------------------------------------------------------------------ two replicas
+
+
+def test_two_that_differ_are_averaged(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> None:
+    two = shape(2)
+    clean = bench.clean(two, tmp_path_factory.mktemp("clean"))
+    run = bench.run(two, *AUDIT, "1", faults="update.parameters@iteration=4,rank=1:flip=20~5")
+    told = once(bench.finish(run), "sync.differs")
+    assert (told["iteration"], told["ranks"], told["majority"]) == (4, [0, 1], False)
+    assert "one of these two" in told["reason"] and agree(run, range(2))
+    assert state_differences(run.digests, clean.digests, 2), "one of the two was right, and nobody knows which"
+
+
+@pytest.mark.all_configurations
+def test_two_that_differ_send_the_job_back_to_where_they_agreed_and_it_ends_as_the_clean_one(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    two = shape(2)
+    clean = bench.clean(two, tmp_path_factory.mktemp("clean"))
+    flip = "update.parameters@iteration=4,rank=1,restart=0:flip=20~5"
+    run = bench.run(two, *AUDIT, "1", "--paft-on-corruption", "rollback", protected=True, faults=flip)
+    job = bench.finish(run)
+    assert once(job, "sync.differs")["ranks"] == [0, 1]
+    assert {event.fields["iteration"] for event in job.events("restore.done")} == {3}
+    assert_identical(run, clean, 2)
+
+
+# ------------------------------------------------------------------------------------------------ shards
+
+
+@pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.all_configurations)])
+def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory, dp: int
+) -> None:
+    sharded = shape(dp, sharded=True)
+    clean = bench.clean(sharded, tmp_path_factory.mktemp("clean"))
+    run = bench.run(sharded, *AUDIT, "1", faults="update.copies@iteration=4,rank=1:flip=12~5")
+    job = bench.finish(run)
+    told = once(job, "sync.differs")
+    assert told["iteration"] == 4 and told["ranks"] == ([0, 1] if dp == 2 else [1]) and ", copy (" in told["reason"]
+    assert_identical(run, clean, dp)
+    assert "an error in one reaches all replicas alike" in job.log.read_text(), "what is not seen is said at start"
+
+
+# ------------------------------------------------------------------------------------------------ with snapshots
+
+
+@pytest.mark.all_configurations
+@pytest.mark.parametrize("mode", ["dyn", "sync"])
+def test_killed_while_an_averaging_is_in_flight_it_ends_as_the_noised_run_that_was_not(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory, mode: str
+) -> None:
+    """Rank 1 dies in the forward behind the update of a turn (3, then 5 or 6), while its average is under way."""
+    two = shape(2)
+    words = DYN if mode == "dyn" else ("--paft", "--paft-mode", "sync", "--paft-h", "3")
+    whole = bench.run(two, *words, faults=NOISE, name="whole")
+    turns = [(e.rank, e.fields["iteration"], e.fields["sigma"]) for e in bench.finish(whole).events("sync.averaged")]
+    assert len(turns) >= 4 and min(sigma for _, _, sigma in turns) > 0
+    killed = f"{NOISE};iteration.forward@iteration=4,rank=1,restart=0:kill"
+    run = bench.run(two, *words, protected=True, faults=killed)
+    job = bench.finish(run)
+    assert {event.fields["iteration"] for event in job.events("restore.done")} <= {2, 3}
+    assert job.events("restore.done")
+    again = {(e.rank, e.fields["iteration"], e.fields["sigma"]) for e in job.events("sync.averaged")}
+    assert set(turns) == again
+    assert_identical(run, whole, 2)
+
+
+@pytest.mark.all_configurations
+def test_killed_between_two_audits_it_ends_as_the_clean_run(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """In the same job a wrong replica before the kill, and another after it."""
+    four = shape(4)
+    clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
+    faults = (
+        "update.parameters@iteration=2,rank=1,restart=0:flip=20~5;update.middle@iteration=5,rank=3,restart=0:kill;"
+        "update.parameters@iteration=6,rank=0,restart=1:flip=20~6"
+    )
+    run = bench.run(four, *AUDIT, "1", protected=True, faults=faults)
+    job = bench.finish(run)
+    assert sorted((e.fields["iteration"], *e.fields["ranks"]) for e in job.events("sync.differs")) == [(2, 1), (6, 0)]
+    assert_identical(run, clean, 4)
+
+
+# ------------------------------------------------------------------------------------------------ three dimensions
+
+
+@pytest.mark.all_configurations
+def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Every stage and tensor rank has replicas of its own; all ranks take one interval."""
+    cube = shape(2, tp=2, pp=2)
+    clean = bench.clean(cube, tmp_path_factory.mktemp("clean"))
+    flip = "update.parameters@iteration=4,rank=6:nan"  # of two, the one that has a number is right
+    run = bench.run(cube, *DYN, "--paft-audit-interval", "1", faults=flip)
+    job = bench.finish(run)
+    told = once(job, "sync.differs")
+    assert told["iteration"] == 4 and 6 in told["ranks"] and len(told["ranks"]) == 2
+    turns: dict[int, set[Any]] = {}
+    for event in job.events("sync.averaged"):
+        turns.setdefault(event.fields["iteration"], set()).add((event.fields["next"], event.fields["divergence"]))
+    assert sorted(turns) == [3, 6] and all(len(said) == 1 for said in turns.values())
+    assert len(job.events("sync.averaged")) == 16
+    assert_identical(run, clean, 8)
+
+
+@pytest.mark.all_configurations
+def test_noise_on_one_replica_of_a_stage_is_measured_alike_on_all_ranks_and_averaged_away(bench: Bench) -> None:
+    cube = shape(2, tp=2, pp=2)
+    run = bench.run(cube, *DYN, faults=";".join(f"update.gradients@rank={r}:gauss=0.001" for r in range(4)))
+    job = bench.finish(run)
+    said = {(e.fields["iteration"], e.fields["next"], e.fields["sigma"]) for e in job.events("sync.averaged")}
+    assert len({turn for turn, _, _ in said}) == len(said) >= 2 and all(sigma > 0 for _, _, sigma in said)
+    assert len(losses(run.loss_log)) == ITERATIONS
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.all_configurations
+@pytest.mark.parametrize(
+    ("dp", "sharded", "said"),
+    [
+        (1, False, "has no effect with one data-parallel replica"),
+        (2, True, "it cannot drift, and an error in it reaches all of them alike; compare the copies"),
+    ],
+)
+def test_what_would_mean_nothing_is_refused_by_name(bench: Bench, dp: int, sharded: bool, said: str) -> None:
+    job = bench.start(bench.run(shape(dp, sharded), "--paft"))
+    assert job.wait(BOUND)["status"] != "succeeded"
+    assert said in job.log.read_text()
