@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +61,12 @@ class Bench:
         return job
 
     def clean(self, of: JobShape, folder: Path) -> Run:
-        if of not in self.made:
-            self.made[of] = FRAMEWORKS[self.framework](of, "clean", folder, (), False)
-            job = self.server.start(self.made[of].spec())
+        wanted = self.framework, of
+        if wanted not in self.made:
+            self.made[wanted] = FRAMEWORKS[self.framework](of, "clean", folder, (), False)
+            job = self.server.start(self.made[wanted].spec())
             assert job.wait(BOUND)["status"] == "succeeded", job.tail()
-        return self.made[of]
+        return self.made[wanted]
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +74,10 @@ def made() -> dict[Any, Run]:
     return {}
 
 
-@pytest.fixture(params=["megatron"])
+@pytest.fixture(params=tuple(FRAMEWORKS))
 def bench(request: pytest.FixtureRequest, jobs: Spec, tmp_path: Path, made: dict[Any, Run]) -> Bench:
+    if request.param == "deepspeed":
+        pytest.importorskip("deepspeed", reason="needs the extra [deepspeed]")
     server = request.getfixturevalue(f"{request.param}_server")
     return Bench(request.param, server, jobs, tmp_path, made)
 
@@ -107,6 +111,8 @@ FLIPS = {
 def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
     bench: Bench, tmp_path_factory: pytest.TempPathFactory, flipped: str
 ) -> None:
+    if (bench.framework, flipped) == ("deepspeed", "copies"):
+        pytest.skip("without ZeRO these jobs are fp32, and compute with what the optimizer holds")
     four = shape(4)
     clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
     run = bench.run(four, *AUDIT, "1", faults=FLIPS[flipped])
@@ -114,8 +120,9 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
     struck, told = once(job, "fault.struck"), once(job, "sync.differs")
     assert (told["iteration"], told["ranks"], told["majority"]) == (4, [2], True)
     assert "rank 2 of 4 wrong in bucket" in told["reason"]
-    if struck["item"].startswith("chunk0.decoder.layers."):
-        assert told["layers"] == [int(struck["item"].split(".")[3]) + 1]
+    layer = re.search(r"(?P<megatron>(?<=layers\.)\d+)|^(?P<deepspeed>\d+)", struck["item"])
+    if layer is not None and flipped in ("parameters", "copies"):
+        assert told["layers"] == [int(layer[0]) + (layer.lastgroup == "megatron")], "Megatron counts them from 1"
     assert_identical(run, clean, 4)
     assert "sync.differs" in job.log.read_text(), "said to whoever looks at the job"
 

@@ -250,7 +250,7 @@ def _copies(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
     engines.train(engine, 2)
 
     def now() -> Any:
-        return engines.plain({name: one for name, one in engine.module.named_parameters()})
+        return engines.plain(dict(engine.module.named_parameters()))
 
     before = now()
     for parameter in engine.module.parameters():
@@ -258,7 +258,8 @@ def _copies(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
     wrong = now()
     host.derive()
     inventory = {item.name: (item.replicas, item.role.value, item.layer) for item in host.copies().items}
-    return (inventory, list(host.copied())), items, {n for n, _ in engine.module.named_parameters()}, before, wrong, now()
+    computed = {name for name, _ in engine.module.named_parameters()}
+    return (inventory, list(host.copied())), items, computed, before, wrong, now()
 
 
 def test_zero3_has_nothing_that_could_be_compared_and_is_refused_by_name(ranks: Ranks) -> None:
