@@ -114,5 +114,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copied(part) for key, part in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_copied(part) for part in value) if type(value) in (tuple, list) else list(map(_copied, value))
+        parts = [_copied(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
     return value

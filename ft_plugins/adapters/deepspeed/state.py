@@ -174,7 +174,7 @@ def create_optimizer_state(optimizer: Any) -> None:
 def held(engine: Any, rank: int, replicas: tuple[int, ...], first: bool = True) -> list[Held]:
     """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above.
 
-    `first`: of its tensor-parallel neighbours, as in DeepSpeed's gradient norm: what all of them hold whole counts there.
+    `first`: of its tensor-parallel neighbours: in a norm what all of them hold whole counts there, as in DeepSpeed's.
     """
     names: Mapping[Any, str] = {parameter: name for name, parameter in engine.module.named_parameters()}
     optimizer, updated = engine.optimizer, set()

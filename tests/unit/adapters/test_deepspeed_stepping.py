@@ -123,7 +123,7 @@ def _of_a_script(rank: int, world: int) -> Any:
 
 # ---- gradients ----
 
-ALL = {**{f"pipeline, {name}": mode for name, mode in MODES.items()}, **{name: (0, told) for name, told in PLAIN.items()}}
+ALL = {f"pipeline, {name}": mode for name, mode in MODES.items()} | {name: (0, told) for name, told in PLAIN.items()}
 
 
 @pytest.mark.parametrize("mode", ["pipeline, bf16", "pipeline, fp32 zero1", "pipeline, fp32", *PLAIN])
