@@ -20,6 +20,7 @@ import pytest
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.frameworks import FRAMEWORKS
 from ft_plugins.rig.golden import assert_identical, loss_differences, losses, state_differences
+from ft_plugins.rig.gpt_runs import Configuration, GptRun
 from ft_plugins.rig.multinode import Run
 from ft_plugins.rig.story import JobShape
 
@@ -61,12 +62,12 @@ class Bench:
         return job
 
     def clean(self, of: JobShape, folder: Path) -> Run:
-        wanted = self.framework, of
-        if wanted not in self.made:
-            self.made[wanted] = FRAMEWORKS[self.framework](of, "clean", folder, (), False)
-            job = self.server.start(self.made[wanted].spec())
+        key = self.framework, of
+        if key not in self.made:
+            self.made[key] = FRAMEWORKS[self.framework](of, "clean", folder, (), False)
+            job = self.server.start(self.made[key].spec())
             assert job.wait(BOUND)["status"] == "succeeded", job.tail()
-        return self.made[wanted]
+        return self.made[key]
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +198,25 @@ def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
     assert told["iteration"] == 5 and told["ranks"] == ([0, 1] if dp == 2 else [1]) and ", copy (" in told["reason"]
     assert_identical(run, clean, dp)
     assert "an error in one reaches all replicas alike" in job.log.read_text(), "what is not seen is said at start"
+
+
+@pytest.mark.all_configurations
+def test_of_fp32_shards_the_gathered_parameters_are_replicas_and_a_majority_repairs_the_shard_itself(
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """Rank 1 is wrong six times, in its own shard or elsewhere: gathering anew would spread the first."""
+    flips = ";".join(f"update.copies@iteration={step},rank=1:flip=20~{step}" for step in range(2, 8))
+    runs = []
+    for name, words in (("clean", ()), ("wrong", (*AUDIT, "1"))):
+        (tmp_path / name).mkdir()
+        fp32 = Configuration(bf16=False, distributed_optimizer=True, interleaved=False)
+        one = GptRun(name, tmp_path / name, fp32, flags=words, argv=("--tp", "1", "--pp", "1"), ranks=4)
+        one = one.armed(flips if words else "")
+        runs.append(one)
+        job = Bench("megatron", megatron_server, jobs, tmp_path, {}).finish(one)
+    assert [event.fields["ranks"] for event in job.events("sync.differs")] == [[1]] * 6
+    assert ", parameter (" in job.events("sync.differs")[0].fields["reason"]
+    assert_identical(runs[1], runs[0], 4)
 
 
 # ------------------------------------------------------------------------------------------------ with snapshots

@@ -9,7 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from megatron.core import rerun_state_machine
+from megatron.core import parallel_state, rerun_state_machine
 from megatron_stories import SHARDED_BF16, SMALL, job, refused, tell
 
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
@@ -184,6 +184,20 @@ def it_names_what_is_computed_with_beside_what_is_held() -> None:
         built.close()
     overlapped = job(*SHARDED_BF16, "--overlap-param-gather").host()
     assert "--overlap-param-gather" in refused(UnsupportedError, overlapped.copies)
+
+
+def it_counts_once_in_norms_what_is_alike_on_several_tensor_ranks_or_stages() -> None:
+    built = job()
+    everything = {one.name for one in built.host().inventory().items}
+    parallel_state.set_tensor_model_parallel_rank(1)
+    layer = built.chunks[0].module.decoder.layers[0]
+    layer.mlp.linear_fc1.weight.shared = True  # as Megatron marks tied embeddings on the last stage
+    host = built.host()
+    counted = {one.name for one in host.inventory().items if one.counts}
+    assert counted < everything
+    assert "chunk0.decoder.layers.1.mlp.linear_fc1.weight:exp_avg" in counted
+    assert "chunk0.decoder.layers.0.mlp.linear_fc1.weight" not in counted
+    assert "chunk0.decoder.final_layernorm.weight" not in counted
 
 
 def it_gives_each_item_that_is_updated_its_gradient_and_the_rate_of_the_next_update() -> None:

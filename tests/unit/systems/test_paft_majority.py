@@ -96,6 +96,9 @@ def test_a_rank_that_is_wrong_again_is_named_as_one_to_drain(ranks: Ranks) -> No
     offences = found[0]["events"]["sync.offender"]
     assert [(one["rank"], one["count"]) for one in offences] == [(3, 2), (3, 3)]
     assert "rank 3 was wrong at 2 audits" in offences[0]["reason"] and "drained" in offences[0]["reason"]
+    told = [one["events"].get("sync.offenders", []) for one in found]
+    assert [[(one["rank"], one["count"]) for one in said] for said in told] == [[(3, 3)], [], [], []], "at the end"
+    assert told[0][0]["reason"] == "rank 3 was wrong at 3 audits: drain its device"
     assert len(set(versions(found, 7))) == 1
 
 
@@ -166,6 +169,23 @@ def test_stages_average_each_by_itself_and_take_one_interval_from_the_noise_of_t
     assert found[0]["fenced"][turn + 1] == found[2]["fenced"][turn + 1] != found[1]["fenced"][turn + 1]
     assert found[0]["versions"][turn] != found[2]["versions"][turn]
     assert found[1]["versions"][turn] == found[3]["versions"][turn]
+
+
+def _own_rates(rank: int, world: int) -> Any:
+    """Stage 1 updates ten times as fast."""
+    faults.arm(NOISED, rank=rank)
+    groups = [torch.distributed.new_group([stage, stage + 2]) for stage in range(2)]
+    training = Staged(rank, world, groups[rank % 2], optimizer="sgd", rate=0.01 if rank % 2 == 0 else 0.1)
+    return Watched(training, PaftConfig(h=4, h_min=2, h_max=5)).run(12).end()
+
+
+NOISED = ";".join(f"update.gradients@rank={rank}:gauss=0.004" for rank in range(4))
+
+
+def test_stages_that_update_at_rates_of_their_own_take_one_interval_all_the_same(ranks: Ranks) -> None:
+    found = ranks(_own_rates, 4)
+    told = [[[t[k] for k in ("iteration", "next", "sigma")] for t in one["events"]["sync.averaged"]] for one in found]
+    assert told[0] == told[1] == told[2] == told[3] and len(told[0]) >= 2
 
 
 def test_a_fault_in_one_stage_has_all_ranks_compute_their_gradients_again(ranks: Ranks) -> None:
