@@ -70,7 +70,7 @@ def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> N
         ('{"ft_plugins": {"reft": {"interval": "4"}}}', "ds.json: ft_plugins.reft.interval: expected an integer >= 1"),
         ('{"ft_plugins": {"reft": {"intervall": 4}}}', "unknown key; did you mean ft_plugins.reft.interval"),
         ('{"ft_plugins": {"paft": {"h_mni": 4}}}', "unknown key; did you mean ft_plugins.paft.h_min"),
-        ('{"ft_plugins": {"paft": {"mode": "avg"}}}', "ds.json: ft_plugins.paft.mode: expected one of dyn, sync, audit"),
+        ('{"ft_plugins": {"paft": {"mode": "avg"}}}', "ft_plugins.paft.mode: expected one of dyn, sync, audit"),
         (
             '{"ft_plugins": {"reft": {"redundancy": "raim5"}, "baft": {}}}',
             "ds.json: ft_plugins.reft.redundancy: raim5 contradicts ft_plugins.baft",
