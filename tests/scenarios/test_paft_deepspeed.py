@@ -54,6 +54,6 @@ def test_zero3_which_keeps_nothing_together_is_refused_by_name(
     deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
     run = DeepSpeedRun("refused", tmp_path / "refused", Configuration(2, 3), {"paft": AUDIT})
-    job = start(deepspeed_server, jobs, run)
-    assert job.wait(BOUND)["status"] != "succeeded"
-    assert "ZeRO-3 gathers parameters for the moment of their use" in job.log.read_text()
+    outcome = start(deepspeed_server, jobs, run).wait(BOUND)
+    assert outcome["status"] == "refused"
+    assert "ZeRO-3 gathers parameters for the moment of their use" in outcome["reason"]

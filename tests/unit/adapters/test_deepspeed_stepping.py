@@ -53,7 +53,11 @@ def test_gradients_computed_once_more_are_the_same_and_nothing_else_has_moved(ra
 def _once_more(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
     gradients: list[Any] = []
 
+    def draw(host: Any, step: int) -> None:
+        torch.rand(step)  # behind the forward: that is not drawn again
+
     def around(host: Any, step: int) -> None:
+        draw(host, step)
         if step == 3:
             gradients.append(engines.plain(dict(host.gradients())))
             for gradient in host.gradients().values():
@@ -61,7 +65,7 @@ def _once_more(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
             host.recompute(step)
             gradients.append(engines.plain(dict(host.gradients())))
 
-    clean = engines.run(rank, world, pp, told)
+    clean = engines.run(rank, world, pp, told, draw)
     return clean, engines.run(rank, world, pp, told, around), gradients
 
 
