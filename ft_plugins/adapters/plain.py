@@ -153,6 +153,13 @@ class PlainHost:
     def derive(self) -> None:
         """Nothing is derived from the tensors."""
 
+    def scalars(self) -> bytes:
+        """Nothing: what the caller's loop decides by is among its tensors, or alike by itself."""
+        return b""
+
+    def restore_scalars(self, encoded: bytes) -> None:
+        """Nothing."""
+
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         """The caller's loop reduces gradients where nobody sees it."""
         raise UnsupportedError("a training loop of torch alone reduces its gradients itself: what is to be done before")

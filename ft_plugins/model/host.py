@@ -164,6 +164,15 @@ class Steps(Protocol):
         gathered parameters). All ranks of the job call together."""
         ...
 
+    def scalars(self) -> bytes:
+        """What beside tensors decides the next update, encoded: counts of steps, parameter groups, schedule, scaler.
+        Alike on replicas, but for a rank that has skipped an update, or made one, alone. b'' where there is nothing."""
+        ...
+
+    def restore_scalars(self, encoded: bytes) -> None:
+        """Go on from what `scalars` of another replica are, at the same moment; of what both of them update."""
+        ...
+
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         """Have `call(step, gradients)` called from now on with this rank's own gradients, right before they are
         aggregated, to alter them in place. Raises UnsupportedError where that moment cannot be had, by name."""

@@ -96,14 +96,24 @@ class Copying:
 
 
 @dataclass(frozen=True)
+class Following:
+    """What replicas keep beside tensors is taken from `source` by `targets`: with a wrong update a wrong count of them
+    may have come, or a schedule that has not moved."""
+
+    source: int
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Remedy:
     """What is done, buckets in ascending order. At most one of the two lists has a bucket; with `rollback`, neither.
-    With `derives` copies are made anew."""
+    With `derives` copies are made anew; `following` goes with what is changed."""
 
     copies: tuple[Copying, ...] = ()
     averages: tuple[Bucket, ...] = ()
     rollback: bool = False
     derives: bool = False
+    following: Following | None = None
 
     @property
     def changes(self) -> bool:
@@ -145,7 +155,17 @@ def remedy(audit: Audit, chosen: OnCorruption) -> Remedy:
         else:
             source = audit.replicas[0] if verdict.source is None else verdict.source
             copies.append(Copying(verdict.bucket, source, tuple(r for r in verdict.wrong if r != source)))
-    return Remedy(tuple(copies), tuple(averages), derives=derives)
+    return Remedy(tuple(copies), tuple(averages), derives=derives, following=_following(audit))
+
+
+def _following(audit: Audit) -> Following | None:
+    """From the first replica that no majority accuses, by those that anything is wrong of."""
+    if not audit.state:
+        return None
+    accused = {rank for verdict in audit.state if verdict.source is not None for rank in verdict.wrong}
+    source = next((rank for rank in audit.replicas if rank not in accused), audit.replicas[0])
+    wrong = {rank for verdict in audit.state for rank in verdict.wrong} - {source}
+    return Following(source, tuple(sorted(wrong)))
 
 
 @dataclass(frozen=True)

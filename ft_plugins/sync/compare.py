@@ -13,16 +13,24 @@ In: buckets, live tensors. Out: `Found`; repaired live tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import xxhash
 
 from .aggregate import Aggregate
-from .audit import Audit, OnCorruption, Remedy, judge, remedy
+from .audit import Audit, Following, OnCorruption, Remedy, judge, remedy
 from .buckets import Bucket, Buckets
 from .links import Links
 from .run import Tensors, mixed, read, views, write
+
+
+class Scalars(Protocol):
+    """What a replica keeps beside tensors: of `model.host.Steps`."""
+
+    def scalars(self) -> bytes: ...
+    def restore_scalars(self, encoded: bytes) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,10 @@ class Found:
 class Auditing:
     """One rank's."""
 
-    def __init__(self, buckets: Buckets, links: Links, tensors: Tensors, chosen: OnCorruption) -> None:
+    def __init__(
+        self, buckets: Buckets, links: Links, tensors: Tensors, chosen: OnCorruption, scalars: Scalars
+    ) -> None:
+        self._scalars = scalars
         self._buckets = buckets
         self._links = links
         self._tensors = tensors
@@ -90,6 +101,17 @@ class Auditing:
                     write(copy.bucket, live, self._links.receive(replicas, copy.source, like))
             for bucket in one.averages:
                 self._average(bucket)
+        for audit, one in zip(found.audits, found.remedies, strict=True):
+            if one.following is not None:
+                self._follow(audit.replicas, one.following)
+
+    def _follow(self, replicas: tuple[int, ...], told: Following) -> None:
+        if self._links.rank == told.source:
+            encoded = self._scalars.scalars()
+            for target in told.targets:
+                self._links.send_bytes(replicas, target, encoded)
+        elif self._links.rank in told.targets:
+            self._scalars.restore_scalars(self._links.receive_bytes(replicas, told.source))
 
     def _average(self, bucket: Bucket) -> None:
         live = self._tensors()

@@ -67,6 +67,21 @@ class Links:
         dist.recv(_bytes(found), src=source, group=self._groups[replicas])
         return found
 
+    def send_bytes(self, replicas: Ranks, to: int, payload: bytes) -> None:
+        """Any number of them, to be received by `receive_bytes`."""
+        self.send(replicas, to, torch.tensor([len(payload)], device=self.device))
+        if payload:
+            own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            self.send(replicas, to, own.to(self.device))
+
+    def receive_bytes(self, replicas: Ranks, source: int) -> bytes:
+        """What `source` sends."""
+        length = int(self.receive(replicas, source, torch.zeros(1, dtype=torch.int64, device=self.device)))
+        if not length:
+            return b""
+        found = self.receive(replicas, source, torch.empty(length, dtype=torch.uint8, device=self.device))
+        return found.cpu().numpy().tobytes()
+
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)

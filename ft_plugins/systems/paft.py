@@ -56,8 +56,8 @@ class Paft:
         self._steps: Steps = host
         self._config, self._events = config, events
         inventory, size = host.inventory(), config.bucket_mib << 20
-        copies = self._steps.copies().items if config.audits_every else ()
-        self._buckets = plan_buckets(Inventory.of(host.rank, inventory.items + copies), size)
+        held = inventory.items + (self._steps.copies().items if config.audits_every else ())
+        self._buckets = plan_buckets(Inventory.of(host.rank, held), size)
         averaging, replicas = config.mode != "audit", len(host.topology().replicas(host.rank))
         own = plan_buckets(inventory, size) if averaging else self._buckets  # copies are none that could be averaged
         require_replicas(own, host.framework, replicas, averaging)
@@ -87,8 +87,7 @@ class Paft:
                 config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
                 self._steps.recomputes, self._buckets.fewest, self._buckets.copies, len(self._buckets.alone),
             ))  # fmt: skip
-            if not self._steps.recomputes:
-                lines.append(f"gradients cannot be computed again: {self._steps.why_not}")
+            lines += [] if self._steps.recomputes else [f"gradients cannot be computed again: {self._steps.why_not}"]
         return "\n  ".join(lines)
 
     def connect(self, collective: Collective) -> None:
@@ -102,15 +101,15 @@ class Paft:
         links = Links(self._host.rank, groups, dist.new_group(), device)
         background = self._background = Background(device)
         if self._policy.audit_interval:
-            compared = lambda: {**live(), **copied()}  # noqa: E731
-            auditing = Auditing(self._buckets, links, compared, OnCorruption(self._config.on_corruption))
+            compared, chosen = lambda: {**live(), **copied()}, OnCorruption(self._config.on_corruption)
+            auditing = Auditing(self._buckets, links, compared, chosen, self._steps)
             self._verdicts = Verdicts(self._host.rank, auditing, background, self._events)
         if self._policy.schedule is not None:
             config = self._config
-            chosen = self._buckets.averaged(config.average_optimizer_state)
-            averaging = Averaging(chosen, links, live, Aggregate(config.aggregate), config.trim)
+            taking = self._buckets.averaged(config.average_optimizer_state)
+            averaging = Averaging(taking, links, live, Aggregate(config.aggregate), config.trim)
             self._turns = Turns(self._policy, self._policy.schedule, averaging, links, background, self._events)
-            self._events.emit("sync.ready", nbytes=averaging.nbytes, buckets=len(chosen))
+            self._events.emit("sync.ready", nbytes=averaging.nbytes, buckets=len(taking))
 
     # ---- what a resumed job goes on from ----
 

@@ -19,7 +19,7 @@ import pytest
 
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.frameworks import FRAMEWORKS
-from ft_plugins.rig.golden import assert_identical, loss_differences, losses, state_differences
+from ft_plugins.rig.golden import assert_identical, explain, loss_differences, losses, state_differences
 from ft_plugins.rig.gpt_runs import Configuration, GptRun
 from ft_plugins.rig.multinode import Run
 from ft_plugins.rig.story import JobShape
@@ -86,13 +86,20 @@ def bench(request: pytest.FixtureRequest, jobs: Spec, tmp_path: Path, made: dict
 def once(job: RunningJob, name: str) -> dict[str, Any]:
     """The one event of that name."""
     (event,) = job.events(name)
-    return {**event.fields, "speaker": event.rank}
+    return {**event.fields, "rank": event.rank}
 
 
 def agree(run: Run, ranks: range) -> bool:
     """Whether these ranks have ended with the same items and parameters."""
     ends = [json.loads(Path(f"{run.digests}{rank:05d}.json").read_text()) for rank in ranks]
     return all((end["items"], end["parameters"]) == (ends[0]["items"], ends[0]["parameters"]) for end in ends)
+
+
+def assert_same(run: Run, clean: Run, ranks: int) -> None:
+    """The same end, but for what a replica has counted: an update that it alone has skipped was skipped."""
+    found = state_differences(run.digests, clean.digests, ranks) + loss_differences(run.loss_log, clean.loss_log)
+    found = [line for line in found if "skipped_updates" not in line]
+    assert not found, explain(found)
 
 
 # ------------------------------------------------------------------------------------------------ four replicas
@@ -121,10 +128,20 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
     struck, told = once(job, "fault.struck"), once(job, "sync.differs")
     assert (told["iteration"], told["ranks"], told["majority"]) == (5, [2], True)
     assert "rank 2 of 4 wrong in bucket" in told["reason"]
+<<<<<<< HEAD
     layer = re.search(r"(?P<megatron>(?<=layers\.)\d+)|^(?P<deepspeed>\d+)", struck["item"])
     if layer is not None and flipped in ("parameters", "copies"):
         assert told["layers"] == [int(layer[0]) + (layer.lastgroup == "megatron")], "Megatron counts them from 1"
     assert_identical(run, clean, 4)
+=======
+    layers = [int(struck["item"].split(".")[3]) + 1] if ".layers." in struck["item"] else []
+    if "gradients" in struck["point"]:  # wrong in one place, all of this replica is clipped by another norm
+        assert set(layers) <= set(told["layers"])
+        assert len(told["layers"]) > len(layers)
+    else:
+        assert told["layers"] == layers
+    assert_same(run, clean, 4)
+>>>>>>> paftmega
     assert "sync.differs" in job.log.read_text(), "said to whoever looks at the job"
 
 
@@ -138,7 +155,7 @@ def test_with_an_audit_every_three_iterations_it_is_found_within_one_interval_an
     told = once(bench.finish(run), "sync.differs")
     assert told["iteration"] == 6 and told["ranks"] == [2]
     assert agree(run, range(4)), "one run again, which is not the clean one"
-    assert state_differences(run.digests, clean.digests, 4) and loss_differences(run.loss_log, clean.loss_log)
+    assert state_differences(run.digests, clean.digests, 4)
 
 
 @pytest.mark.all_configurations

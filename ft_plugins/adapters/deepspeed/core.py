@@ -153,13 +153,17 @@ class DeepSpeedHost(Stepping, HeldState):
         self.silent = small.get("silent", False)
         for name in _COUNTERS:
             setattr(engine, name, small["counters"][name])
+        self._restore_optimizer(small)
+        self._rates = None
+        state.rebuild_derivable(optimizer)
+
+    def _restore_optimizer(self, small: Mapping[str, Any]) -> None:
+        engine, optimizer = self.engine, self.engine.optimizer
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(dict(small["scheduler"]))
         restore_groups(state.inner(optimizer), small["groups"])
-        self._rates = None
         state.restore_scalars(optimizer, small["scalars"])
         state.restore_scaler(optimizer, small["scaler"])
-        state.rebuild_derivable(optimizer)
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
         """Data position, then RNG last."""

@@ -25,12 +25,15 @@ import torch
 from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
+from ...snapshot import codec
 from ..held import UPDATE, Held, hold
 from . import state
 from .replay import Replay
 
 Strike = Callable[[int, Mapping[str, torch.Tensor]], None]
 _STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
+_SHARDED = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", _STAGE3)
+_SKIPPED = "skipped_steps"
 _PLAIN = (
     "the script computes what it likes between engine(...) and engine.backward(...); with --paft-audit-at forward "
     "verdicts come before that, and nothing has to be computed again"
@@ -44,6 +47,8 @@ class Stepping:
     engine: Any
     rank: int
     _topology: Topology
+    _restore_optimizer: Callable[[Mapping[str, Any]], None]
+    small_state: Callable[[], dict[str, Any]]
     _replay: Replay | None = None
     why_not = _NOT_KEPT
 
@@ -134,6 +139,22 @@ class Stepping:
     def derive(self) -> None:
         """Masters -> parameters, and those of the other ranks. A collective with ZeRO and BF16_Optimizer."""
         state.rebuild_derivable(self.engine.optimizer)
+
+    def scalars(self) -> bytes:
+        """Of the optimizer, its loss scaler and the scheduler, and how many updates were skipped; other counters are
+        none of it. b'' where masters are sharded: then no replica could be followed."""
+        if type(self.engine.optimizer).__name__ in _SHARDED:
+            return b""
+        small = self.small_state()
+        told = {key: small[key] for key in ("groups", "scalars", "scaler", "scheduler")}
+        return codec.encode({**told, _SKIPPED: getattr(self.engine, _SKIPPED)})
+
+    def restore_scalars(self, encoded: bytes) -> None:
+        """In place, as after a restore."""
+        if encoded:
+            found = codec.decode(encoded)
+            self._restore_optimizer(found)
+            setattr(self.engine, _SKIPPED, found[_SKIPPED])
 
     @cached_property
     def _copies(self) -> list[Held]:

@@ -181,6 +181,12 @@ class MegatronCoreHost(Stepping, HeldState):
         self._require_same_parts(small)
         for name, entry in self._counters.items():
             entry.write(small["counters"][name])
+        self._restore_optimizers(small)
+        if self._consumed_samples is not None:
+            update_num_microbatches(self._consumed_samples(), consistency_check=False)
+        self._rebuild_derivable()
+
+    def _restore_optimizers(self, small: Mapping[str, Any]) -> None:
         for optimizer, captured in zip(self.optimizers, small["groups"], strict=True):
             restore_groups(optimizer, captured)
         state.restore_scalars(self.optimizers, self._names, small["scalars"])
@@ -188,9 +194,6 @@ class MegatronCoreHost(Stepping, HeldState):
             if scaler:
                 scaler.load_state_dict(captured)
         self._restore_scheduler(small["scheduler"])
-        if self._consumed_samples is not None:
-            update_num_microbatches(self._consumed_samples(), consistency_check=False)
-        self._rebuild_derivable()
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
         """Data position, then RNG last."""

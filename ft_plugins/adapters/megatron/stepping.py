@@ -22,9 +22,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ...errors import UnsupportedError
 from ...model.inventory import Inventory
+from ...snapshot import codec
 from ..held import Held, groups
 from . import state
 from .replay import Replay
@@ -44,6 +46,8 @@ class Stepping:
     _completed: Callable[[], int]
     _replicas: Callable[[torch.nn.Parameter], tuple[int, ...]]
     _rebuild_derivable: Callable[[], None]
+    _restore_optimizers: Callable[[Mapping[str, Any]], None]
+    small_state: Callable[[], dict[str, Any]]
     _replay: Replay | None = None
     _skipping = False  # whether the iteration under way is one whose batch is passed over
     why_not = _NOT_KEPT
@@ -90,6 +94,19 @@ class Stepping:
                     gradient = gradient.view(-1)[one.piece[0] : one.piece[1]]
                 found[one.item] = gradient
         return found
+
+    def scalars(self) -> bytes:
+        """Of the optimizers, their loss scalers and the scheduler; counters of the loop are none of it. b'' with the
+        distributed optimizer: whether to update, all ranks agree there."""
+        if any(isinstance(optimizer, DistributedOptimizer) for optimizer in self.optimizers):
+            return b""
+        small = self.small_state()
+        return codec.encode({key: small[key] for key in ("groups", "scalars", "scalers", "scheduler")})
+
+    def restore_scalars(self, encoded: bytes) -> None:
+        """In place, as after a restore."""
+        if encoded:
+            self._restore_optimizers(codec.decode(encoded))
 
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         """Right before Megatron's DDP reduces; by the names of parameters, whole ones. Raises UnsupportedError where

@@ -282,3 +282,38 @@ def _stage3(rank: int, world: int) -> Any:
     except UnsupportedError as error:
         return host.gradients(), str(error)
     return {}, ""
+
+
+# ---- beside tensors ----
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16 masters everywhere", "bf16 zero1"])
+def test_a_replica_that_has_skipped_an_update_alone_goes_on_as_one_that_has_not(ranks: Ranks, mode: str) -> None:
+    """Rank 1 has counted a step less, and its schedule stands one behind; masters that are sharded follow nobody."""
+    right, wrong = ranks(_skipped, 2, *ALL[mode])
+    if mode == "bf16 zero1":
+        assert right["told"] == wrong["told"] == b""
+        return
+    assert right["told"] != wrong["told"] and wrong["after"] == right["told"]
+    assert wrong["rate"] == right["rate"] and wrong["counters"] == right["counters"]
+
+
+def _skipped(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+    engine = engines.built(rank, world, pp, **told)
+    from ft_plugins.adapters.deepspeed import state
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+    host = DeepSpeedHost(engine)
+    host.inventory()
+    engines.train(engine, 4)
+    if rank == 1:
+        engine.lr_scheduler.step(2)
+        engine.skipped_steps += 1
+        for values in state.inner(engine.optimizer).state.values():
+            values["step"] -= 1
+    own = host.scalars()
+    gathered: list[Any] = [None] * world
+    torch.distributed.all_gather_object(gathered, own)
+    host.restore_scalars(gathered[0])
+    counters = {name: getattr(engine, name) for name in ("global_steps", "skipped_steps", "micro_steps")}
+    return {"told": own, "after": host.scalars(), "rate": host.learning_rate(), "counters": counters}

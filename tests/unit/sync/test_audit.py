@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.model.inventory import Role
-from ft_plugins.sync.audit import Audit, Offences, OnCorruption, Remedy, judge, promise, remedy
+from ft_plugins.sync.audit import Audit, Following, Offences, OnCorruption, Remedy, judge, promise, remedy
 from ft_plugins.sync.buckets import Bucket, Piece
 
 REPAIR, AVERAGE, ROLLBACK = OnCorruption
@@ -155,3 +155,13 @@ def test_wrong_copies_are_made_anew_whatever_is_chosen_and_wrong_state_is_what_i
     found = remedy(both, REPAIR)
     assert [one.bucket for one in found.copies] == [those[0]] and found.derives and found.averages == ()
     assert list(remedy(both, AVERAGE).averages) == [those[0]]
+
+
+def test_what_is_beside_tensors_follows_the_first_replica_that_nobody_accuses() -> None:
+    table = digests(4, 6)
+    table[0, 1] ^= np.uint64(1)
+    table[2, 4] ^= np.uint64(1)
+    assert remedy(judge(1, (0, 2, 4, 6), buckets(6), table), REPAIR).following == Following(2, (0, 4))
+    table[:2, 5] ^= np.uint64(1)  # two against two, beside that: all are wrong of something
+    assert remedy(judge(1, (0, 2, 4, 6), buckets(6), table), REPAIR).following == Following(2, (0, 4, 6))
+    assert remedy(judge(1, (0, 2, 4, 6), buckets(6), digests(4, 6)), REPAIR).following is None
