@@ -128,20 +128,14 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
     struck, told = once(job, "fault.struck"), once(job, "sync.differs")
     assert (told["iteration"], told["ranks"], told["majority"]) == (5, [2], True)
     assert "rank 2 of 4 wrong in bucket" in told["reason"]
-<<<<<<< HEAD
     layer = re.search(r"(?P<megatron>(?<=layers\.)\d+)|^(?P<deepspeed>\d+)", struck["item"])
-    if layer is not None and flipped in ("parameters", "copies"):
-        assert told["layers"] == [int(layer[0]) + (layer.lastgroup == "megatron")], "Megatron counts them from 1"
-    assert_identical(run, clean, 4)
-=======
-    layers = [int(struck["item"].split(".")[3]) + 1] if ".layers." in struck["item"] else []
-    if "gradients" in struck["point"]:  # wrong in one place, all of this replica is clipped by another norm
-        assert set(layers) <= set(told["layers"])
-        assert len(told["layers"]) > len(layers)
-    else:
+    layers = [] if layer is None else [int(layer[0]) + (layer.lastgroup == "megatron")]  # which counts them from 1
+    if "gradients" not in struck["point"]:
         assert told["layers"] == layers
+    else:  # wrong in one place, all of this replica is clipped by another norm; DeepSpeed does not clip by a NaN
+        assert set(layers) <= set(told["layers"])
+        assert len(told["layers"]) > len(layers) or (bench.framework, flipped) == ("deepspeed", "nan")
     assert_same(run, clean, 4)
->>>>>>> paftmega
     assert "sync.differs" in job.log.read_text(), "said to whoever looks at the job"
 
 
@@ -322,6 +316,5 @@ def test_noise_on_one_replica_of_a_stage_is_measured_alike_on_all_ranks_and_aver
     ],
 )
 def test_what_would_mean_nothing_is_refused_by_name(bench: Bench, dp: int, sharded: bool, said: str) -> None:
-    job = bench.start(bench.run(shape(dp, sharded), "--paft"))
-    assert job.wait(BOUND)["status"] != "succeeded"
-    assert said in job.log.read_text()
+    outcome = bench.start(bench.run(shape(dp, sharded), "--paft")).wait(BOUND)
+    assert outcome["status"] == "refused" and said in outcome["reason"]
