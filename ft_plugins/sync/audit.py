@@ -213,6 +213,7 @@ def promise(
         said.append(f"{anew}, {identical if clean else f'{when}: what came of the wrong one is in all replicas'}")
         if interval > 1:
             said.append("each update makes them anew as well: an error in one between two audits is not seen")
+    said.append("an evaluation between an update and its verdict is of the replicas as they are")
     said.append("an error that reached all replicas alike is not seen")
     if left_out:
         said.append(

@@ -126,6 +126,18 @@ def test_deepspeeds_own_launcher_given_the_same_command_again_resumes(short: Pat
     assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
 
 
+def test_replicas_are_compared_under_torchrun_without_any_memory_to_see_to(short: Path) -> None:
+    """What a script's own loop computes with is gathered anew before its next forward, and no SMP is started."""
+    paft = {"mode": "audit", "audit_interval": 1, "audit_at": "forward"}
+    block = {"paft": paft, "faults": "update.copies@iteration=1,rank=1:flip=12~5"}
+    run = DeepSpeedRun("p", short, SMALLEST, block, iterations=2)
+    done = launched(run, (*TORCHRUN, "--standalone"), LINE)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "sync.differs: rank 0: after iteration 1: ranks 0, 1, one of these two" in done.stderr
+    assert "copies that ranks compute with are made anew" in done.stdout
+    assert not list(run.folder.glob("ft_plugins/*/*/events.jsonl"))
+
+
 def test_a_job_builds_nothing_and_needs_no_compiler(short: Path) -> None:
     commands, built = short / "bin", short / "built"
     commands.mkdir()
@@ -147,6 +159,7 @@ def test_a_job_builds_nothing_and_needs_no_compiler(short: Path) -> None:
         (FT_RUN, EXAMPLE, {"reft": {"intervall": 2}}, "unknown key; did you mean ft_plugins.reft.interval?", 1),
         (TORCHRUN, LINE, {"reft": {}}, "ft_plugins.reft: the job has a single rank", 1),
         (TORCHRUN, LINE, {"reft": 3}, "ft_plugins.reft: expected", 2),
+        (TORCHRUN, LINE, {"paft": {}}, "--paft: has no effect with one data-parallel replica", 1),
         (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system is on", 1),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from ft_plugins.rig.story import JobShape
 
 Spec = Callable[..., JobSpec]
 BOUND = 280  # seconds for one run; far more than it takes on an idle machine
-ITERATIONS = 8
+ITERATIONS = 7  # the DeepSpeed example evaluates after every other one, of replicas as they are: faults are in the rest
 AUDIT = ("--paft", "--paft-mode", "audit", "--paft-audit-interval")
 NOISE = "update.gradients:gauss=0.001"
 DYN = ("--paft", "--paft-h", "3", "--paft-h-min", "2", "--paft-h-max", "3")
@@ -74,8 +75,10 @@ def made() -> dict[Any, Run]:
     return {}
 
 
-@pytest.fixture(params=["megatron"])
+@pytest.fixture(params=tuple(FRAMEWORKS))
 def bench(request: pytest.FixtureRequest, jobs: Spec, tmp_path: Path, made: dict[Any, Run]) -> Bench:
+    if request.param == "deepspeed":
+        pytest.importorskip("deepspeed", reason="needs the extra [deepspeed]")
     server = request.getfixturevalue(f"{request.param}_server")
     return Bench(request.param, server, jobs, tmp_path, made)
 
@@ -103,10 +106,10 @@ def assert_same(run: Run, clean: Run, ranks: int) -> None:
 
 
 FLIPS = {
-    "parameters": "update.parameters@iteration=4,rank=2:flip=20~5",
-    "copies": "update.copies@iteration=4,rank=2:flip=12~5",
-    "gradients": "update.gradients@iteration=4,rank=2:flip=29~5",
-    "nan": "update.gradients@iteration=4,rank=2:nan",
+    "parameters": "update.parameters@iteration=5,rank=2:flip=20~5",
+    "copies": "update.copies@iteration=5,rank=2:flip=12~5",
+    "gradients": "update.gradients@iteration=5,rank=2:flip=29~5",
+    "nan": "update.gradients@iteration=5,rank=2:nan",
 }
 
 
@@ -116,18 +119,22 @@ FLIPS = {
 def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
     bench: Bench, tmp_path_factory: pytest.TempPathFactory, flipped: str
 ) -> None:
+    if (bench.framework, flipped) == ("deepspeed", "copies"):
+        pytest.skip("without ZeRO these jobs are fp32, and compute with what the optimizer holds")
     four = shape(4)
     clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
     run = bench.run(four, *AUDIT, "1", faults=FLIPS[flipped])
     job = bench.finish(run)
     struck, told = once(job, "fault.struck"), once(job, "sync.differs")
-    assert (told["iteration"], told["ranks"], told["majority"]) == (4, [2], True)
+    assert (told["iteration"], told["ranks"], told["majority"]) == (5, [2], True)
     assert "rank 2 of 4 wrong in bucket" in told["reason"]
-    layers = [int(struck["item"].split(".")[3]) + 1] if ".layers." in struck["item"] else []
-    if "gradients" in struck["point"]:  # wrong in one place, all of this replica may be clipped by another norm
-        assert set(layers) <= set(told["layers"])
-    else:
+    layer = re.search(r"(?P<megatron>(?<=layers\.)\d+)|^(?P<deepspeed>\d+)", struck["item"])
+    layers = [] if layer is None else [int(layer[0]) + (layer.lastgroup == "megatron")]  # which counts them from 1
+    if "gradients" not in struck["point"]:
         assert told["layers"] == layers
+    else:  # wrong in one place, all of this replica is clipped by another norm; DeepSpeed does not clip by a NaN
+        assert set(layers) <= set(told["layers"])
+        assert len(told["layers"]) > len(layers) or (bench.framework, flipped) == ("deepspeed", "nan")
     assert_same(run, clean, 4)
     assert "sync.differs" in job.log.read_text(), "said to whoever looks at the job"
 
@@ -152,7 +159,7 @@ def test_who_is_wrong_again_and_again_is_named_at_the_end(
 ) -> None:
     four = shape(4)
     clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
-    faults = ";".join(f"update.parameters@iteration={step},rank=1:flip=20~{step}" for step in (2, 5, ITERATIONS))
+    faults = ";".join(f"update.parameters@iteration={step},rank=1:flip=20~{step}" for step in (3, 5, ITERATIONS))
     run = bench.run(four, *AUDIT, "1", faults=faults)
     job = bench.finish(run)
     told = once(job, "sync.offenders")
@@ -197,10 +204,10 @@ def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
 ) -> None:
     sharded = shape(dp, sharded=True)
     clean = bench.clean(sharded, tmp_path_factory.mktemp("clean"))
-    run = bench.run(sharded, *AUDIT, "1", faults="update.copies@iteration=4,rank=1:flip=12~5")
+    run = bench.run(sharded, *AUDIT, "1", faults="update.copies@iteration=5,rank=1:flip=12~5")
     job = bench.finish(run)
     told = once(job, "sync.differs")
-    assert told["iteration"] == 4 and told["ranks"] == ([0, 1] if dp == 2 else [1]) and ", copy (" in told["reason"]
+    assert told["iteration"] == 5 and told["ranks"] == ([0, 1] if dp == 2 else [1]) and ", copy (" in told["reason"]
     assert_identical(run, clean, dp)
     assert "an error in one reaches all replicas alike" in job.log.read_text(), "what is not seen is said at start"
 
@@ -256,12 +263,12 @@ def test_killed_between_two_audits_it_ends_as_the_clean_run(
     four = shape(4)
     clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
     faults = (
-        "update.parameters@iteration=2,rank=1,restart=0:flip=20~5;update.middle@iteration=5,rank=3,restart=0:kill;"
-        "update.parameters@iteration=6,rank=0,restart=1:flip=20~6"
+        "update.parameters@iteration=3,rank=1,restart=0:flip=20~5;update.middle@iteration=5,rank=3,restart=0:kill;"
+        "update.parameters@iteration=5,rank=0,restart=1:flip=20~6"
     )
     run = bench.run(four, *AUDIT, "1", protected=True, faults=faults)
     job = bench.finish(run)
-    assert sorted((e.fields["iteration"], *e.fields["ranks"]) for e in job.events("sync.differs")) == [(2, 1), (6, 0)]
+    assert sorted((e.fields["iteration"], *e.fields["ranks"]) for e in job.events("sync.differs")) == [(3, 1), (5, 0)]
     assert_identical(run, clean, 4)
 
 
@@ -275,11 +282,11 @@ def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(
     """Every stage and tensor rank has replicas of its own; all ranks take one interval."""
     cube = shape(2, tp=2, pp=2)
     clean = bench.clean(cube, tmp_path_factory.mktemp("clean"))
-    flip = "update.parameters@iteration=4,rank=6:nan"  # of two, the one that has a number is right
+    flip = "update.parameters@iteration=5,rank=6:nan"  # of two, the one that has a number is right
     run = bench.run(cube, *DYN, "--paft-audit-interval", "1", faults=flip)
     job = bench.finish(run)
     told = once(job, "sync.differs")
-    assert told["iteration"] == 4 and 6 in told["ranks"] and len(told["ranks"]) == 2
+    assert told["iteration"] == 5 and 6 in told["ranks"] and len(told["ranks"]) == 2
     turns: dict[int, set[Any]] = {}
     for event in job.events("sync.averaged"):
         turns.setdefault(event.fields["iteration"], set()).add((event.fields["next"], event.fields["divergence"]))
@@ -310,6 +317,5 @@ def test_noise_on_one_replica_of_a_stage_is_measured_alike_on_all_ranks_and_aver
     ],
 )
 def test_what_would_mean_nothing_is_refused_by_name(bench: Bench, dp: int, sharded: bool, said: str) -> None:
-    job = bench.start(bench.run(shape(dp, sharded), "--paft"))
-    outcome = job.wait(BOUND)
-    assert outcome["status"] != "succeeded" and said in str(outcome)
+    outcome = bench.start(bench.run(shape(dp, sharded), "--paft")).wait(BOUND)
+    assert outcome["status"] == "refused" and said in str(outcome)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from ft_plugins.config import Config, deepspeed_json
+from ft_plugins.config import Config, PaftConfig, deepspeed_json
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher import command
 
@@ -41,6 +42,18 @@ def test_a_block_means_what_the_flags_mean(tmp_path: Path) -> None:
     assert deepspeed_json.from_mapping({"zero_optimization": {}}) == Config()
 
 
+def test_paft_is_switched_on_by_its_block_with_every_key_that_it_has(tmp_path: Path) -> None:
+    block = {"mode": "sync", "h": 7, "aggregate": "trimmed", "trim": 2, "average_optimizer_state": True}
+    block |= {"audit_interval": 3, "audit_at": "forward", "on_corruption": "average", "bucket_mib": 4}
+    path = tmp_path / write(tmp_path, json.dumps({"ft_plugins": {"paft": block}}))
+    found = deepspeed_json.from_file(path)
+    assert found.systems == ("paft",) and found.paft is not None
+    assert found.paft.model_dump() == {**block, "h_min": 5, "h_max": 500}
+    assert found == Config.from_flags(found.flags())[0]
+    other = {"ft_plugins": {"paft": {"h": 4, "h_min": 3, "h_max": 9}}}
+    assert deepspeed_json.from_mapping(other).paft == PaftConfig(**other["ft_plugins"]["paft"])
+
+
 def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     pytest.importorskip("hjson")
     path = tmp_path / write(tmp_path, '{\n  // two replicas\n  "ft_plugins": {"reft": true},\n}')
@@ -56,6 +69,8 @@ def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> N
         ('{"ft_plugins": {"reft": 3}}', "ds.json: ft_plugins.reft: expected .*found 3"),
         ('{"ft_plugins": {"reft": {"interval": "4"}}}', "ds.json: ft_plugins.reft.interval: expected an integer >= 1"),
         ('{"ft_plugins": {"reft": {"intervall": 4}}}', "unknown key; did you mean ft_plugins.reft.interval"),
+        ('{"ft_plugins": {"paft": {"h_mni": 4}}}', "unknown key; did you mean ft_plugins.paft.h_min"),
+        ('{"ft_plugins": {"paft": {"mode": "avg"}}}', "ft_plugins.paft.mode: expected one of dyn, sync, audit"),
         (
             '{"ft_plugins": {"reft": {"redundancy": "raim5"}, "baft": {}}}',
             "ds.json: ft_plugins.reft.redundancy: raim5 contradicts ft_plugins.baft",
@@ -121,3 +136,26 @@ def test_a_key_beside_no_system_has_no_effect_and_says_so(tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text("")
     with pytest.raises(ConfigError, match="--ftp-resume: has no effect while no system is on"):
         command.plan(["train.py", "--deepspeed_config", name], 1, str(tmp_path), "host")
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"mode": "sync", "h_max": 4}, "--paft-h-max: has no effect with mode sync, whose interval is h; drop it"),
+        ({"h_min": 9, "h_max": 4}, "--paft-h-min: 9 is more than --paft-h-max, 4"),
+        ({"audit_interval": 1, "on_corruption": "rollback"}, "rollback needs snapshots to go back to; add --reft"),
+    ],
+)
+def test_keys_of_paft_that_do_not_go_together_are_refused_before_deepspeed_acts_on_the_file(
+    tmp_path: Path, block: dict[str, object], message: str
+) -> None:
+    pytest.importorskip("deepspeed")
+    from ft_plugins.adapters.deepspeed.training import resolve
+    from ft_plugins.config import launch_context
+
+    name = write(tmp_path, json.dumps({"ft_plugins": {"paft": block}}))
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(ConfigError, match=message):
+        command.plan(["train.py", "--deepspeed_config", name], 1, str(tmp_path), "host")
+    with pytest.raises(ConfigError, match=message):
+        resolve(str(tmp_path / name), launch_context())

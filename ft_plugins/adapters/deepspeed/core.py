@@ -31,6 +31,7 @@ from ..held import Held, HeldState, groups, restore_groups
 from . import naming, state
 from .position import Positions
 from .rng import restore_rng, rng_state
+from .stepping import Stepping, rates
 from .support import require_supported
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -43,7 +44,7 @@ _OWN_SCHEDULER = (
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
-class DeepSpeedHost(HeldState):
+class DeepSpeedHost(Stepping, HeldState):
     """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
 
     `positions` are what `training` knows of the data; without them data is the caller's matter.
@@ -73,7 +74,8 @@ class DeepSpeedHost(HeldState):
     @cached_property
     def _held(self) -> list[Held]:
         state.create_optimizer_state(self.engine.optimizer)
-        return state.held(self.engine, self.rank, self._topology.replicas(self.rank))
+        topology = self._topology
+        return state.held(self.engine, self.rank, topology.replicas(self.rank), topology.coords(self.rank).tp == 0)
 
     def _require_deepspeeds_layout(self) -> None:
         """The replica sets that items will name must be the group over which DeepSpeed reduces gradients."""
@@ -151,13 +153,17 @@ class DeepSpeedHost(HeldState):
         self.silent = small.get("silent", False)
         for name in _COUNTERS:
             setattr(engine, name, small["counters"][name])
+        self._restore_optimizer(small)
+        self._rates = None
+        state.rebuild_derivable(optimizer)
+
+    def _restore_optimizer(self, small: Mapping[str, Any]) -> None:
+        engine, optimizer = self.engine, self.engine.optimizer
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(dict(small["scheduler"]))
         restore_groups(state.inner(optimizer), small["groups"])
-        self._rates = None
         state.restore_scalars(optimizer, small["scalars"])
         state.restore_scaler(optimizer, small["scaler"])
-        state.rebuild_derivable(optimizer)
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
         """Data position, then RNG last."""
@@ -220,11 +226,6 @@ def topology(engine: Any) -> Topology:
     sizes = {_AXES[axis]: grid.get_dim(axis) for axis in axes if axis in _AXES}
     order = "-".join(_AXES[axis] for axis in reversed(axes) if axis in _AXES)  # DeepSpeed's last axis is the nearest
     return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
-
-
-def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each parameter group."""
-    return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
 
 
 def require_plain(scheduler: Any, rank: int) -> None:

@@ -171,8 +171,11 @@ def create_optimizer_state(optimizer: Any) -> None:
         kept["exp_avg_sq"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
 
 
-def held(engine: Any, rank: int, replicas: tuple[int, ...]) -> list[Held]:
-    """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above."""
+def held(engine: Any, rank: int, replicas: tuple[int, ...], first: bool = True) -> list[Held]:
+    """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above.
+
+    `first`: of its tensor-parallel neighbours: in a norm what all of them hold whole counts there, as in DeepSpeed's.
+    """
     names: Mapping[Any, str] = {parameter: name for name, parameter in engine.module.named_parameters()}
     optimizer, updated = engine.optimizer, set()
     found: list[Held] = []
@@ -182,8 +185,9 @@ def held(engine: Any, rank: int, replicas: tuple[int, ...]) -> list[Held]:
                 f"rank {rank}: the optimizer updates a parameter of {one.numel} elements that the module does not have"
             )
         updated.add(one.parameter)
-        found.extend(_of_fragment(one, names[one.parameter], inner(optimizer), (rank,) if one.sharded else replicas))
-    elsewhere = set(_groups_of(optimizer))  # their elements are all on other ranks
+        own_replicas = (rank,) if one.sharded else replicas
+        found.extend(_of_fragment(one, names[one.parameter], inner(optimizer), own_replicas, first))
+    elsewhere = set(derived(optimizer))  # their elements are all on other ranks
     for parameter, name in names.items():
         if parameter in updated or parameter in elsewhere:
             continue
@@ -192,33 +196,48 @@ def held(engine: Any, rank: int, replicas: tuple[int, ...]) -> list[Held]:
                 f"rank {rank}: parameter '{name}' requires a gradient, but no optimizer updates it: "
                 "freeze it, or give it to the optimizer"
             )
-        found.append(_frozen(name, parameter, rank, replicas))
+        found.append(_frozen(name, parameter, rank, replicas, first))
     return [*found, *_buffers(engine.module, rank)]
 
 
-def _groups_of(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+def layer_of(name: str) -> int | None:
+    """The layer by the number in a parameter's name: of a PipelineModule its place among all layers of the pipeline."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def derived(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """The parameters that are rebuilt from masters, those of this rank or of others."""
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
         for group in getattr(optimizer, name, ()):
             yield from group
 
 
 def _of_fragment(
-    one: Fragment, name: str, optimizer: torch.optim.Optimizer, replicas: tuple[int, ...]
+    one: Fragment, name: str, optimizer: torch.optim.Optimizer, replicas: tuple[int, ...], first: bool
 ) -> Iterator[Held]:
     is_own = one.main is one.parameter
     role, label = (Role.PARAMETER, name) if is_own else (Role.MAIN_PARAMETER, f"{name}:main")
-    yield hold(label, role, replicas, None, UPDATE, partial(one.of, one.main), one.piece)
+    layer, counts = layer_of(name), _counts(one.parameter, first)
+    yield hold(label, role, replicas, layer, UPDATE, partial(one.of, one.main), one.piece, counts)
     kept = optimizer.state[one.main]
     for key, value in kept.items():
         if is_item(value):
             read = lambda one=one, kept=kept, key=key: one.of(kept[key])  # noqa: E731
-            yield hold(f"{name}:{key}", Role.MOMENT, replicas, None, UPDATE, read, one.piece)
+            yield hold(f"{name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, one.piece, counts)
 
 
-def _frozen(name: str, parameter: Any, rank: int, replicas: tuple[int, ...]) -> Held:
+def _counts(parameter: Any, first: bool) -> bool:
+    """Whether a norm over the whole model takes this rank's copy, as DeepSpeed's norm of gradients does."""
+    cut = getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
+    return (first or cut) and not getattr(parameter, "ds_pipe_replicated", False)
+
+
+def _frozen(name: str, parameter: Any, rank: int, replicas: tuple[int, ...], first: bool) -> Held:
+    layer, counts = layer_of(name), _counts(parameter, first)
     if hasattr(parameter, "ds_tensor"):  # ZeRO-3 has cut it, padding included
-        return hold(name, Role.PARAMETER, (rank,), None, NEVER, lambda: parameter.ds_tensor.detach())
-    return hold(name, Role.PARAMETER, replicas, None, NEVER, parameter.detach)
+        read = lambda: parameter.ds_tensor.detach()  # noqa: E731
+        return hold(name, Role.PARAMETER, (rank,), layer, NEVER, read, counts=counts)
+    return hold(name, Role.PARAMETER, replicas, layer, NEVER, parameter.detach, counts=counts)
 
 
 def _buffers(module: torch.nn.Module, rank: int) -> Iterator[Held]:
@@ -227,7 +246,7 @@ def _buffers(module: torch.nn.Module, rank: int) -> Iterator[Held]:
         part = module.get_submodule(owner)
         if isinstance(buffer, torch.Tensor):
             read = lambda part=part, key=key: part._buffers[key]  # noqa: E731  (may be replaced by the model)
-            yield hold(name, Role.BUFFER, (rank,), None, ANYWHERE, read)
+            yield hold(name, Role.BUFFER, (rank,), layer_of(name), ANYWHERE, read)
 
 
 # beside the tensors

@@ -84,10 +84,11 @@ class EngineHooks:
                 return built
             if self.loop is not None:
                 raise UnsupportedError("deepspeed.initialize was called twice: a second engine cannot be protected")
-            require_several_ranks()
             leave: Leave = _stay
-            if self._join is not None and context.run_dir is None:
-                context, leave = self._join(config, context)
+            if config.capture is not None:  # else there is no memory that anybody would have to see to
+                require_several_ranks()
+                if self._join is not None and context.run_dir is None:
+                    context, leave = self._join(config, context)
             self.loop = Loop(engine, config, context, self.positions, leave)
             self.loop.resume()
             return built

@@ -1,0 +1,204 @@
+"""What replicas of a DeepSpeed job have between two updates: gradients, and what is computed with beside what is held.
+
+    optimizer                    gradients, by item                       copies
+    torch's, no ZeRO             of the parameter                         none: parameters are items
+    FP16_Optimizer (bf16 too)    of the parameter, of its master's item   the parameters, cast from the masters
+    BF16_Optimizer, ZeRO-1, 2    this rank's range                        the parameters, cast and gathered
+    ZeRO-3                       none                                     refused: nothing is gathered between updates
+
+Gradients of fp16 are multiplied by the loss scale; clipping and unscaling come after `before_update`, in the update.
+
+Invariant: facts and DeepSpeed's own operations; what is to be done is decided elsewhere.
+
+In: an engine. Out: `model.host.Steps`, for a host that is a `HeldState`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from ...model.inventory import Inventory, Role
+from ...model.topology import Topology
+from ...snapshot import codec
+from ..held import UPDATE, Held, hold
+from . import state
+from .replay import Replay
+
+Strike = Callable[[int, Mapping[str, torch.Tensor]], None]
+_STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
+_SHARDED = ("BF16_Optimizer", "DeepSpeedZeroOptimizer", _STAGE3)
+_SKIPPED = "skipped_steps"
+_PLAIN = (
+    "the script computes what it likes between engine(...) and engine.backward(...); with --paft-audit-at forward "
+    "verdicts come before that, and nothing has to be computed again"
+)
+_NOT_KEPT = "what iterations are computed from was not kept"
+
+
+class Stepping:
+    """The part of a DeepSpeed host that changes tensors between two updates."""
+
+    engine: Any
+    rank: int
+    _topology: Topology
+    _restore_optimizer: Callable[[Mapping[str, Any]], None]
+    small_state: Callable[[], dict[str, Any]]
+    _replay: Replay | None = None
+    why_not = _NOT_KEPT
+
+    def keep_iterations(self) -> None:
+        """Of a pipeline: what a script computes between the engine's calls is the script's."""
+        if not hasattr(self.engine, "train_batch"):
+            self.why_not = _PLAIN
+            return
+        try:
+            self._replay, self.why_not = Replay(self.engine), ""
+        except UnsupportedError as error:
+            self.why_not = str(error)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether `recompute` can be called."""
+        return self._replay is not None
+
+    def recompute(self, step: int) -> None:
+        """Gradients of iteration `step`, which is under way, once more. All ranks of the job call together."""
+        if self._replay is None:
+            raise UnsupportedError(f"rank {self.rank}: gradients cannot be computed again here: {self.why_not}")
+        self._replay.run()
+
+    def learning_rate(self) -> float:
+        """The largest of the parameter groups: DeepSpeed steps the scheduler behind the update. Raises
+        UnsupportedError for an optimizer without."""
+        found = rates(state.inner(self.engine.optimizer))
+        if not found:
+            raise UnsupportedError(f"rank {self.rank}: the optimizer has no learning rate (param_groups[...]['lr'])")
+        return max(found)
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """Between the reduction and the update. Of ZeRO and BF16_Optimizer the range that this rank updates."""
+        optimizer = self.engine.optimizer
+        if type(optimizer).__name__ == _STAGE3:
+            return {}
+        of_range = _ranges(optimizer)
+        found: dict[str, torch.Tensor] = {}
+        for one in state.fragments(optimizer):
+            gradient = one.parameter.grad if of_range is None else of_range(one)
+            if gradient is not None:
+                label = self._names[one.parameter]
+                found[label if one.main is one.parameter else f"{label}:main"] = gradient.detach()
+        return found
+
+    def before_reduction(self, call: Strike) -> None:
+        """Right before DeepSpeed reduces over data parallelism; by the names of parameters, whole ones. Raises
+        UnsupportedError where gradients are reduced one by one while backward goes on."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if getattr(optimizer, "partition_gradients", False) or getattr(optimizer, "overlap_comm", False):
+            raise UnsupportedError(
+                f"rank {self.rank}: ZeRO-2, ZeRO-3 and overlap_comm reduce gradients while backward goes on: there is "
+                "no moment before the reduction"
+            )
+        zero = type(optimizer).__name__ == "DeepSpeedZeroOptimizer"
+        owner, name = (optimizer, "reduce_gradients") if zero else (engine, "buffered_allreduce_fallback")
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            call(engine.global_steps + 1, dict(self._unreduced()))
+            return original(*args, **kwargs)
+
+        setattr(owner, name, reduce)
+
+    def _unreduced(self) -> Iterator[tuple[str, torch.Tensor]]:
+        optimizer = self.engine.optimizer
+        if type(optimizer).__name__ == "BF16_Optimizer":
+            for parameters, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    yield self._names[parameter], gradient
+            return
+        for parameter, name in self._names.items():
+            own = getattr(parameter, "grad_accum", None)
+            gradient = parameter.grad if own is None else own
+            if gradient is not None:
+                yield name, gradient.detach()
+
+    def copies(self) -> Inventory:
+        """See above. Raises UnsupportedError for ZeRO-3."""
+        return Inventory.of(self.rank, (one.item for one in self._copies))
+
+    def copied(self) -> Mapping[str, torch.Tensor]:
+        """The live parameters, by name."""
+        return {one.item.name: one.read() for one in self._copies}
+
+    def derive(self) -> None:
+        """Masters -> parameters, and those of the other ranks. A collective with ZeRO and BF16_Optimizer."""
+        state.rebuild_derivable(self.engine.optimizer)
+
+    def scalars(self) -> bytes:
+        """Of the optimizer, its loss scaler and the scheduler, and how many updates were skipped; other counters are
+        none of it. b'' where masters are sharded: then no replica could be followed."""
+        if type(self.engine.optimizer).__name__ in _SHARDED:
+            return b""
+        small = self.small_state()
+        told = {key: small[key] for key in ("groups", "scalars", "scaler", "scheduler")}
+        return codec.encode({**told, _SKIPPED: getattr(self.engine, _SKIPPED)})
+
+    def restore_scalars(self, encoded: bytes) -> None:
+        """In place, as after a restore."""
+        if encoded:
+            found = codec.decode(encoded)
+            self._restore_optimizer(found)
+            setattr(self.engine, _SKIPPED, found[_SKIPPED])
+
+    @cached_property
+    def _copies(self) -> list[Held]:
+        if type(self.engine.optimizer).__name__ == _STAGE3:
+            raise UnsupportedError(
+                f"rank {self.rank}: ZeRO-3 gathers parameters for the moment of their use: between two updates each "
+                "element is held by one rank alone, and there is nothing to compare or to average; drop --paft"
+            )
+        replicas = self._topology.replicas(self.rank)
+        return [
+            hold(
+                self._names[parameter], Role.COPY, replicas, state.layer_of(self._names[parameter]), UPDATE,
+                parameter.detach,
+            )
+            for parameter in state.derived(self.engine.optimizer)
+        ]  # fmt: skip
+
+    @cached_property
+    def _names(self) -> dict[torch.nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.engine.module.named_parameters()}
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+
+
+def _ranges(optimizer: Any) -> Callable[[state.Fragment], torch.Tensor | None] | None:
+    """Where gradients are laid out as the masters are: the part of a fragment. None where parameters have their own."""
+    match type(optimizer).__name__:
+        case "BF16_Optimizer":
+            laid = {
+                main: gradients
+                for (_, main), gradients in zip(
+                    state.mains(optimizer), optimizer.fp32_groups_gradient_flat_partition, strict=True
+                )
+            }
+            return lambda one: one.of(laid[one.main])
+        case "DeepSpeedZeroOptimizer":
+            pieces: dict[tuple[torch.Tensor, int], torch.Tensor] = {}
+            for index, main in state.mains(optimizer):
+                at = 0
+                for piece in optimizer.averaged_gradients.get(index) or ():
+                    pieces[main, at] = piece.view(-1)
+                    at += piece.numel()
+            return lambda one: pieces.get((one.main, one.offset or 0))
+    return None

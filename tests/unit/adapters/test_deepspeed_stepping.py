@@ -1,0 +1,295 @@
+"""What replicas of a real DeepSpeed engine have between two updates: gradients, copies, and gradients once more."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+Ranks = Callable[..., list[Any]]
+_spec = importlib.util.spec_from_file_location("deepspeed_engines", Path(__file__).with_name("deepspeed_engines.py"))
+assert _spec is not None and _spec.loader is not None
+engines = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(engines)
+
+FP32 = {"stage": 0, "bf16": False}
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fp32": (1, FP32),
+    "fp32, two stages": (2, FP32),
+    "fp32 zero1": (1, {"stage": 1, "bf16": False}),
+    "bf16": (1, {"stage": 0, "bf16": True}),
+    "bf16, two stages": (2, {"stage": 0, "bf16": True}),
+    "bf16 accumulated in bf16": (1, {"stage": 0, "bf16": True, "accumulate": "bf16"}),
+    "bf16 zero1": (1, {"stage": 1, "bf16": True, "accumulate": "fp32"}),
+    "bf16 zero1 accumulated in bf16": (1, {"stage": 1, "bf16": True, "accumulate": "bf16"}),
+    "bf16 zero1, two stages": (2, {"stage": 1, "bf16": True, "accumulate": "bf16"}),
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "fp32": FP32,
+    "bf16 masters everywhere": {"stage": 0, "bf16": True, "accumulate": "bf16"},
+    "bf16 zero1": {"stage": 1, "bf16": True},
+    "bf16 zero2": {"stage": 2, "bf16": True},
+    "fp32 zero2": {"stage": 2, "bf16": False},
+}
+
+# ---- once more ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_iteration_computed_once_more_behind_a_repair_is_the_clean_one_bit_for_bit(ranks: Ranks, mode: str) -> None:
+    """One rank computes the third from wrong parameters. Its gradients are then the clean ones, and so is all that
+    follows: losses, running statistics, generators, counters, data."""
+    for clean, again, gradients, wrong in ranks(_once_more, 2, *MODES[mode]):
+        assert gradients[0] == gradients[1] != wrong and gradients[0]
+        assert again == clean
+
+
+def _once_more(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+    gradients, wrong, right = [], [], []
+
+    def seen(host: Any) -> Any:
+        return engines.plain(dict(host.gradients()))
+
+    def clean(host: Any, step: int) -> None:
+        torch.rand(step)  # behind the forward: this is not drawn again
+        if step == 3:
+            gradients.append(seen(host))
+
+    def spoil(host: Any, step: int) -> None:
+        if step == 3 and rank == world - 1:
+            for parameter in host.engine.module.parameters():
+                right.append(parameter.detach().clone())
+                parameter.data.add_(0.5)
+
+    def repair(host: Any, step: int) -> None:
+        torch.rand(step)
+        if step == 3:
+            wrong.append(seen(host))
+            for parameter, value in zip(host.engine.module.parameters(), right, strict=False):
+                parameter.data.copy_(value)
+            host.recompute(step)
+            gradients.append(seen(host))
+
+    first = engines.run(rank, world, pp, told, clean)
+    return first, engines.run(rank, world, pp, told, repair, spoil), gradients, wrong[0]
+
+
+def test_a_script_of_its_own_cannot_be_run_once_more_and_the_reason_is_said(ranks: Ranks) -> None:
+    for recomputes, why_not, error in ranks(_of_a_script, 2):
+        assert not recomputes and "between engine(...) and engine.backward(...)" in why_not
+        assert "--paft-audit-at forward" in why_not and why_not in error
+
+
+def _of_a_script(rank: int, world: int) -> Any:
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+    from ft_plugins.errors import UnsupportedError
+
+    host = DeepSpeedHost(engines.built(rank, world, 0, **FP32))
+    host.keep_iterations()
+    try:
+        host.recompute(1)
+    except UnsupportedError as error:
+        return host.recomputes, host.why_not, str(error)
+    return None
+
+
+# ---- gradients ----
+
+SOME = ["pipeline, bf16", "pipeline, fp32 zero1", "fp32", "bf16 masters everywhere", "bf16 zero2", "fp32 zero2"]
+ALL = {f"pipeline, {name}": mode for name, mode in MODES.items()} | {name: (0, told) for name, told in PLAIN.items()}
+
+
+@pytest.mark.parametrize("mode", SOME)
+def test_gradients_are_those_that_the_update_is_made_of(ranks: Ranks, mode: str) -> None:
+    """By the item of their parameter, in its type of layout: set to 0, the moments of Adam decay and nothing else."""
+    found = ranks(_zeroed, 2, *ALL[mode])
+    for told, applied, items, gradients, before, after in found:
+        assert told == applied and 0 < told[2] < told[3], "that of the next update, in the warm-up"
+        assert gradients and gradients == {name: items[name] for name in gradients}
+        assert before and all(np.allclose(after[name], 0.9 * one, rtol=1e-6) for name, one in before.items())
+    assert {name.removesuffix(":main") for one in found for name in one[3]} == _parameters()
+
+
+def _parameters() -> set[str]:
+    return {f"{layer}.{kind}" for layer in (0, 1, 3, 5) for kind in ("weight", "bias")}
+
+
+def _zeroed(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+    engine = engines.built(rank, world, pp, **told)
+    from ft_plugins.adapters.deepspeed import state
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+    host = DeepSpeedHost(engine)
+    items = {item.name: item.shape for item in host.inventory().items}
+    seen: dict[str, Any] = {}
+    told_rates, applied = [], []
+
+    def moments() -> dict[str, torch.Tensor]:
+        return {name: one.clone().numpy() for name, one in host.tensors().items() if name.endswith("exp_avg")}
+
+    def around(host: Any, step: int) -> None:
+        told_rates.append(host.learning_rate())
+        if step == 4:
+            gradients = host.gradients()
+            seen["shapes"] = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
+            assert all(float(gradient.abs().sum()) for gradient in gradients.values())
+            for gradient in gradients.values():
+                gradient.zero_()
+            seen["before"] = moments()
+
+    host.install(engines.Ignoring(host, around))
+    state.inner(engine.optimizer).register_step_pre_hook(
+        lambda updating, *rest: applied.append(updating.param_groups[0]["lr"])
+    )
+    engines.train(engine, 4)
+    return told_rates, applied, items, seen["shapes"], seen["before"], moments()
+
+
+@pytest.mark.parametrize("mode", ["pipeline, bf16", "pipeline, fp32 zero1", "fp32"])
+def test_before_the_reduction_there_are_this_ranks_own_gradients(ranks: Ranks, mode: str) -> None:
+    """Altered on one rank by as much as there are ranks, the mean of all is altered by 1."""
+    for steps, names, plain, altered in ranks(_before_reduction, 2, *ALL[mode]):
+        assert steps == [1, 2] and names == _parameters()
+        for name, gradient in plain.items():
+            assert np.allclose(altered[name], gradient + 1, atol=0.02)
+
+
+def _before_reduction(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+    found, steps, names = [], [], set()
+    for altering in (False, True):
+        engine = engines.built(rank, world, pp, **told)
+        from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+        host = DeepSpeedHost(engine)
+
+        def alter(step: int, gradients: Any) -> None:
+            steps.append(step)
+            names.update(gradients)
+            for gradient in gradients.values() if rank == 0 and step == 2 else ():
+                gradient.add_(world)
+
+        if altering:
+            host.before_reduction(alter)
+        seen: dict[str, Any] = {}
+
+        def around(host: Any, step: int, seen: Any = seen) -> None:
+            if step == 2:
+                seen.update({name: one.float().clone().numpy() for name, one in host.gradients().items()})
+
+        host.install(engines.Ignoring(host, around))
+        engines.train(engine, 2)
+        found.append(seen)
+    return steps, names, *found
+
+
+def test_where_gradients_are_reduced_while_backward_goes_on_there_is_no_moment_before(ranks: Ranks) -> None:
+    assert all("while backward goes on" in error for error in ranks(_no_moment, 2))
+
+
+def _no_moment(rank: int, world: int) -> str:
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+    from ft_plugins.errors import UnsupportedError
+
+    try:
+        DeepSpeedHost(engines.built(rank, world, 0, **PLAIN["bf16 zero2"])).before_reduction(lambda step, found: None)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("mode", SOME)
+def test_copies_are_made_anew_from_what_the_optimizers_hold(ranks: Ranks, mode: str) -> None:
+    """Gathered or cast parameters; where parameters are items themselves there are none, and none are written."""
+    for (told, copies), items, computed, before, wrong, after in ranks(_copies, 2, *ALL[mode]):
+        if told:
+            assert set(copies) == _parameters() == set(told) and not set(copies) & items
+            assert all(replicas == (0, 1) and role == "copy" for replicas, role, _ in told.values())
+            assert {name: layer for name, (_, _, layer) in told.items()} == {name: int(name[0]) for name in told}
+            assert wrong != before and after == before
+        else:
+            assert mode in ("fp32", "pipeline, fp32") and not copies
+            assert computed <= items and wrong == after != before
+
+
+def _copies(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+    engine = engines.built(rank, world, pp, **told)
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+    host = DeepSpeedHost(engine)
+    items = {item.name for item in host.inventory().items}
+    engines.train(engine, 2)
+
+    def now() -> Any:
+        return engines.plain(dict(engine.module.named_parameters()))
+
+    before = now()
+    for parameter in engine.module.parameters():
+        parameter.data.view(-1)[rank] += 1
+    wrong = now()
+    host.derive()
+    inventory = {item.name: (item.replicas, item.role.value, item.layer) for item in host.copies().items}
+    computed = {name for name, _ in engine.module.named_parameters()}
+    return (inventory, list(host.copied())), items, computed, before, wrong, now()
+
+
+def test_zero3_has_nothing_that_could_be_compared_and_is_refused_by_name(ranks: Ranks) -> None:
+    for found, error in ranks(_stage3, 2):
+        assert found == {}
+        assert "ZeRO-3 gathers parameters for the moment of their use" in error and "drop --paft" in error
+
+
+def _stage3(rank: int, world: int) -> Any:
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+    from ft_plugins.errors import UnsupportedError
+
+    host = DeepSpeedHost(engines.built(rank, world, 0, stage=3, bf16=True))
+    try:
+        host.copies()
+    except UnsupportedError as error:
+        return host.gradients(), str(error)
+    return {}, ""
+
+
+# ---- beside tensors ----
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16 masters everywhere", "bf16 zero1"])
+def test_a_replica_that_has_skipped_an_update_alone_goes_on_as_one_that_has_not(ranks: Ranks, mode: str) -> None:
+    """Rank 1 has counted a step less, and its schedule stands one behind; masters that are sharded follow nobody."""
+    right, wrong = ranks(_skipped, 2, *ALL[mode])
+    if mode == "bf16 zero1":
+        assert right["told"] == wrong["told"] == b""
+        return
+    assert right["told"] != wrong["told"] and wrong["after"] == right["told"]
+    assert wrong["rate"] == right["rate"] and wrong["counters"] == right["counters"]
+
+
+def _skipped(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+    engine = engines.built(rank, world, pp, **told)
+    from ft_plugins.adapters.deepspeed import state
+    from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
+
+    host = DeepSpeedHost(engine)
+    host.inventory()
+    engines.train(engine, 4)
+    if rank == 1:
+        engine.lr_scheduler.step(2)
+        engine.skipped_steps += 1
+        for values in state.inner(engine.optimizer).state.values():
+            values["step"] -= 1
+    own = host.scalars()
+    gathered: list[Any] = [None] * world
+    torch.distributed.all_gather_object(gathered, own)
+    host.restore_scalars(gathered[0])
+    counters = {name: getattr(engine, name) for name in ("global_steps", "skipped_steps", "micro_steps")}
+    return {"told": own, "after": host.scalars(), "rate": host.learning_rate(), "counters": counters}
