@@ -3,13 +3,13 @@
 A trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame,
 and waits for it to open.
 
-    word   0        1        2           3        4       5 ..                                 29     30      31
-           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | moved | planned
+    word   0        1        2           3        4       5 ..                                 29     30, 31, 32
+           closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | the rest
                     `------------------ covered by the seal --------------------------------'
 
-`moved` is the SMP's, all else the trainer's: it changes when a frame begins to move and when it is through, so that a
-trainer knows of a time whether copies went in it. `planned`: iterations within which its bubbles carry all, 0 for no
-plan; for people.
+The rest is `moved`, `planned` and `period`. `moved` is the SMP's, all else the trainer's: it changes when a frame
+begins to move and when it is through, so that a trainer knows of a time whether copies went in it. `planned`:
+iterations within which its bubbles carry all, 0 for no plan; `period`: nanoseconds of an iteration of the plan.
 
 Invariant: what is read is what was written by one `open`, or nothing: the seal, a digest written last, fits no mixture
 of two openings, whatever order a machine makes stores visible in. Closing is one store of 8 bytes: an opening is over
@@ -44,8 +44,8 @@ from .windows import WINDOWS
 
 _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
 _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
-_MOVED, _PLANNED = _SEAL + 1, _SEAL + 2
-GATE_BYTES = 8 * (_PLANNED + 1)
+_MOVED, _PLANNED, _PERIOD = _SEAL + 1, _SEAL + 2, _SEAL + 3
+GATE_BYTES = 8 * (_PERIOD + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
 MOST_FILLED = 32  # bubbles of which is told how much went in them
@@ -53,6 +53,7 @@ MARGIN = 0.75  # of what would be through by the deadline, at the pace of the fr
 _FADES = 0.9  # what frames before still count for, one later
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
 TRICKLE = 0.01  # of the time
+PATIENCE_PERIODS = 3  # iterations: in each of them something is opened
 _UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
 OPENING_SECONDS = 0.02  # until a closed gate is looked at without having been told
 _UNTIL_OPEN = -1.0  # in the place of seconds
@@ -128,9 +129,14 @@ class Gate:
         """Iterations within which the bubbles of the plan carry all that is sent; 0 where there is none."""
         return int(self._words[_PLANNED])
 
-    @planned.setter
-    def planned(self, iterations: int) -> None:
-        self._words[_PLANNED] = iterations
+    @property
+    def period_ns(self) -> int:
+        """An iteration of the plan; 0 where there is none."""
+        return int(self._words[_PERIOD])
+
+    def plan(self, iterations: int, seconds: float) -> None:
+        """From now on it is opened by a plan: what `planned` says, and seconds of an iteration. 0 of both: by none."""
+        self._words[_PLANNED], self._words[_PERIOD] = iterations, int(seconds * 1e9)
 
     def read(self) -> Opening | None:
         """The opening that stands, whether its time has come, is or is over; None for a gate that is closed."""
@@ -208,8 +214,8 @@ class GatePacer:
     the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
     of what was planned delays nothing but copies. What is granted in no bubble goes evenly over its time.
 
-    `otherwise` paces until a gate is opened for the first time, for there is no plan yet, and when none was open for
-    `patience_seconds`: a trainer that is dead, evaluation.
+    `otherwise` paces while there is no plan yet, and when no gate was opened for `patience_seconds` and for
+    PATIENCE_PERIODS planned iterations in which somebody wanted to send: a trainer that is dead, evaluation.
     Where gates are opened and nothing goes (bubbles are shorter than planned, the machine is too busy to meet them), a
     copy must not stop for ever: after STARVED_OPENINGS frames go all the same, in a TRICKLE of the time. Never while a
     gate is held. `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was
@@ -234,7 +240,8 @@ class GatePacer:
         self._by_kernel = clock_ns is time.monotonic_ns  # by another clock it is looked at again and again
         self._lock = threading.Lock()
         self._number: int | None = None  # the opening that was seen last
-        self._seen_ns = clock_ns()  # when one was open
+        self._seen_ns = clock_ns()  # when one was open or had been since the look before, or nobody had wanted
+        self._seen_at = gate.openings  # how many there had been then
         self._asked_ns = self._seen_ns  # when somebody wanted to send
         self._fed_ns = self._seen_ns  # when the gate let something go, was held, or nobody had wanted
         self._fed_at = gate.openings  # how many there had been then
@@ -259,11 +266,11 @@ class GatePacer:
         while not stop.is_set():
             seen = self._gate.openings  # before it is looked at: none is missed
             with self._lock:
+                self._listen(seen)
                 allowed, wait = self._look(nbytes)
                 if allowed is None and self._starved():
                     allowed = Allowance(min(nbytes, self._least))
-                none = self._number is None and self._gate.openings == self._before
-                silent = none or self._clock_ns() - self._seen_ns > self._patience_ns
+                silent = self._silent()
             if allowed is None and silent and self._otherwise is not None:
                 allowed = self._otherwise.take(nbytes, stop)
             if allowed is not None:
@@ -298,12 +305,25 @@ class GatePacer:
                 self.late_bytes += allowed.nbytes
             return inside
 
+    def _listen(self, openings: int) -> None:
+        """Somebody wants to send. Who has not for a while has missed nothing, and begins to wait now."""
+        now = self._clock_ns()
+        if now - self._asked_ns > _UNASKED_NS:
+            self._fed_ns, self._fed_at, self._seen_ns = now, openings, now
+        if openings != self._seen_at:
+            self._seen_ns, self._seen_at = now, openings
+        self._asked_ns = now
+
+    def _silent(self) -> bool:
+        """Whether nothing is to be expected of the gate."""
+        if self._number is None and self._gate.openings == self._before and not self._gate.planned:
+            return True  # there was no plan yet
+        patience = max(self._patience_ns, PATIENCE_PERIODS * self._gate.period_ns)
+        return self._clock_ns() - self._seen_ns > patience
+
     def _starved(self) -> bool:
         """Whether a frame may go although no window lets it."""
         now, openings = self._clock_ns(), self._gate.openings
-        if now - self._asked_ns > _UNASKED_NS:
-            self._fed_ns, self._fed_at = now, openings
-        self._asked_ns = now
         hungry = now - self._fed_ns > STARVED_SECONDS * 1e9 and openings - self._fed_at >= STARVED_OPENINGS
         if not hungry or now < self._trickle_ns:
             return False
@@ -348,6 +368,8 @@ class GatePacer:
                 allowed = min(nbytes, room, longest)
                 self._left[place] -= allowed
                 self._idle = False
-                self._fed_ns, self._fed_at, self._asked_ns = now, self._gate.openings, now
+                self._fed_ns, self._fed_at = now, self._gate.openings
                 return Allowance(allowed, NO_DEADLINE if opening.bubble == STEADY else deadline), 0.0
-        return None, self._poll
+        if opening.bubble == STEADY:
+            return None, self._poll
+        return None, _UNTIL_OPEN  # of what stands nothing more is worth a frame: what may go only shrinks

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 from ..errors import FtError
 
@@ -179,7 +180,7 @@ class Profile:
     timelines: tuple[Timeline, ...]
     senders: tuple[SenderFacts, ...] = ()  # empty where nobody sends
 
-    @property
+    @cached_property
     def reduce_work(self) -> tuple[float, ...]:
         """Of a job in which every rank, through others, waits for every other before the update."""
         return reduce_work(self.timelines)

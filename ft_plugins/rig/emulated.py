@@ -65,8 +65,8 @@ class Sleeper:
     """Sleeps as a stage computes; the same every time for one seed.
 
     A device of the testbed is done when it is done, whatever the node's cores do; here a pass is over when its rank has
-    got a core. So what one pass took too long the next one takes less, as far as it can. Nothing else that a rank waits
-    for is made up for: what protection costs stays in what is measured.
+    got a core. So what one pass took too long the next one takes less, as far as it can, and as far as no pause lay
+    between them, in which a device would have caught up. Nothing else that a rank waits for is made up for.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Sleeper:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._spec, self._random, self._sleep, self._clock = spec, random.Random(seed), sleep, clock
-        self._began = clock()
+        self._began = self._ended = clock()
         self._over = 0.0
 
     def sleep(self, seconds: float) -> None:
@@ -84,8 +84,10 @@ class Sleeper:
         if spec.drift != 1.0 and self._clock() - self._began > spec.drift_after:
             seconds *= spec.drift
         began = self._clock()
+        self._over = max(0.0, self._over - (began - self._ended))
         self._sleep(max(0.0, seconds - self._over))
-        self._over = min(self._over + self._clock() - began - seconds, seconds)
+        self._ended = self._clock()
+        self._over = min(self._over + self._ended - began - seconds, seconds)
 
 
 class Switch:

@@ -331,7 +331,16 @@ class NodeTier:
                 encoded = encoded if mark.preferred else None
                 if mark in (Mark.UNAUDITED, Mark.DIFFERING):
                     self._missed = exchange  # it can never count either
-            return Report(self._kept.begun(told_now.lineage), exchange, self._missed, encoded, self._kept.counted)
+            begun = self._kept.begun(told_now.lineage)
+            if self._pace.captured(Version(told_now.lineage, begun)):
+                self._tell_pace()
+            return Report(begun, exchange, self._missed, encoded, self._kept.counted)
+
+    def _tell_pace(self) -> None:
+        """Every node knows it, one says so."""
+        if self._told is not None and self._told.position == 0:
+            name = "checkpoints.rarer" if self._pace.rarer else "checkpoints.as_planned"
+            self._events.emit(name, **self._pace.fields())
 
     def _follow(self, directive: Directive) -> None:
         with self._lock:
@@ -345,9 +354,8 @@ class NodeTier:
                     seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
                     **self._pace.fields(), **self._filled(),
                 )  # fmt: skip
-                if changed and self._told.position == 0:  # every node knows it, one says so
-                    name = "checkpoints.rarer" if self._pace.rarer else "checkpoints.as_planned"
-                    self._events.emit(name, **self._pace.fields())
+                if changed:
+                    self._tell_pace()
             if directive.exchange != self._directive.exchange:
                 self._end_exchange()
                 self._kept.turn_to(directive)

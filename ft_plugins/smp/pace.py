@@ -5,7 +5,7 @@ version. As only every `interval`-th version is exchanged, a plan cannot be bett
 
 Invariant: facts only, of one incarnation; nothing here changes what is sent. A version is named before it exists, and
 not before the one before it counts, which takes a beat: so one iteration more than planned is usual, and what is told
-as an event (`rarer`) is more than twice as planned, several times in a row.
+as an event (`rarer`) is more than twice as planned, several times in a row, or that nothing counts any more.
 
 In: versions as they count, the pacers of this node's ranks. Out: fields for events and for `ft-plugins status`.
 """
@@ -21,6 +21,7 @@ from ..snapshot.slots import Version
 
 _IN_A_ROW = 3  # distances by which it is judged
 _RARER = 2  # times as planned, and one iteration more
+_HELD = 16  # iterations besides, in which copies may be held for another profile, until it is said that none counts
 
 
 class Pace:
@@ -45,6 +46,16 @@ class Pace:
         too_far = [distance > _RARER * planned + 1 for distance in self._distances]
         self.rarer = all(too_far) or (was and any(too_far))
         return self.rarer != was
+
+    def captured(self, newest: Version) -> bool:
+        """There is `newest` now, whether it counts or not. Whether `rarer` has changed by it."""
+        planned, last = self.planned, self._last
+        if planned is None or last is None or newest.lineage != last.lineage:
+            return False
+        if self.rarer or newest.iteration - last.iteration <= _IN_A_ROW * (_RARER * planned + 1) + _HELD:
+            return False
+        self.rarer = True
+        return True
 
     @property
     def planned(self) -> int | None:

@@ -34,7 +34,7 @@ from ..events import Events
 from ..model.timeline import Kind, Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan
 
-HOLD_SECONDS = 600.0
+HOLD_SECONDS = 120.0  # a trainer that dies meanwhile leaves its gate held for so long
 USUAL_MBPS = 10_000.0  # of a link that was neither named nor could be measured
 _ANY = 1 << 30  # an iteration beyond those that are planned one by one: which version is under way, only SMPs know
 
@@ -56,7 +56,7 @@ class Baft:
         """From now on the copies of this rank go when `gate` says so. `links`: bytes per second by position, as they
         were measured; what is configured goes before it."""
         gate.close()
-        gate.planned = 0
+        gate.plan(0, 0.0)
         self._gate, self.copies, self._keeper = gate, copies, None
         self._links = dict(links or {})
 
@@ -64,7 +64,7 @@ class Baft:
         """No more: the gate is closed, and copies go by rate, if any do."""
         if self._gate is not None:
             self._gate.close()
-            self._gate.planned = 0
+            self._gate.plan(0, 0.0)
         self._gate = self.copies = self._keeper = None
 
     @property
@@ -93,7 +93,7 @@ class Baft:
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
         by_rate = bool(own.reason)
         self._keeper = Gatekeeper(self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate)
-        self._gate.planned = found.iterations
+        self._gate.plan(found.iterations, found.seconds)
         self._events.emit(
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,

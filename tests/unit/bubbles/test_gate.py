@@ -468,6 +468,41 @@ def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next
     assert pacer.take(70, Stop(clock, 1000 * MS, reopened)).nbytes == 60 and clock.now >= 30 * MS
 
 
+def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    gate.open([grant(1, 0, 0.010, 50)], 0, 0)
+    assert pacer.take(50, Stop(clock, MS)).nbytes == 50
+    for number in range(70):  # a version every two minutes: bubbles come and go, and nobody looks at them
+        clock.now = (number + 1) * 1000 * MS
+        gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+        gate.close()
+    clock.now += 500 * MS
+    assert pacer.take(70, Stop(clock, clock.now + 400 * MS)) == Allowance(0)
+    assert pacer.take(70, Stop(clock, clock.now + 70_000 * MS)) == Allowance(70), "its trainer opens none any more"
+
+
+def test_bubbles_may_be_further_apart_than_patience_lasts_if_iterations_are_that_long() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.plan(1, 40.0)
+    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    reopened = {100_000 * MS: lambda: gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)}
+    assert pacer.take(70, Stop(clock, 200_000 * MS, reopened)).nbytes == 50 and clock.now >= 100_000 * MS
+    gate.close()
+    began = clock.now
+    assert pacer.take(70, Stop(clock, clock.now + 200_000 * MS)) == Allowance(70)
+    assert clock.now - began > 119_000 * MS
+
+
+def test_who_comes_where_there_is_a_plan_already_waits_for_its_bubbles() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 50)], 0, 0)
+    gate.close()
+    gate.plan(1, 1.0)
+    pacer = GatePacer(gate, Free(), least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(0), "its SMP is a new one, training is not"
+
+
 def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_over() -> None:
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, Free(), patience_seconds=0.1, least_bytes=1, clock_ns=clock)

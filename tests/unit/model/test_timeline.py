@@ -184,3 +184,9 @@ def test_an_edge_that_is_off_counts_and_another_shape_is_never_near() -> None:
     assert furthest(FIRST, late) == 3
     assert furthest(FIRST, replace(FIRST, spans=FIRST.spans[:-1])) == float("inf")
     assert furthest(timeline(seconds=1), timeline(seconds=9)) == 0, "how long evaluation takes is no edge"
+
+
+def test_the_work_of_a_job_s_reductions_is_found_once_for_all_of_its_ranks() -> None:
+    profile = Profile((FIRST, LAST))
+    assert profile.reduce_work is profile.reduce_work, "over 512 ranks it takes as long as all of the rest"
+    assert profile.bubbles(0) == bubbles(FIRST, reduce_work=reduce_work([FIRST, LAST]))

@@ -79,3 +79,18 @@ def test_what_a_pass_took_too_long_the_next_one_takes_less() -> None:
         ends.append(now[0])
     # the third is late by 1.5 s: no more than one pass of that is made up for, by the fourth
     assert ends == [0.75, 1.0, 3.0, 3.0, 3.5]
+
+
+def test_what_a_pass_took_too_long_is_made_up_for_by_a_pause_first() -> None:
+    now, late = [0.0], iter([0.25, 0.0, 0.25, 0.0])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds + next(late)
+
+    sleeper = Sleeper(StageSpec(0.5, 1.0, 1), 0, sleep, lambda: now[0])
+    ends = []
+    for pause in (0.0, 0.125, 0.0, 1.0):
+        now[0] += pause
+        sleeper.sleep(0.5)
+        ends.append(now[0])
+    assert ends == [0.75, 1.25, 2.0, 3.5], "half of it in a short pause, all of it in a long one"

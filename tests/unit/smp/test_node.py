@@ -466,7 +466,7 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     bubbles((0, 1, 2, 3), 0)  # from now on there is a plan, by which nothing may go now
     for node in job.nodes:
         for segment in node.segments.values():
-            Gate(segment.gate).planned = 2
+            Gate(segment.gate).plan(2, 1.0)
     for node in job.nodes:
         node.write(2)
     wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))

@@ -15,7 +15,7 @@ from ft_plugins.snapshot.slots import Version
 def paced(planned: int, interval: int = 1) -> Pace:
     """Of one rank, whose trainer has planned so; version 0 has counted."""
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
-    gate.planned = planned
+    gate.plan(planned, 1.0)
     pace = Pace(interval, Version(1, 0))
     pace.pacers = {3: GatePacer(gate)}
     return pace
@@ -47,6 +47,15 @@ def test_rarer_is_said_once_when_it_lasts_and_taken_back_when_it_is_over() -> No
         told.append((pace.counted(Version(1, at)), pace.rarer))
     usual, rare = (False, False), (False, True)
     assert told == [*[usual] * 6, (True, True), rare, rare, rare, rare, (True, False)], "6 is more than twice 2, and 1"
+
+
+def test_that_nothing_counts_any_more_is_said_once_and_taken_back_when_something_does() -> None:
+    pace = paced(2)
+    told = [pace.captured(Version(1, at)) for at in (1, 15, 31, 32, 33)]
+    assert told == [False, False, False, True, False], "three times twice as planned and 1, and a profile's iterations"
+    assert not paced(2).captured(Version(2, 99)), "of another lineage"
+    assert not any(pace.counted(Version(1, 40 + 2 * number)) for number in range(3)), "one was far"
+    assert pace.counted(Version(1, 46)) and not pace.rarer
 
 
 def test_without_a_plan_nothing_is_rarer_than_it() -> None:
