@@ -42,13 +42,14 @@ class Offer:
 @dataclass(frozen=True)
 class Stored:
     """A checkpoint's folder in storage. `fingerprint` is the digest of its job's, '' as long as there is no manifest;
-    `problem` says why a complete one cannot be used."""
+    `problem` says why a complete one cannot be used, `certified` what its manifest says (see `checkpoint.Manifest`)."""
 
     version: Version
     name: str
     complete: bool
     fingerprint: str = ""
     problem: str = ""
+    certified: bool | None = None
 
 
 def due(
@@ -113,25 +114,26 @@ def held_by_job(offers: Iterable[Offer], world_size: int) -> Version | None:
 def surplus(found: Sequence[Stored], keep: int, fingerprint: str) -> tuple[Stored, ...]:
     """What is to be removed once a new checkpoint of the job with `fingerprint` is complete.
 
-    Its complete ones beyond the newest `keep`, and what was begun before the newest of them and never finished.
-    Checkpoints of other jobs stay: nobody here knows whether they are still wanted.
+    Its complete ones beyond the newest `keep`, but for the newest that is certified, and what was begun before the
+    newest of them and never finished. Checkpoints of other jobs stay: nobody here knows whether they are still wanted.
     """
     own = sorted((each for each in found if each.complete and each.fingerprint == fingerprint), key=_version)
     if not own:
         return ()
+    agreed = [each for each in own if each.certified][-1:]
+    older = [each for each in own[:-keep] if each not in agreed]
     unfinished = [each for each in found if not each.complete and each.version < own[-1].version]
-    return tuple(sorted([*own[:-keep], *unfinished], key=_version))
+    return tuple(sorted([*older, *unfinished], key=_version))
 
 
 def candidates(found: Sequence[Stored], fingerprint: str) -> tuple[Stored, ...]:
-    """The complete checkpoints of the job with `fingerprint`, and those that do not say whose, newest first."""
-    return tuple(
-        sorted(
-            (each for each in found if each.complete and each.fingerprint in (fingerprint, "")),
-            key=_version,
-            reverse=True,
-        )
-    )
+    """The complete checkpoints of the job with `fingerprint`, and those that do not say whose, as a recovery tries
+    them: newest first, but where any is certified those last of which it was to be found out whether they are."""
+    own = [each for each in found if each.complete and each.fingerprint in (fingerprint, "")]
+    newest_first = sorted(own, key=_version, reverse=True)
+    if not any(each.certified for each in own):
+        return tuple(newest_first)
+    return tuple(sorted(newest_first, key=lambda each: each.certified is False))
 
 
 def _version(stored: Stored) -> Version:

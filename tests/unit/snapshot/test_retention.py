@@ -118,6 +118,26 @@ def test_pruning_leaves_the_newest_complete_ones(entries: list[tuple[int, int, b
     assert [each.version for each in candidates(left, "f")] == complete[:2]
 
 
+def certified(version: Version, known: bool | None = True) -> Stored:
+    return replace(stored(version), certified=known)
+
+
+def test_the_newest_certified_checkpoint_is_never_pruned() -> None:
+    found = [certified(v(100)), certified(v(200)), certified(v(300), False), certified(v(400), False)]
+    assert [each.version for each in surplus(found, 2, "f")] == [v(100)]
+    assert [each.version for each in surplus([*found, certified(v(500))], 2, "f")] == [v(100), v(200), v(300)]
+
+
+def test_where_any_is_certified_those_of_which_it_is_not_known_go_last() -> None:
+    good, unknown, drifting = certified(v(200)), certified(v(300), False), certified(v(400), None)
+    older = certified(v(100), False)
+    assert candidates([older, good, unknown], "f") == (good, unknown, older)
+    assert candidates([older, good, unknown, drifting], "f") == (drifting, good, unknown, older), "compared by nobody"
+    assert candidates([older, unknown], "f") == (unknown, older), "nothing certified: the newest as it is"
+    another = replace(good, fingerprint="another")
+    assert candidates([older, another, unknown], "f") == (unknown, older)
+
+
 def test_candidates_are_those_of_the_job_and_those_that_cannot_say_whose_they_are() -> None:
     damaged = Stored(v(300), "v1-300", True, "", "its manifest is damaged")
     found = [stored(v(100)), stored(v(200), fingerprint="another"), stored(v(400), complete=False), damaged]
