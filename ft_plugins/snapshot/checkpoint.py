@@ -134,7 +134,7 @@ def commit(
     differing = [rank for rank, mark in marks.items() if mark == Mark.DIFFERING]
     if differing or heard is Mark.DIFFERING:
         raise StorageError(differed(version, differing))
-    best = Mark(max(heard, *marks.values()))
+    best = Mark(max([heard, *marks.values()]))
     certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DRIFTING else None
     manifest = Manifest(
         FORMAT, origin.job, version.lineage, version.iteration, origin.world_size, dict(origin.fingerprint), nbytes,

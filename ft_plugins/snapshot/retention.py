@@ -10,10 +10,10 @@ In: versions that a node's ranks hold, what other nodes offer, what lies in stor
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from .slots import Version
+from .slots import Mark, Version, in_order, marks_of
 
 _NAMED_AHEAD_SECONDS = 3.0  # for the other nodes' SMPs, which look once a second, to have seen the name
 
@@ -22,21 +22,28 @@ _NAMED_AHEAD_SECONDS = 3.0  # for the other nodes' SMPs, which look once a secon
 class Storage:
     """What a trainer has told its SMP: checkpoints go to `folder` (absolute), every `interval` iterations (0: only
     when asked for and at the end of protection), the newest `keep` stay; the job has `world_size` ranks, which take a
-    snapshot every `every` iterations."""
+    snapshot every `every` iterations, and compare the replicas of one every `audits` (a multiple of that; 0: never)."""
 
     folder: str
     interval: int
     every: int
     keep: int
     world_size: int
+    audits: int = 0
+
+    @property
+    def step(self) -> int:
+        """Iterations between two versions that may be written by their turn: snapshots, where compared the compared."""
+        return self.audits or self.every
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What the ranks of one node all hold."""
+    """What the ranks of one node all hold, and what is known of the replicas of that."""
 
     ranks: tuple[int, ...]
     versions: tuple[Version, ...]
+    marks: Mapping[Version, Mark] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -53,17 +60,26 @@ class Stored:
 
 
 def due(
-    held: Collection[Version], storage: Storage, last: Version | None, wanted: Version | None, alone: bool
+    held: Collection[Version],
+    storage: Storage,
+    last: Version | None,
+    wanted: Version | None,
+    alone: bool,
+    good: Collection[Version] | None = None,
 ) -> Version | None:
     """The version whose turn it is, newer than `last` (the newest one that was dealt with), None for none.
 
     The first snapshot from each multiple of the interval on, or the one that was named (`wanted`). A node that is
     `alone` makes up for a turn which was overwritten before it was seen, with the newest version; of several nodes, all
-    have to write the same one.
+    have to write the same one. Where replicas are compared it is the first snapshot that is, and only one of the `good`:
+    those of which the verdict is known. (None: whatever is held.)
     """
     interval = storage.interval
-    fresh = sorted(version for version in held if last is None or version > last)
-    turns = [v for v in fresh if v == wanted or (interval and v.iteration % interval < storage.every)]
+    step, of = (storage.every, 1) if good is None else (storage.step, storage.step)
+    fresh = sorted(v for v in held if (last is None or v > last) and (good is None or v in good))
+    turns = [
+        v for v in fresh if v == wanted or (interval and v.iteration % interval < step and v.iteration % of == 0)
+    ]
     if turns:
         return turns[-1]
     if not (alone and interval and fresh):
@@ -80,7 +96,7 @@ def is_behind(iteration: int, storage: Storage, last: Version | None) -> bool:
 
 def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int | None:
     """The next iteration after `completed` whose version will be written; None where none is known of."""
-    interval, every = storage.interval, storage.every
+    interval, every = storage.interval, storage.step
     multiples = [completed // interval * interval + step for step in (0, interval)] if interval else []
     turns = [turn for at in multiples if (turn := -(-at // every) * every) > completed]
     if wanted is not None and wanted.iteration > completed:
@@ -95,7 +111,8 @@ def name_ahead(lineage: int, completed: int, every: int, iterations_per_second: 
 
 
 def held_by_job(offers: Iterable[Offer], world_size: int) -> Version | None:
-    """The newest version in all offers; None while they do not cover every rank, or have none in common.
+    """The newest version in all offers, by what any node knows of the replicas (`in_order`); None while they do not
+    cover every rank, or have none in common.
 
     Of two that speak for one rank the one with the newer versions counts alone: a node that was lost, and for which a
     substitute came, has left its own behind.
@@ -108,7 +125,8 @@ def held_by_job(offers: Iterable[Offer], world_size: int) -> Version | None:
             spoken |= set(offer.ranks)
     if spoken != set(range(world_size)):
         return None
-    return max(set.intersection(*(set(offer.versions) for offer in found)), default=None)
+    marks = marks_of(told for offer in found for told in offer.marks.items())
+    return next(iter(in_order(set.intersection(*(set(offer.versions) for offer in found)), marks)), None)
 
 
 def surplus(found: Sequence[Stored], keep: int, fingerprint: str) -> tuple[Stored, ...]:
