@@ -64,7 +64,8 @@ def with_storage(
     """`choose_source`, where a checkpoint of version `stored` is at hand as well. Pure. Raises ResumeError, also where
     `resized`, a checkpoint of the job at another data-parallel size, is newer and nobody asked for the older one.
 
-    `later`: its lineage is newer than any in memory; `mark`: what is known of its replicas. With the framework's own checkpoint the larger iteration wins.
+    `later`: its lineage is newer than any in memory; `mark`: what is known of its replicas. With the framework's own
+    checkpoint the larger iteration wins.
     """
     memory = mode == "auto" and found.version is not None and not later
     if stored is None or memory or mode not in ("auto", "storage") or stored.iteration < loaded:

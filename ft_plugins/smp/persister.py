@@ -2,9 +2,9 @@
 
 Invariant: training never waits for it, and no error of a storage ends anything but the one checkpoint: it is an event,
 what was begun is removed, the checkpoints before it stay, and the next turn is tried anew. A version is pinned in every
-rank before its first byte is written, and let go of when this node's files are durable; where replicas are compared when
-it is complete, for until then a verdict may say that they differ: then it is withdrawn. The thread has mappings of its
-own, so that requests go on meanwhile. Which version it is says `turns`, what a file is `persist`, when a checkpoint is
+rank before its first byte is written, and let go of when this node's files are durable; where replicas are compared
+when it is complete, for until then a verdict may say that they differ: then it is withdrawn. The thread has mappings
+of its own, so that requests go on meanwhile. Which version it is says `turns`, what a file is `persist`, when a checkpoint is
 complete `checkpoint`: the SMP of rank 0 puts the manifest under it when the files of all ranks are there.
 
 In: what trainers tell at attach (kept in the run directory for a successor), requests. Out: checkpoints;
@@ -62,20 +62,19 @@ class _Unfinished:
     def look(self) -> None:
         """What is known of its replicas by now. Raises StorageError where they differed, or nobody will ever know."""
         slots = {segment.rank: segment.slot(index) for segment, index in self.pinned}
-        differing = [rank for rank, slot in slots.items() if slot.mark is Mark.DIFFERING and slot.version == self.version]
-        if differing:
-            raise StorageError(checkpoint.differed(self.version, differing))
         lost = [rank for rank, slot in slots.items() if (slot.version, slot.state) != (self.version, SlotState.CLEAN)]
+        differing = [rank for rank in slots.keys() - lost if slots[rank].mark is Mark.DIFFERING]
+        if differing:
+            raise StorageError(checkpoint.differed(self.version, sorted(differing)))
         if lost and not self.heard.preferred:
             raise StorageError(f"ranks {lost} gave it up before it was known whether its replicas agree")
         self.heard = max([self.heard, *(slot.mark for rank, slot in slots.items() if rank not in lost)])
 
     def let_go(self, ranks: Container[int] | None = None) -> None:
         """Its slots, or those of `ranks`, are watched no more."""
-        kept, self.pinned = self.pinned, [
-            each for each in self.pinned if ranks is not None and each[0].rank not in ranks
-        ]
-        for segment, index in kept:
+        watched = self.pinned
+        self.pinned = [each for each in watched if ranks is not None and each[0].rank not in ranks]
+        for segment, index in watched:
             if (segment, index) not in self.pinned:
                 segment.unpin(index, Pin.STORAGE)
 
@@ -274,7 +273,7 @@ class Persister:
         return 4 * NEAR_SECONDS if self._calls else self._turns.pause
 
     def _settle(self, base: Path) -> None:
-        """Another version needs the slots that are kept for storage: what waits for other nodes goes by what is known."""
+        """Another version needs the slots kept for storage: what waits for other nodes goes by what is known by now."""
         for item in [each for each in self._unfinished if each.pinned]:
             try:
                 item.look()
@@ -373,8 +372,8 @@ class Persister:
                     folder, segment, version, origin, self._proceed, kept=kept, adopted=self._adopted
                 )
                 nbytes += record.nbytes
-            kept = pinned if watched else ()
-            item = _Unfinished(version, origin, ranks, begun, time.monotonic(), nbytes, calls, kept)
+            slots = pinned if watched else ()
+            item = _Unfinished(version, origin, ranks, begun, time.monotonic(), nbytes, calls, slots)
             self._unfinished.append(item)
         except _Stopped:
             raise

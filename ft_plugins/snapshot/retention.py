@@ -71,8 +71,8 @@ def due(
 
     The first snapshot from each multiple of the interval on, or the one that was named (`wanted`). A node that is
     `alone` makes up for a turn which was overwritten before it was seen, with the newest version; of several nodes, all
-    have to write the same one. Where replicas are compared it is the first snapshot that is, and only one of the `good`:
-    those of which the verdict is known. (None: whatever is held.)
+    have to write the same one. Where replicas are compared it is the first snapshot whose are, and only if it is one of
+    the `good`, of which the verdict is known (None: whatever is held).
     """
     interval = storage.interval
     step, of = (storage.every, 1) if good is None else (storage.step, storage.step)

@@ -389,7 +389,8 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
     node = host()
     node.told(replace(storage, interval=0, audits=1))
     node.capture(5, 6)
-    node.mark(6, Mark.DIFFERING)
+    for rank in node.ranks.values():
+        rank.segment.mark(Version(1, 6), Mark.DIFFERING)  # kept, as it is while it is sent to another node
     node.train()
     outcome: dict[str, Any] = {}
     seconds = SECONDS if verdict else 1.0
@@ -405,14 +406,18 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
     assert (time.monotonic() - begun > 0.5) == (verdict is None), "half of its time, and less where it is known"
 
 
+@pytest.mark.parametrize("differs", [False, True])
 def test_at_the_end_of_a_job_what_was_due_is_written_though_no_verdict_will_come(
-    host: Callable[..., Host], storage: Storage, base: Path
+    host: Callable[..., Host], storage: Storage, base: Path, differs: bool
 ) -> None:
     node = host()
     node.told(replace(storage, audits=1))
-    node.capture(9, 10)
-    assert node.persister.request("end", SECONDS, only_due=True)["iteration"] == 10
-    assert checkpoint.read_manifest(base / "v1-10").certified is False
+    node.capture(10, 11)
+    if differs:
+        node.ranks[1].segment.mark(Version(1, 10), Mark.DIFFERING)  # kept for another purpose
+    expected = 11 if differs else 10
+    assert node.persister.request("end", SECONDS, only_due=True)["iteration"] == expected
+    assert checkpoint.read_manifest(base / f"v1-{expected}").certified is False
 
 
 # ---- errors of a storage ----
