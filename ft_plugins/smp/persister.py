@@ -4,8 +4,8 @@ Invariant: training never waits for it, and no error of a storage ends anything 
 what was begun is removed, the checkpoints before it stay, and the next turn is tried anew. A version is pinned in every
 rank before its first byte is written, and let go of when this node's files are durable; where replicas are compared
 when it is complete, for until then a verdict may say that they differ: then it is withdrawn. The thread has mappings
-of its own, so that requests go on meanwhile. Which version it is says `turns`, what a file is `persist`, when a checkpoint is
-complete `checkpoint`: the SMP of rank 0 puts the manifest under it when the files of all ranks are there.
+of its own, so that requests go on meanwhile. Which version it is says `turns`, what a file is `persist`, when a
+checkpoint is complete `checkpoint`: the SMP of rank 0 puts the manifest under it when the files of all ranks are there.
 
 In: what trainers tell at attach (kept in the run directory for a successor), requests. Out: checkpoints;
 `persist.begin`, `persist.done`, `persist.failed` and `persist.pruned` events.
