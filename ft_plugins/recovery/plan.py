@@ -110,7 +110,8 @@ class RecoveryPlan:
         """The plan for people."""
         left = f"{self.completed} were completed, {self.lost} lost; lineage {self.lineage}"
         if self.version is not None:
-            why = f" ({self.reason})" if self.tier == "storage" else f", {self.mark.word}" if self.mark else ""
+            why = f" ({self.reason})" if self.tier == "storage" else ""
+            why += f", {self.mark.word}" if self.mark else ""
             lines = [
                 f"recovery: iteration {self.version.iteration} of lineage {self.version.lineage} "
                 f"from the {self.tier} tier{why}; {left}"

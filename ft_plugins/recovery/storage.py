@@ -1,7 +1,8 @@
 """Recovery from checkpoints in storage, where memory has nothing: every rank reads its own file into its own slot.
 
-Invariant: all ranks take the same checkpoint, the newest one of this job that every rank could read and verify; one
-that is damaged for any rank is passed over by all, and told of. From the slot on it is a restore from memory. What is
+Invariant: all ranks take the same checkpoint, the newest one of this job that every rank could read and verify, and
+where replicas are compared the newest certified one before it; one that is damaged for any rank is passed over by all,
+and told of. From the slot on it is a restore from memory. What is
 there but cannot be used (another job's, laid out otherwise, all of it damaged, out of reach) is refused by name and
 never taken for nothing. The lineage that is opened is newer than any in storage, whoever wrote it.
 
@@ -31,19 +32,20 @@ from .collective import Collective
 from .plan import RecoveryPlan, choose_source
 
 LOOK_SECONDS = 60.0  # for the folder to be listed; a storage that hangs longer is out of reach
-_OFFERED = 16  # checkpoints that are tried, newest first
+_OFFERED = 16  # checkpoints that are tried, in the order of `retention.candidates`
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """What rank 0 found, the same on all ranks. `candidates`: version, folder name, problem ('' if none is known of).
+    """What rank 0 found, the same on all ranks. `candidates`: version, folder name, problem ('' if none is known of),
+    and what is known of its replicas.
 
     `other` describes the newest checkpoint of another job, `unreachable` says why nothing could be looked at.
     """
 
-    candidates: tuple[tuple[Version, str, str], ...]
+    candidates: tuple[tuple[Version, str, str, Mark], ...]
     lineage: int  # the newest in storage
     other: str = ""
     unreachable: str = ""
@@ -51,12 +53,19 @@ class Shelf:
 
 
 def with_storage(
-    found: RecoveryPlan, mode: str, loaded: int, stored: Version | None, later: bool, resized: Version | None = None
+    found: RecoveryPlan,
+    mode: str,
+    loaded: int,
+    stored: Version | None,
+    later: bool,
+    resized: Version | None = None,
+    mark: Mark = Mark.NONE,
 ) -> RecoveryPlan:
     """`choose_source`, where a checkpoint of version `stored` is at hand as well. Pure. Raises ResumeError, also where
     `resized`, a checkpoint of the job at another data-parallel size, is newer and nobody asked for the older one.
 
-    `later`: its lineage is newer than any in memory. With the framework's own checkpoint the larger iteration wins.
+    `later`: its lineage is newer than any in memory; `mark`: what is known of its replicas. With the framework's own
+    checkpoint the larger iteration wins.
     """
     memory = mode == "auto" and found.version is not None and not later
     if stored is None or memory or mode not in ("auto", "storage") or stored.iteration < loaded:
@@ -74,7 +83,7 @@ def with_storage(
     lost = completed - stored.iteration
     return replace(
         found, version=stored, tier="storage", completed=completed, lost=lost, reason=why, loaded=0, state_lost=False,
-        mark=Mark.NONE, passed_over=(),
+        mark=mark, passed_over=(),
     )  # fmt: skip
 
 
@@ -107,8 +116,11 @@ class StorageTier:
         memory_lineage = found.lineage - 1
         found = replace(found, lineage=max(found.lineage, shelf.lineage + 1))
         damaged = ""
-        for version, name, problem in shelf.candidates:
-            plan = with_storage(found, mode, loaded, version, version.lineage > memory_lineage, shelf.resized)
+        for number, (version, name, problem, mark) in enumerate(shelf.candidates):
+            # a certified one may be put before one of a later lineage, which says all the same that memory is outdated
+            left = [version] if found.mark.preferred else [each[0] for each in shelf.candidates[number:]]
+            later = max(each.lineage for each in left) > memory_lineage
+            plan = with_storage(found, mode, loaded, version, later, shelf.resized, mark)
             if (plan.tier, plan.version) != ("storage", version):
                 return plan
             if problem:
@@ -139,7 +151,7 @@ class StorageTier:
         if self._collective.rank == 0:
             told = bytes(msgpack.packb(_found(self._base, fingerprint, self._collective.world_size)))
         candidates, lineage, other, unreachable, resized = msgpack.unpackb(self._collective.gather(told)[0])
-        known = tuple((Version(*version), name, why) for version, name, why in candidates)
+        known = tuple((Version(*version), name, why, Mark(mark)) for version, name, why, mark in candidates)
         return Shelf(known, lineage, other, unreachable, Version(*resized) if resized else None)
 
     def _fetch(self, name: str, version: Version, segment: Segment, token: int) -> bool:
@@ -178,7 +190,15 @@ def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[
         other = f"{newest.name}: {_differing(theirs, fingerprint)}"
         if resizable(theirs) == resizable(fingerprint):
             resized = [newest.version.lineage, newest.version.iteration]
-    candidates = [[[each.version.lineage, each.version.iteration], each.name, each.problem] for each in own]
+    candidates = [
+        [
+            [each.version.lineage, each.version.iteration],
+            each.name,
+            each.problem,
+            int(Mark.CERTIFIED if each.certified else Mark.NONE),
+        ]
+        for each in own
+    ]
     return [candidates, max((each.version.lineage for each in stored), default=0), other, "", resized]
 
 

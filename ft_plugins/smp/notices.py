@@ -11,7 +11,7 @@ In: a job's folder in storage. Out: `Offer`s, a version.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import StorageError
 from ..snapshot.checkpoint import read_json, write_json
 from ..snapshot.retention import Offer
-from ..snapshot.slots import Version
+from ..snapshot.slots import Mark, Version
 
 FRESH_SECONDS = 60.0  # between two offers that belong to one moment
 
@@ -32,11 +32,19 @@ class Notices:
         self._own = folder / f"offer-{node}.json"
         self._wanted = folder / "wanted.json"
 
-    def offer(self, ranks: Collection[int], versions: Collection[Version], world_size: int) -> None:
-        """Say what the ranks of this node hold, of a job of `world_size`. Raises OSError."""
+    def offer(
+        self,
+        ranks: Collection[int],
+        versions: Collection[Version],
+        world_size: int,
+        marks: Mapping[Version, Mark] | None = None,
+    ) -> None:
+        """Say what the ranks of this node hold, of a job of `world_size`, and what is known of it. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         held = [[version.lineage, version.iteration] for version in sorted(versions)]
-        write_json(self._own, {"ranks": sorted(ranks), "versions": held, "world_size": world_size})
+        said = [[version.lineage, version.iteration, int(mark)] for version, mark in sorted((marks or {}).items())]
+        told = {"ranks": sorted(ranks), "versions": held, "world_size": world_size, "marks": said}
+        write_json(self._own, told)
 
     def offers(self, world_size: int) -> list[Offer]:
         """The offers of all nodes for a job of `world_size` ranks, of about the time of our own."""
@@ -72,7 +80,8 @@ class Notices:
     def _read(self, path: Path, world_size: int) -> Iterator[Offer]:
         content = _content(path)
         if content and content.get("world_size") == world_size:  # older versions say no size
-            yield Offer(tuple(content["ranks"]), tuple(Version(*pair) for pair in content["versions"]))
+            marks = {Version(lineage, iteration): Mark(mark) for lineage, iteration, mark in content.get("marks", ())}
+            yield Offer(tuple(content["ranks"]), tuple(Version(*pair) for pair in content["versions"]), marks)
 
 
 def _content(path: Path) -> dict[str, Any]:

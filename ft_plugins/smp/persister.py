@@ -2,9 +2,10 @@
 
 Invariant: training never waits for it, and no error of a storage ends anything but the one checkpoint: it is an event,
 what was begun is removed, the checkpoints before it stay, and the next turn is tried anew. A version is pinned in every
-rank before its first byte is written, and let go of when this node's files are durable. The thread has mappings of its
-own, so that requests go on meanwhile. Which version it is says `turns`, what a file is `persist`, when a checkpoint is
-complete `checkpoint`: the SMP of rank 0 puts the manifest under it when the files of all ranks are there.
+rank before its first byte is written, and let go of when this node's files are durable; where replicas are compared
+when it is complete, for until then a verdict may say that they differ: then it is withdrawn. The thread has mappings
+of its own, so that requests go on meanwhile. Which version it is says `turns`, what a file is `persist`, when a
+checkpoint is complete `checkpoint`: the SMP of rank 0 puts the manifest under it when the files of all ranks are there.
 
 In: what trainers tell at attach (kept in the run directory for a successor), requests. Out: checkpoints;
 `persist.begin`, `persist.done`, `persist.failed` and `persist.pruned` events.
@@ -16,7 +17,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from ..snapshot.checkpoint import Origin
 from ..snapshot.index import kept_path
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Pin, Version
+from ..snapshot.slots import Mark, Pin, SlotState, Version
 from . import protocol
 from .notices import Notices
 from .turns import FAR_SECONDS, NEAR_SECONDS, Call, Turns, View, counting, view
@@ -55,6 +56,27 @@ class _Unfinished:
     written: float
     nbytes: int
     calls: list[Call]
+    pinned: Sequence[tuple[Segment, int]] = ()  # slots that are still watched for a verdict
+    heard: Mark = Mark.NONE
+
+    def look(self) -> None:
+        """What is known of its replicas by now. Raises StorageError where they differed, or nobody will ever know."""
+        slots = {segment.rank: segment.slot(index) for segment, index in self.pinned}
+        lost = [rank for rank, slot in slots.items() if (slot.version, slot.state) != (self.version, SlotState.CLEAN)]
+        differing = [rank for rank in slots.keys() - lost if slots[rank].mark is Mark.DIFFERING]
+        if differing:
+            raise StorageError(checkpoint.differed(self.version, sorted(differing)))
+        if lost and not self.heard.preferred:
+            raise StorageError(f"ranks {lost} gave it up before it was known whether its replicas agree")
+        self.heard = max([self.heard, *(slot.mark for rank, slot in slots.items() if rank not in lost)])
+
+    def let_go(self, ranks: Container[int] | None = None) -> None:
+        """Its slots, or those of `ranks`, are watched no more."""
+        watched = self.pinned
+        self.pinned = [each for each in watched if ranks is not None and each[0].rank not in ranks]
+        for segment, index in watched:
+            if (segment, index) not in self.pinned:
+                segment.unpin(index, Pin.STORAGE)
 
 
 class Persister:
@@ -134,6 +156,8 @@ class Persister:
     def let_go(self, ranks: Sequence[int]) -> None:
         """These ranks' segments are of another size of the job now."""
         with self._lock:
+            for item in list(self._unfinished):
+                item.let_go(ranks)
             for rank in ranks:
                 self._segments.pop(rank, None)
                 self._inodes.pop(rank, None)
@@ -146,7 +170,7 @@ class Persister:
         """
         if self._storage is None:
             return {"state": "off"}
-        call = Call(reason, only_due)
+        call = Call(reason, only_due, seconds / 2)  # the other half is for writing
         with self._lock:
             self._calls.append(call)
         self._wake.set()
@@ -177,6 +201,8 @@ class Persister:
         self._wake.set()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
+        for item in list(self._unfinished):
+            item.let_go()
 
     def _map(self, rank: int, path: Path) -> Segment:
         inode = path.stat().st_ino
@@ -233,16 +259,29 @@ class Persister:
         origin = Origin(self._job, storage.world_size, next(iter(segments.values())).fingerprint)
         self._look(base, origin, seen)
         calls: list[Call] = []
-        version = self._turns.due(storage, base, seen, self._last)
+        ending = any(call.only_due for call in asked)
+        version = self._turns.due(storage, base, seen, self._last, ending)
         if version is None:
             version, calls = self._called(asked, storage, base, seen)
         if version is not None:
+            self._settle(base)
             pinned = _pinned(seen, version)
             if len(pinned) < len(seen.segments) and seen.alone:
                 return NEAR_SECONDS  # overwritten since the look, so a newer one is there by now
-            self._write(base, origin, seen, version, calls, pinned)
+            self._write(base, origin, seen, version, calls, pinned, watched=bool(storage.audits))
             return 0.0
         return 4 * NEAR_SECONDS if self._calls else self._turns.pause
+
+    def _settle(self, base: Path) -> None:
+        """Another version needs the slots kept for storage: what waits for other nodes goes by what is known by now."""
+        for item in [each for each in self._unfinished if each.pinned]:
+            try:
+                item.look()
+                if not item.heard.preferred:
+                    raise StorageError("another version was begun before it was known whether its replicas agree")
+                item.let_go()
+            except StorageError as error:
+                self._leave_off(base, item, error)
 
     def _look(self, base: Path, origin: Origin, seen: View) -> None:
         """Once for each job: what is complete in storage already. What lacks only its name gets it."""
@@ -250,7 +289,8 @@ class Persister:
             return
         self._looked, self._last, self._done = origin, None, None
         with suppress(OSError):  # writing will tell
-            for stored in reversed(retention.candidates(checkpoint.listing(base), origin.digest)):
+            own = retention.candidates(checkpoint.listing(base), origin.digest)
+            for stored in sorted(own, key=lambda each: each.version):
                 if stored.problem or stored.version.lineage > seen.lineage:
                     continue
                 path, final = base / stored.name, checkpoint.folder_of(base, stored.version)
@@ -303,8 +343,10 @@ class Persister:
         version: Version,
         calls: list[Call],
         pinned: Sequence[tuple[Segment, int]],
+        watched: bool,
     ) -> None:
-        """Write this node's ranks of `version`, kept in `pinned` slots; whatever goes wrong is an event."""
+        """Write this node's ranks of `version`, kept in `pinned` slots until it is complete if they are to be `watched`
+        for a verdict; whatever goes wrong is an event."""
         begun = time.monotonic()
         segments, ranks = list(seen.segments.values()), list(seen.segments)
         folder, final = checkpoint.partial_of(base, version), checkpoint.folder_of(base, version)
@@ -312,6 +354,7 @@ class Persister:
         for call in calls:
             self._take(call)
         reason = calls[0].reason if calls else "interval"
+        item: _Unfinished | None = None
         try:
             if checkpoint.is_complete(final, origin):
                 self._finished(_Unfinished(version, origin, ranks, begun, begun, 0, calls), final)
@@ -329,7 +372,8 @@ class Persister:
                     folder, segment, version, origin, self._proceed, kept=kept, adopted=self._adopted
                 )
                 nbytes += record.nbytes
-            item = _Unfinished(version, origin, ranks, begun, time.monotonic(), nbytes, calls)
+            slots = pinned if watched else ()
+            item = _Unfinished(version, origin, ranks, begun, time.monotonic(), nbytes, calls, slots)
             self._unfinished.append(item)
         except _Stopped:
             raise
@@ -338,7 +382,7 @@ class Persister:
             self._give_up(base, version, _words(error), calls)
         finally:
             self._writing = None
-            for segment, index in pinned:
+            for segment, index in pinned if item is None or not watched else ():
                 segment.unpin(index, Pin.STORAGE)
 
     def _proceed(self, nbytes: int) -> None:
@@ -353,8 +397,13 @@ class Persister:
         try:
             if 0 in item.ranks:
                 absent = checkpoint.missing(folder, item.origin, item.version)
+                item.look()
                 if not absent:
-                    self._finished(item, checkpoint.commit(base, item.version, item.origin, **facts))
+                    audited = bool(storage.audits)
+                    path = checkpoint.commit(
+                        base, item.version, item.origin, audited=audited, heard=item.heard, **facts
+                    )
+                    self._finished(item, path)
                     self._prune(storage, base, item.origin)
                     return
                 if late:
@@ -366,16 +415,24 @@ class Persister:
                     f"the SMP of rank 0 has not completed it in {self._patience:.0f} s: is {base} a folder that all "
                     "nodes share? --reft-checkpoint-dir has to name one"
                 )
+            else:
+                item.look()
         except Exception as error:
-            self._unfinished.remove(item)
-            checkpoint.withdraw(folder, item.ranks)
-            self._give_up(base, item.version, _words(error), item.calls)
+            self._leave_off(base, item, error)
+
+    def _leave_off(self, base: Path, item: _Unfinished, error: Exception) -> None:
+        """A checkpoint will not become complete: what this node has of it goes."""
+        self._unfinished.remove(item)
+        item.let_go()
+        checkpoint.withdraw(checkpoint.partial_of(base, item.version), item.ranks)
+        self._give_up(base, item.version, _words(error), item.calls)
 
     def _finished(self, item: _Unfinished, path: Path) -> None:
         """A checkpoint is complete: what was begun before it need not be any more."""
         self._done, self._failed = (item.version, path), ""
         if item in self._unfinished:
             self._unfinished.remove(item)
+            item.let_go()
             seconds = time.monotonic() - item.begun
             self._events.emit(
                 "persist.done", **_facts(item.version), seconds=seconds, bytes=item.nbytes, path=str(path)
@@ -387,6 +444,7 @@ class Persister:
             call.answer("done", **_facts(item.version), path=str(path))
         for older in [each for each in self._unfinished if each.version < item.version]:
             self._unfinished.remove(older)
+            older.let_go()
             self._give_up(path.parent, older.version, "a newer checkpoint was complete first", older.calls)
 
     def _give_up(self, base: Path, version: Version, reason: str, calls: Sequence[Call]) -> None:
@@ -415,10 +473,10 @@ def _storage(rank: int, fields: Mapping[str, Any] | None) -> Storage | None:
     """What a trainer has told, checked. Raises ProtocolError."""
     if fields is None:
         return None
-    message = {**fields, "do": "attach: storage"}
+    message = {"audits": 0, **fields, "do": "attach: storage"}  # older trainers do not say it
     folder = protocol.field(message, "folder", str)
-    numbers = [protocol.number(message, name) for name in ("interval", "every", "keep", "world_size")]
-    if not folder.startswith("/") or 0 in numbers[1:]:
+    numbers = [protocol.number(message, name) for name in ("interval", "every", "keep", "world_size", "audits")]
+    if not folder.startswith("/") or 0 in numbers[1:4]:
         raise ProtocolError(f"rank {rank}: attach with storage {dict(fields)}")
     return Storage(folder, *numbers)
 

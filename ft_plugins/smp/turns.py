@@ -2,7 +2,8 @@
 
 Invariant: no version is chosen that the ranks of this node do not all hold. Of a job on one node that is the newest.
 Of several nodes all choose the same: while the job trains, a version that was named before it existed; when nothing
-moves any more, the newest in what all nodes offer (`retention`).
+moves any more, the newest in what all nodes offer (`retention`). Where replicas are compared a version waits for its
+verdict while the job trains: those that agreed go first, and those that differed are never chosen.
 
 In: a `View` of this node at a moment, notices of other nodes. Out: versions; seconds until the next look.
 """
@@ -19,7 +20,7 @@ from typing import Any
 from ..snapshot import retention
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Version, may_pin
+from ..snapshot.slots import Mark, Version, in_order, marks_of, may_pin
 from . import liveness
 from .notices import Notices
 
@@ -38,6 +39,7 @@ class Call:
 
     reason: str
     only_due: bool = False
+    patience: float = 0.0  # seconds for the verdict on a version while the job trains
     began: float = field(default_factory=time.monotonic)
     target: Version | None = None  # that was named ahead
     offered: bool = False
@@ -52,11 +54,14 @@ class Call:
 
 @dataclass(frozen=True)
 class View:
-    """The ranks of this node that count, and the versions that all of them hold."""
+    """The ranks of this node that count, and the versions that all of them hold and whose replicas are not known to
+    differ. `marks`: what any rank knows of replicas; `good`: of which every rank knows the verdict, and it is good."""
 
     segments: Mapping[int, Segment]
     held: frozenset[Version]
     alone: bool  # the job has no other node
+    marks: Mapping[Version, Mark] = field(default_factory=dict)
+    good: frozenset[Version] = frozenset()
 
     @property
     def opened(self) -> bool:
@@ -88,11 +93,16 @@ def counting(segments: Mapping[int, Segment], world_size: int) -> dict[int, Segm
 
 def view(segments: Mapping[int, Segment], world_size: int) -> View:
     """What there is now of `segments`, those that count; a version that may be about to be overwritten is not held."""
+    found = [segment.slots() for segment in segments.values()]
+    marks = marks_of((slot.version, slot.mark) for slots in found for slot in slots)
     versions = (
         {slot.version for slot in slots if slot.version is not None and may_pin(slots, slot.version) is not None}
-        for slots in (segment.slots() for segment in segments.values())
+        for slots in found
     )
-    return View(segments, frozenset(set.intersection(*versions)), len(segments) == world_size)
+    held = frozenset(v for v in set.intersection(*versions) if marks.get(v) is not Mark.DIFFERING)
+    heard = [{slot.version for slot in slots if slot.mark} for slots in found]
+    good = frozenset(v for v in held if marks.get(v, Mark.NONE).preferred and all(v in each for each in heard))
+    return View(segments, held, len(segments) == world_size, marks, good)
 
 
 class Turns:
@@ -135,22 +145,37 @@ class Turns:
         began, first = self._pace
         return (completed - first) / (now - began) if now - began > over else None
 
-    def due(self, storage: Storage, folder: Path, seen: View, last: Version | None) -> Version | None:
-        """The version whose turn it is, newer than `last`."""
+    def due(
+        self, storage: Storage, folder: Path, seen: View, last: Version | None, ending: bool = False
+    ) -> Version | None:
+        """The version whose turn it is, newer than `last`. `ending`: no verdict is waited for any more."""
         if not seen.opened:
             return None
         wanted = None if seen.alone else self._heard(folder, seen)
-        return retention.due(seen.held, storage, last, wanted, seen.alone)
+        good = seen.good if storage.audits else None
+        found = retention.due(seen.held, storage, last, wanted, seen.alone, good)
+        if found is None and ending and not seen.moving:
+            found = retention.due(seen.held, storage, last, wanted, seen.alone)
+        return found
 
     def called(
         self, call: Call, storage: Storage, folder: Path, seen: View, known: Collection[Version]
     ) -> Version | None:
         """The version that `call` is to have; None as long as there is none. `known` are written or complete."""
-        if call.only_due or seen.alone:
-            return max(known if call.only_due else seen.held, default=None)
+        if call.only_due:
+            return max(known, default=None)
+        if seen.alone:
+            waits = seen.moving and time.monotonic() - call.began < call.patience
+            if storage.audits and (seen.good or waits):
+                return max(seen.good, default=None)
+            return self._best(storage, seen)
         if call.reason == REQUEST and seen.moving:
             return self._named(call, storage, folder, seen, known)
         return self._agreed(call, storage, folder, seen)
+
+    def _best(self, storage: Storage, seen: View) -> Version | None:
+        """The newest version, by what is known of its replicas where they are compared."""
+        return next(iter(in_order(seen.held, seen.marks if storage.audits else {})), None)
 
     def _heard(self, folder: Path, seen: View) -> Version | None:
         """The version that a node wants by name, if it is of the present lineage."""
@@ -174,10 +199,10 @@ class Turns:
             if heard is None or heard.iteration <= seen.completed:
                 if rate is None:
                     return None
-                heard = retention.name_ahead(seen.lineage, seen.completed, storage.every, rate)
+                heard = retention.name_ahead(seen.lineage, seen.completed, storage.step, rate)
                 Notices(folder, self._node).want(heard)
             call.target = self._wanted = heard
-        return call.target if call.target in seen.held else None
+        return call.target if call.target in (seen.good if storage.audits else seen.held) else None
 
     def _agreed(self, call: Call, storage: Storage, folder: Path, seen: View) -> Version | None:
         """The version that all nodes write when nothing moves any more. It stays agreed on as long as nothing moves."""
@@ -185,10 +210,10 @@ class Turns:
             return self._settled[1]
         notices = Notices(folder, self._node)
         if not call.offered:
-            notices.offer(seen.segments, seen.held, storage.world_size)
+            notices.offer(seen.segments, seen.held, storage.world_size, seen.marks if storage.audits else {})
             call.offered = True
         agreed = retention.held_by_job(notices.offers(storage.world_size), storage.world_size)
         if agreed is not None and agreed in seen.held:
             self._settled = (seen.held, agreed)
             return agreed
-        return max(seen.held, default=None) if time.monotonic() - call.began > _OFFER_SECONDS else None
+        return self._best(storage, seen) if time.monotonic() - call.began > _OFFER_SECONDS else None

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,7 +75,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says."""
+    """What `manifest.json` says. `certified` is None of a job whose replicas are not compared, or are let drift and
+    each captured whole; False of parts of replicas of which nobody knew yet whether they are alike."""
 
     format: str
     job: str
@@ -84,7 +85,7 @@ class Manifest:
     world_size: int
     fingerprint: dict[str, Any]
     nbytes: int  # of all ranks' files
-    certified: bool = False  # whether any rank knew, when its file was complete, that the replicas had agreed
+    certified: bool | None = None  # whether the replicas were known to agree; None where there was nothing to find out
 
 
 def folder_of(base: Path, version: Version) -> Path:
@@ -119,11 +120,22 @@ def missing(folder: Path, origin: Origin, version: Version) -> list[int]:
     return absent or [rank for rank in range(origin.world_size) if not _belongs(folder, rank, origin, version)]
 
 
-def commit(base: Path, version: Version, origin: Origin, **facts: object) -> Path:
-    """All ranks' files are there: write the manifest, then give the folder its name. Returns the folder."""
+def commit(
+    base: Path, version: Version, origin: Origin, *, audited: bool = False, heard: Mark = Mark.NONE, **facts: object
+) -> Path:
+    """All ranks' files are there: write the manifest, then give the folder its name. Returns the folder.
+
+    `audited`: the job compares replicas; `heard` is what is known of this version by now, beside what the records say.
+    Raises StorageError where they differed on any rank: put together such parts would look alike ever after.
+    """
     building, final = partial_of(base, version), folder_of(base, version)
     nbytes = sum((building / data_file(rank)).stat().st_size for rank in range(origin.world_size))
-    certified = any(read_record(building, rank).mark == Mark.CERTIFIED for rank in range(origin.world_size))
+    marks = {rank: read_record(building, rank).mark for rank in range(origin.world_size)}
+    differing = [rank for rank, mark in marks.items() if mark == Mark.DIFFERING]
+    if differing or heard is Mark.DIFFERING:
+        raise StorageError(differed(version, differing))
+    best = Mark(max([heard, *marks.values()]))
+    certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DRIFTING else None
     manifest = Manifest(
         FORMAT, origin.job, version.lineage, version.iteration, origin.world_size, dict(origin.fingerprint), nbytes,
         certified,
@@ -132,6 +144,15 @@ def commit(base: Path, version: Version, origin: Origin, **facts: object) -> Pat
     write_json(building / "manifest.json", asdict(manifest))
     faults.reach("persist.manifest.after", iteration=version.iteration, **facts)
     return publish(building, final)
+
+
+def differed(version: Version, ranks: Sequence[int]) -> str:
+    """Why a version is no checkpoint, for people."""
+    which = f" on ranks {', '.join(map(str, ranks[:8]))}" if ranks else ""
+    return (
+        f"the replicas of version {version} were found unlike{which}: it is a mixture of their parts and is never "
+        "restored; the next version whose replicas agree is written (see the events 'sync.differs')"
+    )
 
 
 def publish(building: Path, final: Path) -> Path:
@@ -195,7 +216,7 @@ def _stored(folder: Path, version: Version) -> Stored:
     if Version(manifest.lineage, manifest.iteration) != version:
         return Stored(version, folder.name, complete=True, problem=f"{folder}: its manifest is of another version")
     digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest
-    return Stored(version, folder.name, complete=True, fingerprint=digest)
+    return Stored(version, folder.name, complete=True, fingerprint=digest, certified=manifest.certified)
 
 
 def is_complete(folder: Path, origin: Origin) -> bool:

@@ -33,10 +33,10 @@ from safetensors import SafetensorError, safe_open
 
 from .. import faults
 from ..errors import CorruptSlotError, FencedError, ResumeError, StorageError
-from .checkpoint import FORMAT, Origin, Record, data_file, read_record, record_file, sync_folder, write_json
+from .checkpoint import FORMAT, Origin, Record, data_file, differed, read_record, record_file, sync_folder, write_json
 from .index import copy_into
 from .segment import NOT_COMPUTED, Segment
-from .slots import SlotState, Version, choose
+from .slots import Mark, SlotState, Version, choose
 
 COPY_BYTES = 8 << 20
 SYNC_BYTES = 32 << 20
@@ -218,6 +218,8 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
         )
     if (record.rank, record.version) != (rank, version):
         raise StorageError(f"{folder / record_file(rank)}: it is of rank {record.rank}, version {record.version}")
+    if record.mark == Mark.DIFFERING:
+        raise StorageError(f"{folder}: {differed(version, [rank])}")
     start, digests, small = read_head(path, record)
     slots = segment.slots()
     same = [slot.index for slot in slots if slot.state is SlotState.CLEAN and slot.version == version]
@@ -230,6 +232,8 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     segment.digests(index)[:] = table
     segment.set_cursor(index, None)
     segment.seal(index, version, token, small, table)
+    if Mark(record.mark).preferred:
+        segment.mark(version, Mark(record.mark))
     return index
 
 

@@ -158,14 +158,16 @@ def choose(slots: Sequence[Slot], writing: Version | None = None) -> int:
 def may_pin(slots: Sequence[Slot], version: Version) -> int | None:
     """The slot of `version` if no capture that has chosen already can be about to overwrite it; None if one may be.
 
-    A capture overwrites neither of the two newest versions of its rank, nor a pinned one. Asked again after the pin is
-    set, so that a choice made before it was seen cannot have been this slot. That a version is certified does not count
-    here: the capture that is about to choose may be the first one that need not keep it.
+    A capture overwrites neither of the two newest versions of its rank, nor a pinned one, nor the newest that is
+    certified. Asked again after the pin is set, so that a choice made before it was seen cannot have been this slot: as
+    long as no newer one is marked certified, no capture has chosen that need not have kept this one. An older certified
+    one does not count: the capture that is about to choose may be the first that need not keep it.
     """
     clean = sorted((s for s in slots if s.state is SlotState.CLEAN and s.version), key=lambda s: s.version or version)
+    agreed = [slot for slot in clean if slot.mark is Mark.CERTIFIED]
     for slot in clean:
         if slot.version == version:
-            held = slot in clean[-2:] or bool(slot.pins)
+            held = slot in [*clean[-2:], *agreed[-1:]] or bool(slot.pins)
             return slot.index if held else None
     return None
 

@@ -125,7 +125,9 @@ class Reft:
             return None
         folder = str(Path(config.checkpoint_dir).absolute())
         world_size = self._collective.world_size
-        return Storage(folder, config.checkpoint_interval, config.interval, config.checkpoint_keep, world_size)
+        return Storage(
+            folder, config.checkpoint_interval, config.interval, config.checkpoint_keep, world_size, self.certifies
+        )
 
     @property
     def gate(self) -> Gate:
@@ -317,7 +319,9 @@ class Reft:
         """What was captured after iteration `since` holds a replica that was found wrong, and is not to be restored:
         without this rank's share such a version is complete no more. No capture is running.
 
-        One that is being sent or written already is kept, and marked: no recovery takes it.
+        One that is being sent or written already is kept, and marked: no recovery takes it, and a checkpoint that is
+        not complete yet is withdrawn. One that is complete by now, written where a job ended before the verdict, stays
+        in storage: its manifest says that it is not certified, and those that are go before it.
         """
         segment = self._mapped()
         gone: list[int] = []

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ft_plugins.errors import ResumeError
 from ft_plugins.recovery.plan import RecoveryPlan
-from ft_plugins.recovery.storage import _differing, _within, with_storage
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.recovery.storage import StorageTier, _differing, _within, with_storage
+from ft_plugins.snapshot import checkpoint, persist
+from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.retention import Stored
+from ft_plugins.snapshot.slots import Mark, Version
 
 S = Version(1, 40)
 MEMORY = RecoveryPlan(Version(2, 70), "process", 3, 71, 1, "newest that all ranks hold")
 NOTHING = RecoveryPlan(None, "none", 1, 0, 0, "no version was captured before")
+ORIGIN = Origin("", 1, {"layers": 4})
 BROKEN = RecoveryPlan(None, "none", 3, 50, 50, "rank 1 holds no version", state_lost=True)
+
+
+class Alone:
+    """A job of one rank."""
+
+    rank, world_size = 0, 1
+
+    def gather(self, told: bytes) -> list[bytes]:
+        return [told]
+
+    def agree(self, refusal: Any) -> None:
+        assert refusal is None
 
 
 @pytest.mark.parametrize(
@@ -49,6 +69,37 @@ def test_a_checkpoint_that_is_taken_is_named_with_what_memory_could_not() -> Non
         "recovery: iteration 40 of lineage 1 from the storage tier (rank 1 holds no version); "
         "50 were completed, 10 lost; lineage 3"
     )
+
+
+def test_what_is_known_of_its_replicas_goes_into_the_plan_and_so_into_the_slot_of_every_rank() -> None:
+    plan = with_storage(BROKEN, "auto", 0, S, False, mark=Mark.CERTIFIED)
+    assert plan.mark is Mark.CERTIFIED and "(rank 1 holds no version), certified;" in plan.table()
+    assert with_storage(BROKEN, "auto", 0, S, False).mark is Mark.NONE
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        (MEMORY, Version(2, 60)),  # outdated: what lies in storage is of a later lineage
+        (replace(MEMORY, mark=Mark.CERTIFIED), Version(2, 70)),  # and newer than what is certified in storage
+        (NOTHING, Version(2, 60)),
+    ],
+)
+def test_a_certified_checkpoint_is_tried_before_newer_ones_of_which_it_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: RecoveryPlan, expected: Version
+) -> None:
+    stored = [
+        Stored(Version(2, 60), "v2-60", True, ORIGIN.digest, certified=True),
+        Stored(Version(3, 90), "v3-90", True, ORIGIN.digest, certified=False),
+    ]
+    monkeypatch.setattr(checkpoint, "listing", lambda base: stored)
+    read: list[str] = []
+    monkeypatch.setattr(persist, "read_rank", lambda folder, *_: read.append(folder.name))
+    tier = StorageTier(tmp_path, "job", Alone(), lambda name, reason: None)
+    plan = tier.recover(memory, "auto", 0, SimpleNamespace(fingerprint=ORIGIN.fingerprint), 1)
+    assert plan.version == expected and plan.mark is Mark.CERTIFIED
+    assert read == (["v2-60"] if expected == Version(2, 60) else [])
+    assert plan.lineage == 4, "newer than all that lies in storage"
 
 
 def test_an_older_checkpoint_of_this_size_is_not_taken_silently_where_another_size_has_gone_on() -> None:

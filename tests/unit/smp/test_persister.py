@@ -29,7 +29,7 @@ from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.retention import Offer, Storage
 from ft_plugins.snapshot.segment import Segment, Shape
-from ft_plugins.snapshot.slots import Pin, Version, slots_for
+from ft_plugins.snapshot.slots import Mark, Pin, Version, slots_for
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))
 RANGES = [(0, 1 << 15), (1 << 15, 1 << 15)]
@@ -68,6 +68,14 @@ class Rank:
             self.segment.seal(index, version, TOKEN, b"small", digests)
             self.segment.completed = iteration
 
+    def mark(self, iteration: int, mark: Mark) -> None:
+        """The verdict on a version; one of an unlike replica is void where nobody keeps it, as a trainer has it."""
+        version = Version(self.segment.lineage, iteration)
+        for slot in self.segment.slots():
+            if slot.version == version and mark is Mark.DIFFERING and not slot.pins:
+                self.segment.dirty(slot.index, None, TOKEN)
+        self.segment.mark(version, mark)
+
     def pinned(self) -> list[Version | None]:
         return [slot.version for slot in self.segment.slots() if slot.pins]
 
@@ -96,6 +104,15 @@ class Host:
     def capture(self, *iterations: int) -> None:
         for rank in self.ranks.values():
             rank.capture(*iterations)
+
+    def mark(self, iteration: int, mark: Mark) -> None:
+        for rank in self.ranks.values():
+            rank.mark(iteration, mark)
+
+    def train(self) -> None:
+        """As if this process were the trainer of all ranks."""
+        for rank in self.ranks.values():
+            rank.segment.owner = (os.getpid(), liveness.started(os.getpid()))
 
     def events(self, name: str) -> list[Event]:
         return [event for event in read(self.events_path) if event.name == name]
@@ -275,6 +292,132 @@ def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Callable[..., Host]
         node.ranks[number].capture(10)
     node.wait("persist.done")
     assert complete(base) == ["v1-10"] and not (base / "v1-10" / "rank-00002.json").exists()
+
+
+# ---- where replicas are compared ----
+
+
+def test_a_turn_waits_for_the_verdict_of_every_rank(host: Callable[..., Host], storage: Storage, base: Path) -> None:
+    node = host()
+    node.told(replace(storage, audits=1))
+    node.capture(9, 10, 11)
+    node.ranks[0].mark(10, Mark.CERTIFIED)
+    time.sleep(0.3)  # three looks and more: nothing may happen, which no event tells
+    assert not node.events("persist.begin")
+    node.ranks[1].mark(10, Mark.CERTIFIED)
+    node.wait("persist.done")
+    assert complete(base) == ["v1-10"] and checkpoint.read_manifest(base / "v1-10").certified
+    until(lambda: not any(rank.pinned() for rank in node.ranks.values()))
+
+
+def test_a_version_whose_replicas_differ_gives_its_turn_to_the_next_that_agrees(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    node.told(replace(storage, audits=1))
+    node.capture(10)
+    node.mark(10, Mark.DIFFERING)
+    node.capture(11)
+    node.mark(11, Mark.CERTIFIED)
+    node.wait("persist.done")
+    assert complete(base) == ["v1-11"]
+
+
+def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
+    host: Callable[..., Host], storage: Storage, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for where no trainer lives, so that it is begun without its verdict."""
+    node = host()
+    before = persist.write_rank
+
+    def late(folder: Path, segment: Segment, *arguments: Any, **facts: Any) -> Any:
+        found = before(folder, segment, *arguments, **facts)
+        if segment.rank == 1:
+            node.ranks[0].mark(7, Mark.DIFFERING)
+        return found
+
+    monkeypatch.setattr(persist, "write_rank", late)
+    node.told(replace(storage, audits=1))
+    node.capture(7)
+    found = node.persister.request("signal", SECONDS)
+    assert found["state"] == "failed" and "found unlike on ranks 0" in found["reason"], found
+    (failed,) = node.wait("persist.failed")
+    assert failed.fields["iteration"] == 7 and "sync.differs" in failed.fields["reason"]
+    assert os.listdir(base) == []
+    assert not any(rank.pinned() for rank in node.ranks.values())
+
+
+def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    first, second = host("a", range(0, 1), 1.0), host("b", range(1, 2), 1.0)
+    audited = replace(storage, audits=1)
+    for node in (first, second):
+        node.told(audited)
+        node.capture(10)
+    second.mark(10, Mark.CERTIFIED)
+    second.wait("persist.begin")
+    until(lambda: (checkpoint.partial_of(base, Version(1, 10)) / "rank-00001.json").exists())
+    assert second.ranks[1].pinned() == [Version(1, 10)], "watched until it is complete"
+    second.mark(10, Mark.DIFFERING)
+    (failed,) = second.wait("persist.failed")
+    assert "found unlike on ranks 1" in failed.fields["reason"]
+    first.mark(10, Mark.CERTIFIED)
+    assert "nothing of ranks 1 has appeared" in first.wait("persist.failed")[0].fields["reason"]
+    assert complete(base) == []
+    assert not second.ranks[1].pinned()
+
+
+def test_on_request_what_is_certified_is_written_before_what_is_newer(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    node.told(replace(storage, interval=0, audits=5))
+    node.capture(5)
+    node.mark(5, Mark.CERTIFIED)
+    for rank in node.ranks.values():  # it lies in the slot that is kept for it, behind newer ones
+        rank.capture(6, 7)
+    node.train()
+    assert node.persister.request("signal", SECONDS)["iteration"] == 5
+    assert complete(base) == ["v1-5"]
+
+
+@pytest.mark.parametrize("verdict", [Mark.CERTIFIED, None])
+def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_not_known_to_differ(
+    host: Callable[..., Host], storage: Storage, base: Path, verdict: Mark | None
+) -> None:
+    node = host()
+    node.told(replace(storage, interval=0, audits=1))
+    node.capture(5, 6)
+    for rank in node.ranks.values():
+        rank.segment.mark(Version(1, 6), Mark.DIFFERING)  # kept, as it is while it is sent to another node
+    node.train()
+    outcome: dict[str, Any] = {}
+    seconds = SECONDS if verdict else 1.0
+    asking = threading.Thread(target=lambda: outcome.update(node.persister.request(turns.REQUEST, seconds)))
+    begun = time.monotonic()
+    asking.start()
+    if verdict:
+        until(lambda: bool(node.persister._calls))
+        node.mark(5, verdict)
+    asking.join(SECONDS)
+    assert outcome["iteration"] == 5
+    assert checkpoint.read_manifest(base / "v1-5").certified is bool(verdict)
+    assert (time.monotonic() - begun > 0.5) == (verdict is None), "half of its time, and less where it is known"
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_at_the_end_of_a_job_what_was_due_is_written_though_no_verdict_will_come(
+    host: Callable[..., Host], storage: Storage, base: Path, differs: bool
+) -> None:
+    node = host()
+    node.told(replace(storage, audits=1))
+    node.capture(10, 11)
+    if differs:
+        node.ranks[1].segment.mark(Version(1, 10), Mark.DIFFERING)  # kept for another purpose
+    expected = 11 if differs else 10
+    assert node.persister.request("end", SECONDS, only_due=True)["iteration"] == expected
+    assert checkpoint.read_manifest(base / f"v1-{expected}").certified is False
 
 
 # ---- errors of a storage ----

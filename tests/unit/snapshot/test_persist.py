@@ -426,4 +426,60 @@ def test_the_manifest_says_whether_any_rank_had_heard_that_the_replicas_agreed(
         record = persist.write_rank(folder, source, V, ORIGIN)
         assert record.mark == (Mark.CERTIFIED if rank in heard else Mark.UNAUDITED)
         assert persist.write_rank(folder, source, V, ORIGIN).seal == record.seal, "what is there is not written again"
-    assert checkpoint.read_manifest(checkpoint.commit(tmp_path, V, ORIGIN)).certified == bool(heard)
+    folder = checkpoint.commit(tmp_path, V, ORIGIN, audited=True)
+    assert checkpoint.read_manifest(folder).certified is bool(heard)
+    (found,) = checkpoint.listing(tmp_path)
+    assert found.certified is bool(heard)
+
+
+@pytest.mark.parametrize(
+    ("mark", "heard", "audited", "expected"),
+    [
+        (Mark.NONE, Mark.NONE, False, None),
+        (Mark.UNAUDITED, Mark.NONE, False, None),
+        (Mark.NONE, Mark.NONE, True, False),
+        (Mark.NONE, Mark.CERTIFIED, True, True),  # the verdict came after the last byte
+        (Mark.DRIFTING, Mark.NONE, True, None),  # each replica whole: there is nothing to agree
+    ],
+)
+def test_a_checkpoint_is_called_uncertified_only_where_its_replicas_were_to_be_compared(
+    make: Callable[..., Segment], tmp_path: Path, mark: Mark, heard: Mark, audited: bool, expected: bool | None
+) -> None:
+    for rank in range(ORIGIN.world_size):
+        source = make(rank)
+        capture(source, V, 5)
+        source.mark(V, mark)
+        persist.write_rank(checkpoint.partial_of(tmp_path, V), source, V, ORIGIN)
+    folder = checkpoint.commit(tmp_path, V, ORIGIN, audited=audited, heard=heard)
+    assert checkpoint.read_manifest(folder).certified is expected
+
+
+@pytest.mark.parametrize("told", ["record", "heard"])
+def test_a_version_whose_replicas_differed_on_any_rank_gets_no_manifest_and_is_not_read(
+    make: Callable[..., Segment], tmp_path: Path, told: str
+) -> None:
+    building = checkpoint.partial_of(tmp_path, V)
+    for rank in range(ORIGIN.world_size):
+        source = make(rank)
+        capture(source, V, 5)
+        source.mark(V, Mark.DIFFERING if (rank, told) == (1, "record") else Mark.CERTIFIED)
+        persist.write_rank(building, source, V, ORIGIN)
+    heard = Mark.DIFFERING if told == "heard" else Mark.NONE
+    with pytest.raises(StorageError, match="version 300 .* were found unlike"):
+        checkpoint.commit(tmp_path, V, ORIGIN, audited=True, heard=heard)
+    assert not any(each.complete for each in checkpoint.listing(tmp_path))
+    if told == "record":
+        with pytest.raises(StorageError, match="were found unlike on ranks 1"):
+            persist.read_rank(building, make(1, "to"), V, TOKEN)
+
+
+@pytest.mark.parametrize("mark", [Mark.CERTIFIED, Mark.DRIFTING, Mark.UNAUDITED])
+def test_what_is_known_to_be_good_is_known_of_the_restored_slot_too(
+    make: Callable[..., Segment], tmp_path: Path, mark: Mark
+) -> None:
+    source, target = make(0), make(0, "to")
+    capture(source, V, 5)
+    source.mark(V, mark)
+    persist.write_rank(tmp_path / "p", source, V, ORIGIN)
+    index = persist.read_rank(tmp_path / "p", target, V, TOKEN)
+    assert target.slot(index).mark is (mark if mark.preferred else Mark.NONE)

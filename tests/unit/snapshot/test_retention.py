@@ -19,7 +19,7 @@ from ft_plugins.snapshot.retention import (
     next_turn,
     surplus,
 )
-from ft_plugins.snapshot.slots import Version
+from ft_plugins.snapshot.slots import Mark, Version
 
 STORAGE = Storage("/ck", interval=100, every=1, keep=2, world_size=4)
 
@@ -53,6 +53,34 @@ def test_without_an_interval_nothing_is_due_but_what_was_named() -> None:
     assert due([v(100), v(200)], quiet, None, None, True) is None
     assert due([v(100), v(200)], quiet, None, v(200), True) == v(200)
     assert next_turn(100, quiet, None) is None and next_turn(100, quiet, v(200)) == 200
+
+
+@pytest.mark.parametrize(
+    ("good", "held", "last", "alone", "expected"),
+    [
+        ([], [100, 101], None, True, None),  # the verdict is still to come
+        ([100], [100, 101], None, True, 100),
+        ([104], [100, 104], None, False, None),  # drifts, and is not compared: 110 is
+        ([110], [110, 111], None, True, 110),  # 100 differed
+        ([110], [110, 111], None, False, None),  # another node may have had 100
+        ([110], [110, 111], 100, True, None),
+    ],
+)
+def test_where_replicas_are_compared_a_turn_is_that_of_a_version_whose_verdict_is_good(
+    good: list[int], held: list[int], last: int | None, alone: bool, expected: int | None
+) -> None:
+    audited = replace(STORAGE, audits=10)
+    found = due([v(i) for i in held], audited, v(last) if last else None, None, alone, {v(i) for i in good})
+    assert found == (v(expected) if expected else None)
+    assert next_turn(101, replace(audited, interval=5), None) == 110
+
+
+def test_nodes_at_rest_write_the_newest_that_is_certified_and_never_one_that_differs() -> None:
+    held = (v(6), v(7), v(8))
+    first = Offer((0, 1), held, {v(6): Mark.CERTIFIED, v(7): Mark.UNAUDITED})
+    assert held_by_job([first, Offer((2, 3), held)], 4) == v(6), "one node that has heard it speaks for all"
+    assert held_by_job([first, Offer((2, 3), held, {v(6): Mark.DIFFERING})], 4) == v(8)
+    assert held_by_job([Offer((0, 1), held), Offer((2, 3), held, {v(8): Mark.DIFFERING})], 4) == v(7)
 
 
 def test_a_restored_version_that_lies_in_storage_is_not_due_again_and_the_next_turn_of_its_lineage_is() -> None:
@@ -116,6 +144,26 @@ def test_pruning_leaves_the_newest_complete_ones(entries: list[tuple[int, int, b
     complete = sorted((each.version for each in found if each.complete), reverse=True)
     assert sorted((each.version for each in left if each.complete), reverse=True) == complete[:2]
     assert [each.version for each in candidates(left, "f")] == complete[:2]
+
+
+def certified(version: Version, known: bool | None = True) -> Stored:
+    return replace(stored(version), certified=known)
+
+
+def test_the_newest_certified_checkpoint_is_never_pruned() -> None:
+    found = [certified(v(100)), certified(v(200)), certified(v(300), False), certified(v(400), False)]
+    assert [each.version for each in surplus(found, 2, "f")] == [v(100)]
+    assert [each.version for each in surplus([*found, certified(v(500))], 2, "f")] == [v(100), v(200), v(300)]
+
+
+def test_where_any_is_certified_those_of_which_it_is_not_known_go_last() -> None:
+    good, unknown, drifting = certified(v(200)), certified(v(300), False), certified(v(400), None)
+    older = certified(v(100), False)
+    assert candidates([older, good, unknown], "f") == (good, unknown, older)
+    assert candidates([older, good, unknown, drifting], "f") == (drifting, good, unknown, older), "compared by nobody"
+    assert candidates([older, unknown], "f") == (unknown, older), "nothing certified: the newest as it is"
+    another = replace(good, fingerprint="another")
+    assert candidates([older, another, unknown], "f") == (unknown, older)
 
 
 def test_candidates_are_those_of_the_job_and_those_that_cannot_say_whose_they_are() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import SegmentError
 from ft_plugins.snapshot.slots import (
     SLOTS,
+    Mark,
     Pin,
     Slot,
     SlotState,
@@ -207,6 +208,13 @@ def test_only_a_version_that_no_capture_can_be_about_to_overwrite_is_pinned() ->
     assert may_pin(slots, Version(1, 7)) is None, "the oldest one: a capture may have chosen it before the pin"
     assert may_pin([clean(0, 7, Pin.NODE), *slots[1:]], Version(1, 7)) == 0, "but one that is pinned already stays"
     assert may_pin(slots, Version(2, 8)) is None and may_pin(slots, Version(1, 6)) is None
+
+
+def test_the_newest_certified_version_is_pinned_however_old_and_no_older_one() -> None:
+    agreed = [replace(clean(index, iteration), mark=Mark.CERTIFIED) for index, iteration in ((0, 3), (1, 5))]
+    slots = [*agreed, clean(2, 7), clean(3, 8), clean(4, 9)]
+    assert may_pin(slots, Version(1, 5)) == 1
+    assert may_pin(slots, Version(1, 3)) is None, "the capture that chooses next need not keep it"
 
 
 @given(seed=st.integers(0, 10_000))
