@@ -322,7 +322,8 @@ class Session:
                 self._guarded(lambda reft: reft.mark(step - 1, paft.mark(step - 1)))
 
     def _agree(self, paft: Paft, call: Callable[[Paft], None]) -> None:
-        """Settle what was compared; then snapshots of a replica that was wrong are void, also where the job ends."""
+        """Settle what was compared; where a replica was wrong snapshots are void then, those of all ranks, also where
+        the job ends: of some ranks alone they would look like state that was lost."""
         try:
             call(paft)
         finally:

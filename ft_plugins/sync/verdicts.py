@@ -52,9 +52,10 @@ class Verdicts:
         self.last = job.wait()
         for audit in self.last.audits:
             self._report(audit, job.waited)
-            if any(self._rank in verdict.wrong for verdict in audit.state):
-                self._tainted = self._agreed_at
-        self._agreed_at = self.last.iteration if self.last.certain else self._agreed_at
+        if self.last.certain:
+            self._agreed_at = self.last.iteration
+        else:  # a version that one rank lacks is worth nothing to the others
+            self._tainted = self._agreed_at
         return self.last
 
     def close(self) -> None:
@@ -70,7 +71,8 @@ class Verdicts:
                 self._events.emit("sync.offenders", rank=rank, count=count, reason=reason)
 
     def tainted(self) -> int | None:
-        """Once after this rank was found wrong: the iteration of the audit before, in which the replicas agreed."""
+        """Once after any rank of the job was found wrong: the iteration of the audit before, in which the replicas
+        agreed; the same on all ranks."""
         found, self._tainted = self._tainted, None
         return found
 

@@ -147,9 +147,9 @@ class Paft:
         return Mark.DRIFTING if self.drifts else Mark.DIFFERING
 
     def tainted(self) -> int | None:
-        """Where this rank's replica was found wrong since it was asked last: the iteration after which its snapshots
-        are worth nothing, that of the last audit in which the replicas agreed. Where they drift, those that hold each
-        of them whole are gone on from as the job itself goes on, unless it is to go back."""
+        """Where any rank's replica was found wrong since it was asked last: the iteration after which snapshots are
+        worth nothing, on all ranks alike, that of the last audit in which the replicas agreed. Where they drift, those
+        that hold each of them whole are gone on from as the job itself goes on, unless it is to go back."""
         since = None if self._verdicts is None else self._verdicts.tainted()
         return None if self.drifts and self._config.on_corruption != "rollback" else since
 

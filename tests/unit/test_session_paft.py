@@ -111,13 +111,13 @@ AUDIT = {"mode": "audit", "audit_interval": 1}
 FLIP = "update.gradients@iteration=4,rank=1,restart=0:flip=29~5"
 
 
-def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> Any:
-    """Until the verdict on iteration 4 is there, right before the update of 5; then the job is gone."""
-    one = Incarnation(rank, world, block, run_dir, token).run(4)
-    one.session.iteration_begin(5)
-    one.training.backward(5)
+def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, audited: int = 4) -> Any:
+    """Until the verdict on iteration `audited` is there, right before the update after; then the job is gone."""
+    one = Incarnation(rank, world, block, run_dir, token).run(audited)
+    one.session.iteration_begin(audited + 1)
+    one.training.backward(audited + 1)
     try:
-        one.session.before_update(5)
+        one.session.before_update(audited + 1)
     except DivergedError as error:
         return one.versions, str(error)
     return one.versions, ""
@@ -174,6 +174,25 @@ def test_a_job_that_is_sent_back_resumes_from_the_version_in_which_replicas_agre
     for rank in range(2):
         assert second[rank][0] == 10
         assert second[rank][1] == {step: clean[rank][1][step] for step in range(11, 18)}
+
+
+EARLY_FLIP = "update.gradients@iteration=3,rank=2,restart=0:flip=29~5"  # seen by the first audit there is
+
+
+@pytest.mark.parametrize("chosen", ["repair", "rollback"])
+def test_a_job_that_went_wrong_before_its_first_certified_version_starts_from_the_beginning(
+    node: Node, ranks: Ranks, chosen: str
+) -> None:
+    """One of three ranks is named; what the right ones hold is of no use without its share."""
+    clean = ranks(_life, 3, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 8)
+    node.start()
+    paft = {**ROLLBACK, "on_corruption": chosen}
+    block = {"paft": paft, "reft": {}, "node_name": "n", "faults": EARLY_FLIP}
+    first = ranks(_until_found, 3, block, node.run_dir, node.fence(), EVERY)
+    assert all(("replicas of iteration 5 differ" in error) == (chosen == "rollback") for _, error in first)
+    assert {event.rank: event.fields["since"] for event in node.events("version.void")} == {0: 0, 1: 0, 2: 0}
+    second = ranks(_life, 3, {**block, "faults": ""}, node.run_dir, node.fence(), 8)
+    assert second == [(0, versions) for _, versions in clean]
 
 
 def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_compared(node: Node, ranks: Ranks) -> None:
