@@ -9,7 +9,7 @@ In: an executor of audits. Out: repaired live tensors; `sync.differs` and `sync.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import DivergedError
@@ -52,6 +52,8 @@ class Verdicts:
         self.last = job.wait()
         for audit in self.last.audits:
             self._report(audit, job.waited)
+        self.offences = self.offences.after(*self.last.audits)
+        self._report_repeated(self.last.audits)
         if self.last.certain:
             self._agreed_at = self.last.iteration
         else:  # a version that one rank lacks is worth nothing to the others
@@ -89,25 +91,22 @@ class Verdicts:
         self._agreed_at = found.iteration
 
     def _report(self, audit: Audit, waited: float) -> None:
-        self.offences = self.offences.after(audit)
-        if audit.agreed:
-            return
-        named = [verdict for verdict in audit.verdicts if verdict.source is not None]
-        speaker = named[0].source if named else audit.replicas[0]
-        if speaker != self._rank:
+        if audit.agreed or audit.speaker != self._rank:
             return
         wrong = sorted({rank for verdict in audit.verdicts for rank in verdict.wrong})
         more = len(audit.verdicts) - SHOWN
         shown = "; ".join(map(str, audit.verdicts[:SHOWN])) + (f"; and {more} more buckets" if more > 0 else "")
         self._events.emit(
-            "sync.differs", iteration=audit.iteration, ranks=wrong, majority=bool(named), waited_seconds=waited,
+            "sync.differs", iteration=audit.iteration, ranks=wrong, majority=bool(audit.accused), waited_seconds=waited,
             layers=sorted({v.bucket.layer for v in audit.verdicts if v.bucket.layer is not None}),
             buckets=[v.bucket.number for v in audit.verdicts], reason=f"after iteration {audit.iteration}: {shown}",
         )  # fmt: skip
-        accused = {rank for verdict in named for rank in verdict.wrong}
-        for rank in sorted(accused & set(self.offences.repeated())):
-            count = self.offences.by_rank[rank]
-            self._events.emit(
-                "sync.offender", rank=rank, count=count,
-                reason=f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): its device should be drained",
-            )  # fmt: skip
+
+    def _report_repeated(self, audits: Sequence[Audit]) -> None:
+        """Who was wrong again, once however many replica sets say so: by the first of their speakers."""
+        for rank in self.offences.repeated():
+            speakers = [audit.speaker for audit in audits if rank in audit.accused]
+            if speakers and min(speakers) == self._rank:
+                count = self.offences.by_rank[rank]
+                reason = f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): its device should be drained"
+                self._events.emit("sync.offender", rank=rank, count=count, reason=reason)
