@@ -263,7 +263,9 @@ class Session:
         return not self._state
 
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
-        """Restore, and go on from there in all that is beside: see `_restore`."""
+        """Restore, and go on from there in all that is beside: see `_restore`. Once more where a framework's own
+        checkpoint is loaded after that: what was carried belongs to what was restored with it."""
+        self._carrying.carried = None
         done = self._restore(loaded, last)
         if self._paft is not None:
             self._paft.begin(done, self._carrying.carried)

@@ -15,7 +15,7 @@ In: a policy, the executor, learning rates. Out: changed live tensors, `sync.ave
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 from ..events import Events
@@ -50,15 +50,19 @@ class Turns:
         """Go on after so many iterations, from the state of that version; an averaging in flight is started again."""
         self._signal = self._average = self._keep = None  # of a version that is not gone on from
         self._stale, self._kept_for = False, -1
+        self.turn, self.drifting, self._rates_squared = self._schedule.first(completed), False, 0.0
         if state is None:
-            self.turn = self._schedule.first(completed)
             return
-        self.turn = Turn(*state["turn"])
+        turn = Turn(*state["turn"])
+        within = self._schedule.within(turn)
         self.drifting, self._rates_squared = state["drifting"], state["rates_squared"]
         if state["signal"] is not None:
+            self.turn = replace(turn, interval=within.interval)  # it has come
             known = Part(*state["signal"])
             self._signal = self._background.start(lambda: known)
             self._start()
+        elif within.at > completed:  # else it would never come
+            self.turn = within
 
     def state(self) -> dict[str, Any]:
         """At a version point, of this rank: plain values. Waits for the length of a step that is being measured."""

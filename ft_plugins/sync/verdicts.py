@@ -33,7 +33,10 @@ class Verdicts:
         self._tainted: int | None = None
 
     def begin(self, completed: int, state: Mapping[str, Any]) -> None:
-        """Go on after so many iterations, with what was known."""
+        """Go on after so many iterations, with what was known. An audit under way is of what is not gone on from."""
+        if self.under_way is not None:
+            self.under_way.wait()
+        self.under_way = self.last = self._tainted = None
         self._agreed_at = completed
         self.offences = Offences({int(rank): int(count) for rank, count in state.items()})
 

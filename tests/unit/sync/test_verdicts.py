@@ -72,3 +72,15 @@ def test_a_fault_that_several_replica_sets_see_is_one_offence_and_said_once(rank
     assert one.offences.by_rank == {3: 2}
     told: list[Any] = [event.fields["count"] for event in written if event.name == "sync.offender"]
     assert told == ([2] if rank == 0 else []), "rank 0 speaks, though rank 1 is the first that knows it of the expert"
+
+
+def test_who_begins_again_knows_nothing_of_audits_before(background: Background) -> None:
+    """As where a framework's own checkpoint is loaded after a restore from memory."""
+    one, _ = verdicts(3, background, audit(4, EVERYONE, [3]))
+    await_(one, 4)
+    one.start(5)
+    one.begin(7, {})
+    assert one.under_way is None and one.last is None and one.tainted() is None
+    one.close()
+    await_(one, 4)
+    assert one.tainted() == 7
