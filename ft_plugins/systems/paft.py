@@ -10,13 +10,14 @@ fences have training wait.
 Invariant: every rank of the job does the same at the same iteration: the policy is pure, and what it is told has been
 gathered over all ranks. An error here ends the rank: replicas that are treated differently are worse than none.
 
-In: a host with `Steps`; snapshots of its tensors have passed their fence before each hook. Out: changed tensors;
-events; `state`, from which a resumed job goes on as if nothing had happened, an averaging in flight included.
+In: a host with `Steps`; snapshots of its tensors have passed their fence before each hook but iteration_begin, which is
+told how to have them pass it. Out: changed tensors; events; `state`, from which a resumed job goes on as if nothing had
+happened, an averaging in flight included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -161,10 +162,11 @@ class Paft:
         verdicts = self._verdicts if self._config.audit_at == "forward" else None
         return verdicts is not None and verdicts.under_way is not None
 
-    def iteration_begin(self, step: int) -> None:
-        """The fence of a verdict that is awaited here."""
+    def iteration_begin(self, step: int, rest: Callable[[], None] = lambda: None) -> None:
+        """The fence of a verdict that is awaited here. `rest` is called before tensors are changed or snapshots void:
+        snapshots have not passed their fence before this hook."""
         if self.early:
-            self._settle(step, recompute=False)
+            self._settle(step, recompute=False, rest=rest)
 
     def before_update(self, step: int) -> None:
         """The fence of all that runs behind."""
@@ -197,11 +199,12 @@ class Paft:
         self._background.close()
         self._background = None
 
-    def _settle(self, step: int, recompute: bool) -> None:
+    def _settle(self, step: int, recompute: bool, rest: Callable[[], None] = lambda: None) -> None:
         if self._verdicts is None or self._verdicts.under_way is None:
             return
         found = self._verdicts.await_()
         if not found.agreed:
+            rest()
             if self._turns is not None:
                 self._turns.fence()
             self._verdicts.settle(found)

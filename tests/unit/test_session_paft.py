@@ -107,6 +107,18 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
     assert {event.fields["iteration"] for event in turns} >= {5, 9}
 
 
+def _loaded_after(rank: int, world: int) -> tuple[int, int, bool]:
+    """A restore from memory has carried a turn; then the framework's own checkpoint of 30 is loaded."""
+    one = Incarnation(rank, world, {"paft": PAFT}, None, 0)
+    turns = {"turn": [34, 6, ""], "drifting": True, "rates_squared": 1.0, "signal": None}
+    one.session._carrying.carried = {"turns": turns, "offences": {}}
+    return one.session.resume(30), one.session._paft._turns.turn.at, one.session._paft._turns.drifting
+
+
+def test_what_was_carried_before_is_none_of_a_checkpoint_that_is_loaded_later(ranks: Ranks) -> None:
+    assert ranks(_loaded_after, 2) == [(30, 35, False)] * 2
+
+
 AUDIT = {"mode": "audit", "audit_interval": 1}
 FLIP = "update.gradients@iteration=4,rank=1,restart=0:flip=29~5"
 
@@ -155,6 +167,22 @@ def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path
     return one.resumed, one.versions, ""
 
 
+def _rests(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> list[int]:
+    """Before which iterations a verdict had the capture under way waited for."""
+    one = Incarnation(rank, world, block, run_dir, token)
+    found: list[int] = []
+    rest = one.session._reft.rest
+    one.session._reft.rest = lambda: (found.append(one.completed + 1), rest())
+    one.run(6)
+    return found
+
+
+def test_replicas_that_agree_before_the_forward_have_no_capture_waited_for(node: Node, ranks: Ranks) -> None:
+    node.start()
+    block = {"paft": {**AUDIT, "audit_at": "forward"}, "reft": {}, "node_name": "n", "faults": FLIP}
+    assert ranks(_rests, 2, block, node.run_dir, node.fence()) == [[5], [5]]
+
+
 def test_a_job_that_is_sent_back_resumes_from_the_version_in_which_replicas_agreed_last_and_is_the_clean_one(
     node: Node, ranks: Ranks
 ) -> None:
@@ -193,6 +221,19 @@ def test_a_job_that_went_wrong_before_its_first_certified_version_starts_from_th
     assert {event.rank: event.fields["since"] for event in node.events("version.void")} == {0: 0, 1: 0, 2: 0}
     second = ranks(_life, 3, {**block, "faults": ""}, node.run_dir, node.fence(), 8)
     assert second == [(0, versions) for _, versions in clean]
+
+
+def test_a_verdict_behind_an_update_voids_snapshots_as_one_before_an_update_does(node: Node, ranks: Ranks) -> None:
+    """An averaging that is waited for has the verdict on its own iteration awaited before it."""
+    node.start()
+    block = {"paft": {**ROLLBACK, "mode": "sync", "h": EVERY}, "reft": {}, "node_name": "n"}
+    first = ranks(_until_sent_back, 2, {**block, "faults": SEEN_BY_FIRST}, node.run_dir, node.fence(), 8)
+    assert all("replicas of iteration 5 differ" in error for _, _, error in first)
+    assert [event.fields["since"] for event in node.events("version.void")] == [0, 0]
+    assert not marks_in(node.status())
+
+
+SEEN_BY_FIRST = "update.gradients@iteration=3,rank=1,restart=0:flip=29~5"
 
 
 def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_compared(node: Node, ranks: Ranks) -> None:
