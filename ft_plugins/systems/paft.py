@@ -171,21 +171,26 @@ class Paft:
     def before_update(self, step: int) -> None:
         """The fence of all that runs behind."""
         self._settle(step, recompute=self._steps.recomputes)
-        worthless = self._turns is not None and self._turns.before(step, self._steps.learning_rate())
-        if worthless and self._steps.recomputes:
-            self._steps.derive()
-            self._steps.recompute(step)
+        if self._turns is not None:
+            finished = self._turns.before(step, self._steps.learning_rate())
+            if finished.applied:  # the update derives as well, but may be skipped
+                self._steps.derive()
+            if finished.worthless and self._steps.recomputes:
+                self._steps.recompute(step)
         self._strikes.before_update(step)
 
     def after_update(self, step: int) -> None:
         """The version is what it is: compare, average."""
         self._strikes.after_update(step)
+        turns = self._turns
+        waits = turns is not None and self._policy.doing(step, turns.turn).waits
+        if turns is not None and not waits:
+            turns.measure(step)  # first: the version point waits for it, and is not to wait for an audit
         if self._verdicts is not None and self._policy.doing(step, None).audit:
             self._verdicts.start(step)
-        turns = self._turns
         if turns is None:
             return
-        if self._policy.doing(step, turns.turn).waits:
+        if waits:
             self._settle(step, recompute=False)
         if turns.after(step):
             self._steps.derive()

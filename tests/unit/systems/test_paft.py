@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,47 @@ def test_a_nan_that_parameters_have_at_a_waiting_turn_is_never_used(ranks: Ranks
     found = ranks(train, 2, block, 12, "update.parameters@iteration=5,rank=1:nan")
     assert found[0]["events"]["sync.averaged"][0]["nonfinite"] == [1]
     assert all(one["finite"] and one["recomputed"] == [] for one in found)
+
+
+def _skipped(rank: int, world: int) -> tuple[str, str]:
+    """What is derived from parameters, beside the parameters, after an update that was skipped right behind a turn."""
+    faults.arm(NOISE.format(0.02), rank=rank)
+    watched = Watched(Training(rank, world, "sgd"), PaftConfig(h=5, h_min=5, h_max=9))
+    training = watched.training
+    derived = ""
+
+    def derive() -> None:
+        nonlocal derived
+        derived = training.parameters()
+
+    watched.run(5)
+    training.host.derive = derive
+    training.optimizer.step = lambda: None
+    watched.run(6).end()
+    return derived, training.parameters()
+
+
+def test_what_is_derived_from_averages_does_not_wait_for_an_update_that_may_be_skipped(ranks: Ranks) -> None:
+    first, second = ranks(_skipped, 2)
+    assert first == second and first[0] == first[1]
+
+
+def _waited_for(rank: int, world: int) -> list[bool]:
+    """Whether an audit could go on before the state of its version was told: what it waits for here."""
+    watched = Watched(Training(rank, world), PaftConfig(h=5, audit_interval=5)).run(4)
+    auditing, told, found = watched.paft._verdicts._auditing, threading.Event(), []
+    compare = auditing.compare
+    auditing.compare = lambda iteration: (found.append(told.wait(3.0)), compare(iteration))[1]
+    watched.run(5)
+    state = watched.paft.state()
+    told.set()
+    watched.run(6).end()
+    assert state["turns"]["signal"] is not None
+    return found
+
+
+def test_a_version_point_does_not_wait_for_an_audit(ranks: Ranks) -> None:
+    assert ranks(_waited_for, 2) == [[True], [True]]
 
 
 # ------------------------------------------------------------------------------------------------ going on
