@@ -29,11 +29,11 @@ from .schedule import Schedule, Turn
 
 @dataclass(frozen=True)
 class Finished:
-    """What an averaging has come to: whether it was `applied`, to live tensors; then whether the gradients at hand are
-    `worthless`: they were made of parameters that were infinite or no number on some rank."""
+    """What an averaging has come to: whether it was `applied`, to live tensors; and of which ranks (`spoilt`)
+    parameters were infinite or no number until then, so that the gradients at hand, made of them, are worthless."""
 
     applied: bool = False
-    worthless: bool = False
+    spoilt: tuple[int, ...] = ()
 
 
 class Turns:
@@ -157,4 +157,4 @@ class Turns:
             ranks = ", ".join(map(str, measured.nonfinite))
             reason = f"after iteration {turn.at} parameters of ranks {ranks} were infinite or no number"
             self._events.emit("sync.nonfinite", iteration=turn.at, ranks=ranks, reason=reason, echo=True)
-        return Finished(not stale, bool(measured.nonfinite) and not stale)
+        return Finished(not stale, () if stale else measured.nonfinite)

@@ -111,5 +111,5 @@ class Verdicts:
             speakers = [audit.speaker for audit in audits if rank in audit.accused]
             if speakers and min(speakers) == self._rank:
                 count = self.offences.by_rank[rank]
-                reason = f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): its device should be drained"
+                reason = f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): let its device be drained"
                 self._events.emit("sync.offender", rank=rank, count=count, reason=reason)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import PaftConfig
-from ..errors import UnsupportedError
+from ..errors import DivergedError, UnsupportedError
 from ..events import Events
 from ..model.host import Host, Steps
 from ..model.inventory import Inventory
@@ -70,6 +70,7 @@ class Paft:
         self._turns: Turns | None = None
         self._verdicts: Verdicts | None = None
         self._background: Background | None = None
+        self._spoilt: int | None = None  # the iteration after which some rank's parameters were no number
         if self._policy.schedule is not None:
             self._steps.learning_rate()  # raises where it cannot be had
 
@@ -84,6 +85,11 @@ class Paft:
         if self._policy.schedule is not None:
             chosen = self._buckets.averaged(config.average_optimizer_state)
             lines.append(told(Aggregate(config.aggregate), chosen))
+            if config.mode == "dyn" and not self._steps.recomputes:
+                lines.append(
+                    "averaging: a replica that is no number at a turn sends the job back: gradients that were made of "
+                    f"it cannot be computed again: {self._steps.why_not}"
+                )
         if config.audits_every:
             lines.append(promise(
                 config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
@@ -150,9 +156,12 @@ class Paft:
     def tainted(self) -> int | None:
         """Where any rank's replica was found wrong since it was asked last: the iteration after which snapshots are
         worth nothing, on all ranks alike, that of the last audit in which the replicas agreed. Where they drift, those
-        that hold each of them whole are gone on from as the job itself goes on, unless it is to go back."""
+        that hold each of them whole are gone on from as the job itself goes on, unless it is to go back, or one was no
+        number."""
         since = None if self._verdicts is None else self._verdicts.tainted()
-        return None if self.drifts and self._config.on_corruption != "rollback" else since
+        since = None if self.drifts and self._config.on_corruption != "rollback" else since
+        spoilt, self._spoilt = self._spoilt, None
+        return min((each for each in (since, spoilt) if each is not None), default=None)
 
     # ---- hooks ----
 
@@ -175,8 +184,8 @@ class Paft:
             finished = self._turns.before(step, self._steps.learning_rate())
             if finished.applied:  # the update derives as well, but may be skipped
                 self._steps.derive()
-            if finished.worthless and self._steps.recomputes:
-                self._steps.recompute(step)
+            if finished.spoilt:
+                self._redo(step, finished.spoilt)
         self._strikes.before_update(step)
 
     def after_update(self, step: int) -> None:
@@ -203,6 +212,22 @@ class Paft:
             self._verdicts.close()
         self._background.close()
         self._background = None
+
+    def _redo(self, step: int, spoilt: tuple[int, ...]) -> None:
+        """Gradients of `step` once more, as those at hand were made of what was no number on the ranks `spoilt`. Raises
+        DivergedError, on all ranks, where that cannot be done: the update would have it in all of them."""
+        if self._steps.recomputes:
+            self._steps.recompute(step)
+            return
+        self._spoilt = step - 2
+        own, ranks = self._host.rank, ", ".join(map(str, spoilt))
+        error = DivergedError(
+            f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were infinite or no number, and the "
+            f"gradients made of them cannot be computed again ({self._steps.why_not}): the job is to go back to a "
+            "version before; where it comes back, look at these ranks' devices and at the loss"
+        )
+        error.echo = own != spoilt[0]
+        raise error
 
     def _settle(self, step: int, recompute: bool, rest: Callable[[], None] = lambda: None) -> None:
         if self._verdicts is None or self._verdicts.under_way is None:

@@ -15,7 +15,7 @@ import torch
 from ft_plugins import faults
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import PaftConfig
-from ft_plugins.errors import ConfigError, UnsupportedError
+from ft_plugins.errors import ConfigError, DivergedError, UnsupportedError
 from ft_plugins.events import Events
 from ft_plugins.systems.paft import Paft
 
@@ -123,6 +123,25 @@ def test_a_nan_at_a_turn_is_named_and_left_out_and_the_gradients_made_of_it_are_
     assert [one["iteration"] for one in found[1]["events"]["fault.struck"]] == [5]
     assert "fault.struck" not in found[0]["events"]
     assert all(one["recomputed"] == [6] and one["finite"] for one in found)
+
+
+def _sent_back(rank: int, world: int) -> tuple[str, bool, int, int | None, str]:
+    faults.arm("update.gradients@iteration=5,rank=1:nan", rank=rank)
+    watched = Watched(Training(rank, world, recomputes=False), PaftConfig(h=5, average_optimizer_state=True))
+    try:
+        watched.run(8)
+    except DivergedError as error:
+        return str(error), error.echo, watched.completed, watched.paft.tainted(), watched.paft.table()
+    raise AssertionError("went on")
+
+
+def test_a_nan_at_a_turn_whose_gradients_cannot_be_computed_again_sends_the_job_back(ranks: Ranks) -> None:
+    """Before it is in all replicas; snapshots of the turn are not gone on from."""
+    found = ranks(_sent_back, 2)
+    assert [echo for _, echo, *_ in found] == [True, False]
+    for error, _, completed, since, told in found:
+        assert "after iteration 5 parameters of ranks 1 were infinite or no number" in error
+        assert (completed, since) == (5, 4) and "no number at a turn sends the job back" in told
 
 
 def test_a_nan_between_turns_reaches_all_by_the_gradients_and_all_are_named(ranks: Ranks) -> None:
