@@ -263,7 +263,9 @@ class Session:
         return not self._state
 
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
-        """Restore, and go on from there in all that is beside: see `_restore`."""
+        """Restore, and go on from there in all that is beside: see `_restore`. Once more where a framework's own
+        checkpoint is loaded after that: what was carried belongs to what was restored with it."""
+        self._carrying.carried = None
         done = self._restore(loaded, last)
         if self._paft is not None:
             self._paft.begin(done, self._carrying.carried)
@@ -307,9 +309,7 @@ class Session:
         if self.profiler is not None:
             self.profiler.iteration_begin(step)
         if self._paft is not None and self._paft.early:
-            if self._reft is not None:
-                self._guarded(lambda reft: reft.rest())
-            self._agree(self._paft, lambda paft: paft.iteration_begin(step))
+            self._agree(self._paft, lambda paft: paft.iteration_begin(step, self._rest))
 
     def before_update(self, step: int) -> None:
         """The fence; then what is averaged or repaired, in tensors that nobody captures."""
@@ -321,8 +321,14 @@ class Session:
             if self._reft is not None:  # a verdict on the version before is known now, and that is sealed
                 self._guarded(lambda reft: reft.mark(step - 1, paft.mark(step - 1)))
 
+    def _rest(self) -> None:
+        """The capture under way is sealed when this returns."""
+        if self._reft is not None:
+            self._guarded(lambda reft: reft.rest())
+
     def _agree(self, paft: Paft, call: Callable[[Paft], None]) -> None:
-        """Settle what was compared; then snapshots of a replica that was wrong are void, also where the job ends."""
+        """Settle what was compared; where a replica was wrong snapshots are void then, those of all ranks, also where
+        the job ends: of some ranks alone they would look like state that was lost."""
         try:
             call(paft)
         finally:
@@ -333,7 +339,7 @@ class Session:
     def after_update(self, step: int) -> None:
         """Replicas may be compared and averaged from now on."""
         if self._paft is not None:
-            self._paft.after_update(step)
+            self._agree(self._paft, lambda paft: paft.after_update(step))
 
     def iteration_end(self, step: int) -> None:
         """The version point."""

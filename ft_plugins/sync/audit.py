@@ -75,6 +75,16 @@ class Audit:
         """Those on what a version consists of: copies are none of it."""
         return tuple(verdict for verdict in self.verdicts if not verdict.bucket.derived)
 
+    @property
+    def accused(self) -> frozenset[int]:
+        """The ranks that a majority names: ties accuse nobody."""
+        return frozenset(rank for one in self.verdicts if one.source is not None for rank in one.wrong)
+
+    @property
+    def speaker(self) -> int:
+        """Who reports: the first rank of those that are right, or the first of all where nobody can be named."""
+        return next((one.source for one in self.verdicts if one.source is not None), self.replicas[0])
+
     def table(self) -> str:
         """For people: a line for each bucket that differs, the first 32."""
         shown = f"iteration {self.iteration}: {len(self.replicas)} replicas, {self.buckets} buckets"
@@ -174,11 +184,10 @@ class Offences:
 
     by_rank: Mapping[int, int] = field(default_factory=dict)
 
-    def after(self, audit: Audit) -> Offences:
-        """With the verdicts of one more audit; several buckets at one iteration are one offence."""
-        named = {rank for verdict in audit.verdicts if verdict.source is not None for rank in verdict.wrong}
+    def after(self, *audits: Audit) -> Offences:
+        """With the verdicts of one more iteration; several buckets, or replica sets, are one offence there."""
         counts = dict(self.by_rank)
-        for rank in sorted(named):
+        for rank in sorted(set().union(*(audit.accused for audit in audits))):
             counts[rank] = counts.get(rank, 0) + 1
         return Offences(counts)
 

@@ -51,6 +51,10 @@ class Schedule(Protocol):
         """The turn after `turn`; `measured` is None where nothing was."""
         ...
 
+    def within(self, turn: Turn) -> Turn:
+        """A turn that is remembered from before, as this schedule can have it: intervals may be configured anew."""
+        ...
+
 
 @dataclass(frozen=True)
 class Periodic:
@@ -67,6 +71,9 @@ class Periodic:
 
     def following(self, turn: Turn, measured: Measured | None) -> Turn:
         return Turn(turn.at + self.h, self.h)
+
+    def within(self, turn: Turn) -> Turn:
+        return turn if turn.interval == self.h else self.first(turn.at - turn.interval)
 
 
 @dataclass(frozen=True)
@@ -85,12 +92,19 @@ class NoiseDriven:
             )
 
     def first(self, completed: int) -> Turn:
-        interval = min(max(self.h, self.h_min), self.h_max)
+        interval = self._clipped(self.h)
         return Turn(completed + interval, interval, "first")
 
     def following(self, turn: Turn, measured: Measured | None) -> Turn:
         interval, reason = self._interval(turn, measured)
         return Turn(turn.at + interval, interval, reason)
+
+    def within(self, turn: Turn) -> Turn:
+        interval = self._clipped(turn.interval)
+        return Turn(turn.at - turn.interval + interval, interval, turn.reason)
+
+    def _clipped(self, interval: int) -> int:
+        return min(max(interval, self.h_min), self.h_max)
 
     def _interval(self, turn: Turn, measured: Measured | None) -> tuple[int, str]:
         if measured is not None and measured.nonfinite:

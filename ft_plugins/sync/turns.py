@@ -15,7 +15,7 @@ In: a policy, the executor, learning rates. Out: changed live tensors, `sync.ave
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from ..events import Events
@@ -25,6 +25,15 @@ from .noise import Measured, Part, combine
 from .policy import Policy
 from .run import Averaging
 from .schedule import Schedule, Turn
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What an averaging has come to: whether it was `applied`, to live tensors; and of which ranks (`spoilt`)
+    parameters were infinite or no number until then, so that the gradients at hand, made of them, are worthless."""
+
+    applied: bool = False
+    spoilt: tuple[int, ...] = ()
 
 
 class Turns:
@@ -50,15 +59,19 @@ class Turns:
         """Go on after so many iterations, from the state of that version; an averaging in flight is started again."""
         self._signal = self._average = self._keep = None  # of a version that is not gone on from
         self._stale, self._kept_for = False, -1
+        self.turn, self.drifting, self._rates_squared = self._schedule.first(completed), False, 0.0
         if state is None:
-            self.turn = self._schedule.first(completed)
             return
-        self.turn = Turn(*state["turn"])
+        turn = Turn(*state["turn"])
+        within = self._schedule.within(turn)
         self.drifting, self._rates_squared = state["drifting"], state["rates_squared"]
         if state["signal"] is not None:
+            self.turn = replace(turn, interval=within.interval)  # it has come
             known = Part(*state["signal"])
             self._signal = self._background.start(lambda: known)
             self._start()
+        elif within.at > completed:  # else it would never come
+            self.turn = within
 
     def state(self) -> dict[str, Any]:
         """At a version point, of this rank: plain values. Waits for the length of a step that is being measured."""
@@ -69,24 +82,29 @@ class Turns:
             "signal": None if self._signal is None else list(astuple(self._signal.wait())),
         }
 
-    def before(self, step: int, rate: float) -> bool:
-        """The fence: averages are applied. `rate` is the learning rate of the update that comes. Whether the gradients
-        at hand are worthless: they were made of parameters that were infinite or no number on some rank."""
-        worthless = self._average is not None and self._finish(step)
+    def before(self, step: int, rate: float) -> Finished:
+        """The fence: averages are applied. `rate` is the learning rate of the update that comes."""
+        finished = Finished() if self._average is None else self._finish(step)
         self.fence()
         self._rate = rate
         if self._policy.doing(step, self.turn).remember and self._kept_for != step:
             self._averaging.keep()
             self._kept_for = step
-        return worthless
+        return finished
+
+    def measure(self, step: int) -> None:
+        """Start measuring the length of the update of `step`, where it is a turn: the only thing that a version point
+        waits for, so what is given before it is what that waits for, too. Before `after`, which does it otherwise."""
+        if self._signal is None and self._policy.doing(step, self.turn).average:
+            rate = self._rate
+            self._signal = self._background.start(lambda: self._averaging.measure(rate))
 
     def after(self, step: int) -> bool:
         """Start what is due. Whether live tensors were changed."""
         self._rates_squared += self._rate**2
         doing = self._policy.doing(step, self.turn)
         if doing.average:
-            rate = self._rate
-            self._signal = self._background.start(lambda: self._averaging.measure(rate))
+            self.measure(step)
             self._start()
             if doing.waits:
                 self._finish(step + 1)
@@ -118,8 +136,8 @@ class Turns:
 
         self._average = self._background.start(work)
 
-    def _finish(self, step: int) -> bool:
-        """Apply what was averaged, before the update of `step`. Whether some of it was no number before, and is now."""
+    def _finish(self, step: int) -> Finished:
+        """Apply what was averaged, before the update of `step`."""
         assert self._average is not None
         job, self._average, self._signal = self._average, None, None
         stale, self._stale = self._stale, False
@@ -139,4 +157,4 @@ class Turns:
             ranks = ", ".join(map(str, measured.nonfinite))
             reason = f"after iteration {turn.at} parameters of ranks {ranks} were infinite or no number"
             self._events.emit("sync.nonfinite", iteration=turn.at, ranks=ranks, reason=reason, echo=True)
-        return bool(measured.nonfinite) and not stale
+        return Finished(not stale, () if stale else measured.nonfinite)

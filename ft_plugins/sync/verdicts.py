@@ -9,7 +9,7 @@ In: an executor of audits. Out: repaired live tensors; `sync.differs` and `sync.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import DivergedError
@@ -33,7 +33,10 @@ class Verdicts:
         self._tainted: int | None = None
 
     def begin(self, completed: int, state: Mapping[str, Any]) -> None:
-        """Go on after so many iterations, with what was known."""
+        """Go on after so many iterations, with what was known. An audit under way is of what is not gone on from."""
+        if self.under_way is not None:
+            self.under_way.wait()
+        self.under_way = self.last = self._tainted = None
         self._agreed_at = completed
         self.offences = Offences({int(rank): int(count) for rank, count in state.items()})
 
@@ -52,9 +55,12 @@ class Verdicts:
         self.last = job.wait()
         for audit in self.last.audits:
             self._report(audit, job.waited)
-            if any(self._rank in verdict.wrong for verdict in audit.state):
-                self._tainted = self._agreed_at
-        self._agreed_at = self.last.iteration if self.last.certain else self._agreed_at
+        self.offences = self.offences.after(*self.last.audits)
+        self._report_repeated(self.last.audits)
+        if self.last.certain:
+            self._agreed_at = self.last.iteration
+        else:  # a version that one rank lacks is worth nothing to the others
+            self._tainted = self._agreed_at
         return self.last
 
     def close(self) -> None:
@@ -70,7 +76,8 @@ class Verdicts:
                 self._events.emit("sync.offenders", rank=rank, count=count, reason=reason)
 
     def tainted(self) -> int | None:
-        """Once after this rank was found wrong: the iteration of the audit before, in which the replicas agreed."""
+        """Once after any rank of the job was found wrong: the iteration of the audit before, in which the replicas
+        agreed; the same on all ranks."""
         found, self._tainted = self._tainted, None
         return found
 
@@ -87,25 +94,22 @@ class Verdicts:
         self._agreed_at = found.iteration
 
     def _report(self, audit: Audit, waited: float) -> None:
-        self.offences = self.offences.after(audit)
-        if audit.agreed:
-            return
-        named = [verdict for verdict in audit.verdicts if verdict.source is not None]
-        speaker = named[0].source if named else audit.replicas[0]
-        if speaker != self._rank:
+        if audit.agreed or audit.speaker != self._rank:
             return
         wrong = sorted({rank for verdict in audit.verdicts for rank in verdict.wrong})
         more = len(audit.verdicts) - SHOWN
         shown = "; ".join(map(str, audit.verdicts[:SHOWN])) + (f"; and {more} more buckets" if more > 0 else "")
         self._events.emit(
-            "sync.differs", iteration=audit.iteration, ranks=wrong, majority=bool(named), waited_seconds=waited,
+            "sync.differs", iteration=audit.iteration, ranks=wrong, majority=bool(audit.accused), waited_seconds=waited,
             layers=sorted({v.bucket.layer for v in audit.verdicts if v.bucket.layer is not None}),
             buckets=[v.bucket.number for v in audit.verdicts], reason=f"after iteration {audit.iteration}: {shown}",
         )  # fmt: skip
-        accused = {rank for verdict in named for rank in verdict.wrong}
-        for rank in sorted(accused & set(self.offences.repeated())):
-            count = self.offences.by_rank[rank]
-            self._events.emit(
-                "sync.offender", rank=rank, count=count,
-                reason=f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): its device should be drained",
-            )  # fmt: skip
+
+    def _report_repeated(self, audits: Sequence[Audit]) -> None:
+        """Who was wrong again, once however many replica sets say so: by the first of their speakers."""
+        for rank in self.offences.repeated():
+            speakers = [audit.speaker for audit in audits if rank in audit.accused]
+            if speakers and min(speakers) == self._rank:
+                count = self.offences.by_rank[rank]
+                reason = f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): let its device be drained"
+                self._events.emit("sync.offender", rank=rank, count=count, reason=reason)

@@ -10,13 +10,14 @@ fences have training wait.
 Invariant: every rank of the job does the same at the same iteration: the policy is pure, and what it is told has been
 gathered over all ranks. An error here ends the rank: replicas that are treated differently are worse than none.
 
-In: a host with `Steps`; snapshots of its tensors have passed their fence before each hook. Out: changed tensors;
-events; `state`, from which a resumed job goes on as if nothing had happened, an averaging in flight included.
+In: a host with `Steps`; snapshots of its tensors have passed their fence before each hook but iteration_begin, which is
+told how to have them pass it. Out: changed tensors; events; `state`, from which a resumed job goes on as if nothing had
+happened, an averaging in flight included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import PaftConfig
-from ..errors import UnsupportedError
+from ..errors import DivergedError, UnsupportedError
 from ..events import Events
 from ..model.host import Host, Steps
 from ..model.inventory import Inventory
@@ -69,6 +70,7 @@ class Paft:
         self._turns: Turns | None = None
         self._verdicts: Verdicts | None = None
         self._background: Background | None = None
+        self._spoilt: int | None = None  # the iteration after which some rank's parameters were no number
         if self._policy.schedule is not None:
             self._steps.learning_rate()  # raises where it cannot be had
 
@@ -83,6 +85,11 @@ class Paft:
         if self._policy.schedule is not None:
             chosen = self._buckets.averaged(config.average_optimizer_state)
             lines.append(told(Aggregate(config.aggregate), chosen))
+            if config.mode == "dyn" and not self._steps.recomputes:
+                lines.append(
+                    "averaging: a replica that is no number at a turn sends the job back: gradients that were made of "
+                    f"it cannot be computed again: {self._steps.why_not}"
+                )
         if config.audits_every:
             lines.append(promise(
                 config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
@@ -147,11 +154,14 @@ class Paft:
         return Mark.DRIFTING if self.drifts else Mark.DIFFERING
 
     def tainted(self) -> int | None:
-        """Where this rank's replica was found wrong since it was asked last: the iteration after which its snapshots
-        are worth nothing, that of the last audit in which the replicas agreed. Where they drift, those that hold each
-        of them whole are gone on from as the job itself goes on, unless it is to go back."""
+        """Where any rank's replica was found wrong since it was asked last: the iteration after which snapshots are
+        worth nothing, on all ranks alike, that of the last audit in which the replicas agreed. Where they drift, those
+        that hold each of them whole are gone on from as the job itself goes on, unless it is to go back, or one was no
+        number."""
         since = None if self._verdicts is None else self._verdicts.tainted()
-        return None if self.drifts and self._config.on_corruption != "rollback" else since
+        since = None if self.drifts and self._config.on_corruption != "rollback" else since
+        spoilt, self._spoilt = self._spoilt, None
+        return min((each for each in (since, spoilt) if each is not None), default=None)
 
     # ---- hooks ----
 
@@ -161,29 +171,35 @@ class Paft:
         verdicts = self._verdicts if self._config.audit_at == "forward" else None
         return verdicts is not None and verdicts.under_way is not None
 
-    def iteration_begin(self, step: int) -> None:
-        """The fence of a verdict that is awaited here."""
+    def iteration_begin(self, step: int, rest: Callable[[], None] = lambda: None) -> None:
+        """The fence of a verdict that is awaited here. `rest` is called before tensors are changed or snapshots void:
+        snapshots have not passed their fence before this hook."""
         if self.early:
-            self._settle(step, recompute=False)
+            self._settle(step, recompute=False, rest=rest)
 
     def before_update(self, step: int) -> None:
         """The fence of all that runs behind."""
         self._settle(step, recompute=self._steps.recomputes)
-        worthless = self._turns is not None and self._turns.before(step, self._steps.learning_rate())
-        if worthless and self._steps.recomputes:
-            self._steps.derive()
-            self._steps.recompute(step)
+        if self._turns is not None:
+            finished = self._turns.before(step, self._steps.learning_rate())
+            if finished.applied:  # the update derives as well, but may be skipped
+                self._steps.derive()
+            if finished.spoilt:
+                self._redo(step, finished.spoilt)
         self._strikes.before_update(step)
 
     def after_update(self, step: int) -> None:
         """The version is what it is: compare, average."""
         self._strikes.after_update(step)
+        turns = self._turns
+        waits = turns is not None and self._policy.doing(step, turns.turn).waits
+        if turns is not None and not waits:
+            turns.measure(step)  # first: the version point waits for it, and is not to wait for an audit
         if self._verdicts is not None and self._policy.doing(step, None).audit:
             self._verdicts.start(step)
-        turns = self._turns
         if turns is None:
             return
-        if self._policy.doing(step, turns.turn).waits:
+        if waits:
             self._settle(step, recompute=False)
         if turns.after(step):
             self._steps.derive()
@@ -197,11 +213,28 @@ class Paft:
         self._background.close()
         self._background = None
 
-    def _settle(self, step: int, recompute: bool) -> None:
+    def _redo(self, step: int, spoilt: tuple[int, ...]) -> None:
+        """Gradients of `step` once more, as those at hand were made of what was no number on the ranks `spoilt`. Raises
+        DivergedError, on all ranks, where that cannot be done: the update would have it in all of them."""
+        if self._steps.recomputes:
+            self._steps.recompute(step)
+            return
+        self._spoilt = step - 2
+        own, ranks = self._host.rank, ", ".join(map(str, spoilt))
+        error = DivergedError(
+            f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were infinite or no number, and the "
+            f"gradients made of them cannot be computed again ({self._steps.why_not}): the job is to go back to a "
+            "version before; where it comes back, look at these ranks' devices and at the loss"
+        )
+        error.echo = own != spoilt[0]
+        raise error
+
+    def _settle(self, step: int, recompute: bool, rest: Callable[[], None] = lambda: None) -> None:
         if self._verdicts is None or self._verdicts.under_way is None:
             return
         found = self._verdicts.await_()
         if not found.agreed:
+            rest()
             if self._turns is not None:
                 self._turns.fence()
             self._verdicts.settle(found)

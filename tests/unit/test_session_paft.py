@@ -107,17 +107,29 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
     assert {event.fields["iteration"] for event in turns} >= {5, 9}
 
 
+def _loaded_after(rank: int, world: int) -> tuple[int, int, bool]:
+    """A restore from memory has carried a turn; then the framework's own checkpoint of 30 is loaded."""
+    one = Incarnation(rank, world, {"paft": PAFT}, None, 0)
+    turns = {"turn": [34, 6, ""], "drifting": True, "rates_squared": 1.0, "signal": None}
+    one.session._carrying.carried = {"turns": turns, "offences": {}}
+    return one.session.resume(30), one.session._paft._turns.turn.at, one.session._paft._turns.drifting
+
+
+def test_what_was_carried_before_is_none_of_a_checkpoint_that_is_loaded_later(ranks: Ranks) -> None:
+    assert ranks(_loaded_after, 2) == [(30, 35, False)] * 2
+
+
 AUDIT = {"mode": "audit", "audit_interval": 1}
 FLIP = "update.gradients@iteration=4,rank=1,restart=0:flip=29~5"
 
 
-def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> Any:
-    """Until the verdict on iteration 4 is there, right before the update of 5; then the job is gone."""
-    one = Incarnation(rank, world, block, run_dir, token).run(4)
-    one.session.iteration_begin(5)
-    one.training.backward(5)
+def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, audited: int = 4) -> Any:
+    """Until the verdict on iteration `audited` is there, right before the update after; then the job is gone."""
+    one = Incarnation(rank, world, block, run_dir, token).run(audited)
+    one.session.iteration_begin(audited + 1)
+    one.training.backward(audited + 1)
     try:
-        one.session.before_update(5)
+        one.session.before_update(audited + 1)
     except DivergedError as error:
         return one.versions, str(error)
     return one.versions, ""
@@ -155,6 +167,22 @@ def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path
     return one.resumed, one.versions, ""
 
 
+def _rests(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> list[int]:
+    """Before which iterations a verdict had the capture under way waited for."""
+    one = Incarnation(rank, world, block, run_dir, token)
+    found: list[int] = []
+    rest = one.session._reft.rest
+    one.session._reft.rest = lambda: (found.append(one.completed + 1), rest())
+    one.run(6)
+    return found
+
+
+def test_replicas_that_agree_before_the_forward_have_no_capture_waited_for(node: Node, ranks: Ranks) -> None:
+    node.start()
+    block = {"paft": {**AUDIT, "audit_at": "forward"}, "reft": {}, "node_name": "n", "faults": FLIP}
+    assert ranks(_rests, 2, block, node.run_dir, node.fence()) == [[5], [5]]
+
+
 def test_a_job_that_is_sent_back_resumes_from_the_version_in_which_replicas_agreed_last_and_is_the_clean_one(
     node: Node, ranks: Ranks
 ) -> None:
@@ -174,6 +202,38 @@ def test_a_job_that_is_sent_back_resumes_from_the_version_in_which_replicas_agre
     for rank in range(2):
         assert second[rank][0] == 10
         assert second[rank][1] == {step: clean[rank][1][step] for step in range(11, 18)}
+
+
+EARLY_FLIP = "update.gradients@iteration=3,rank=2,restart=0:flip=29~5"  # seen by the first audit there is
+
+
+@pytest.mark.parametrize("chosen", ["repair", "rollback"])
+def test_a_job_that_went_wrong_before_its_first_certified_version_starts_from_the_beginning(
+    node: Node, ranks: Ranks, chosen: str
+) -> None:
+    """One of three ranks is named; what the right ones hold is of no use without its share."""
+    clean = ranks(_life, 3, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 8)
+    node.start()
+    paft = {**ROLLBACK, "on_corruption": chosen}
+    block = {"paft": paft, "reft": {}, "node_name": "n", "faults": EARLY_FLIP}
+    first = ranks(_until_found, 3, block, node.run_dir, node.fence(), EVERY)
+    assert all(("replicas of iteration 5 differ" in error) == (chosen == "rollback") for _, error in first)
+    assert {event.rank: event.fields["since"] for event in node.events("version.void")} == {0: 0, 1: 0, 2: 0}
+    second = ranks(_life, 3, {**block, "faults": ""}, node.run_dir, node.fence(), 8)
+    assert second == [(0, versions) for _, versions in clean]
+
+
+def test_a_verdict_behind_an_update_voids_snapshots_as_one_before_an_update_does(node: Node, ranks: Ranks) -> None:
+    """An averaging that is waited for has the verdict on its own iteration awaited before it."""
+    node.start()
+    block = {"paft": {**ROLLBACK, "mode": "sync", "h": EVERY}, "reft": {}, "node_name": "n"}
+    first = ranks(_until_sent_back, 2, {**block, "faults": SEEN_BY_FIRST}, node.run_dir, node.fence(), 8)
+    assert all("replicas of iteration 5 differ" in error for _, _, error in first)
+    assert [event.fields["since"] for event in node.events("version.void")] == [0, 0]
+    assert not marks_in(node.status())
+
+
+SEEN_BY_FIRST = "update.gradients@iteration=3,rank=1,restart=0:flip=29~5"
 
 
 def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_compared(node: Node, ranks: Ranks) -> None:

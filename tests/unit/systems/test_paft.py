@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from ft_plugins import faults
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import PaftConfig
-from ft_plugins.errors import ConfigError, UnsupportedError
+from ft_plugins.errors import ConfigError, DivergedError, UnsupportedError
 from ft_plugins.events import Events
 from ft_plugins.systems.paft import Paft
 
@@ -124,6 +125,25 @@ def test_a_nan_at_a_turn_is_named_and_left_out_and_the_gradients_made_of_it_are_
     assert all(one["recomputed"] == [6] and one["finite"] for one in found)
 
 
+def _sent_back(rank: int, world: int) -> tuple[str, bool, int, int | None, str]:
+    faults.arm("update.gradients@iteration=5,rank=1:nan", rank=rank)
+    watched = Watched(Training(rank, world, recomputes=False), PaftConfig(h=5, average_optimizer_state=True))
+    try:
+        watched.run(8)
+    except DivergedError as error:
+        return str(error), error.echo, watched.completed, watched.paft.tainted(), watched.paft.table()
+    raise AssertionError("went on")
+
+
+def test_a_nan_at_a_turn_whose_gradients_cannot_be_computed_again_sends_the_job_back(ranks: Ranks) -> None:
+    """Before it is in all replicas; snapshots of the turn are not gone on from."""
+    found = ranks(_sent_back, 2)
+    assert [echo for _, echo, *_ in found] == [True, False]
+    for error, _, completed, since, told in found:
+        assert "after iteration 5 parameters of ranks 1 were infinite or no number" in error
+        assert (completed, since) == (5, 4) and "no number at a turn sends the job back" in told
+
+
 def test_a_nan_between_turns_reaches_all_by_the_gradients_and_all_are_named(ranks: Ranks) -> None:
     """What averaging cannot undo and an audit of every update can."""
     block = {"h": 5, "h_min": 3, "h_max": 50}
@@ -141,6 +161,47 @@ def test_a_nan_that_parameters_have_at_a_waiting_turn_is_never_used(ranks: Ranks
     found = ranks(train, 2, block, 12, "update.parameters@iteration=5,rank=1:nan")
     assert found[0]["events"]["sync.averaged"][0]["nonfinite"] == [1]
     assert all(one["finite"] and one["recomputed"] == [] for one in found)
+
+
+def _skipped(rank: int, world: int) -> tuple[str, str]:
+    """What is derived from parameters, beside the parameters, after an update that was skipped right behind a turn."""
+    faults.arm(NOISE.format(0.02), rank=rank)
+    watched = Watched(Training(rank, world, "sgd"), PaftConfig(h=5, h_min=5, h_max=9))
+    training = watched.training
+    derived = ""
+
+    def derive() -> None:
+        nonlocal derived
+        derived = training.parameters()
+
+    watched.run(5)
+    training.host.derive = derive
+    training.optimizer.step = lambda: None
+    watched.run(6).end()
+    return derived, training.parameters()
+
+
+def test_what_is_derived_from_averages_does_not_wait_for_an_update_that_may_be_skipped(ranks: Ranks) -> None:
+    first, second = ranks(_skipped, 2)
+    assert first == second and first[0] == first[1]
+
+
+def _waited_for(rank: int, world: int) -> list[bool]:
+    """Whether an audit could go on before the state of its version was told: what it waits for here."""
+    watched = Watched(Training(rank, world), PaftConfig(h=5, audit_interval=5)).run(4)
+    auditing, told, found = watched.paft._verdicts._auditing, threading.Event(), []
+    compare = auditing.compare
+    auditing.compare = lambda iteration: (found.append(told.wait(3.0)), compare(iteration))[1]
+    watched.run(5)
+    state = watched.paft.state()
+    told.set()
+    watched.run(6).end()
+    assert state["turns"]["signal"] is not None
+    return found
+
+
+def test_a_version_point_does_not_wait_for_an_audit(ranks: Ranks) -> None:
+    assert ranks(_waited_for, 2) == [[True], [True]]
 
 
 # ------------------------------------------------------------------------------------------------ going on
