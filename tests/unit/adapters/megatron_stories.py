@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from gpt_job import Job
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from ft_plugins import faults
@@ -196,6 +197,7 @@ def it_finds_the_state_of_an_optimizer_that_counts_steps_per_group() -> None:
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
 
+    parallel_state.initialize_model_parallel()
     parameter = torch.nn.Parameter(torch.ones(3))
     inner = FusedLike([{"params": [parameter]}], {"lr": 0.5, "betas": (0.9, 0.95)})
     inner.state[parameter] = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}

@@ -30,6 +30,8 @@ SCRIPT = """
     from ft_plugins import session
     from ft_plugins.adapters.plain import PlainHost
     from ft_plugins.config import launch_context
+    from ft_plugins.rig.journal import wait_until
+    from ft_plugins.smp.client import Client
 
     losses, iterations, waits_at, fails_at = sys.argv[1], *map(int, sys.argv[2:])
     context = launch_context()
@@ -37,7 +39,14 @@ SCRIPT = """
     state = torch.ones(1000)
     protection = session.attach(PlainHost({"state": state}, rank=context.rank, world_size=2, replicated=True))
     completed = protection.resume()
+
+    def named():  # a version ahead, that the SMPs of both nodes are to exchange: iterations are over in no time here
+        with Client(context.run_dir) as client:
+            return client.status()["node_tier"]["exchange"]
+
     for step in range(completed + 1, iterations + 1):
+        if step == 2 and waits_at and context.local_world_size == 1:
+            wait_until(named, 60, lambda: "no version is to be exchanged")
         protection.iteration_begin(step)
         if step == fails_at:
             sys.exit(f"rank {context.rank} cannot go on")
