@@ -12,17 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..errors import ConfigError
 from ..model.timeline import Kind, Timeline
 from ..planner.goodput import GoodputPlan, Protection
 from ..planner.intervals import DAY
 from ..planner.pipeline import Schedule
 from ..planner.study import Scale, Shape
-from .survival_picture import FORMATS
+from .canvas import plain, sheet
 
 SPANS = {
     Kind.FORWARD: "#0b6fb8",
@@ -41,7 +38,7 @@ MOST_RANKS = 64  # that a picture has rows for
 def draw_plan(timelines: Sequence[Timeline], plans: Sequence[GoodputPlan], path: Path) -> None:
     """One iteration, a row for each rank, and goodput over the nodes. Raises ConfigError for another format, OSError
     where it cannot be written."""
-    figure = _figure(path, 12, 8)
+    figure = sheet(path, 12, 8)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
     shown = timelines[:MOST_RANKS]
     for one in shown:
@@ -63,14 +60,14 @@ def draw_plan(timelines: Sequence[Timeline], plans: Sequence[GoodputPlan], path:
 
 def draw_goodput(scales: Sequence[Scale], path: Path) -> None:
     """Goodput of the family."""
-    figure = _figure(path, 10, 6)
+    figure = sheet(path, 10, 6)
     _goodput(figure.subplots(), [one.plan for one in scales], [one.job.ranks for one in scales], "ranks")
     figure.savefig(path)
 
 
 def draw_shapes(shapes: Sequence[Shape], path: Path) -> None:
     """Bubbles of each stage, a panel for each batch (figure 3)."""
-    figure = _figure(path, 12, 5)
+    figure = sheet(path, 12, 5)
     batches = sorted({one.job.batch for one in shapes}, reverse=True)
     for axes, batch in zip(figure.subplots(1, len(batches), sharey=True, squeeze=False)[0], batches, strict=True):
         chosen = [one for one in shapes if one.job.batch == batch]
@@ -81,14 +78,14 @@ def draw_shapes(shapes: Sequence[Shape], path: Path) -> None:
         axes.axhline(PAPER_LEAST, color="#c8322b", linewidth=1.0)
         axes.set_xticks(range(len(chosen)), [one.job.name for one in chosen])
         axes.set_title(f"batch {batch}, microbatch {chosen[0].job.micro_batch}", loc="left", fontweight="bold")
-        _plain(axes)
+        plain(axes)
     figure.axes[0].set_ylabel("share of the iteration that is bubbles, by stage")
     figure.savefig(path)
 
 
 def draw_schedules(scales: Sequence[Scale], path: Path) -> None:
     """Bubbles of each schedule over the size of the job (figure 4)."""
-    figure = _figure(path, 12, 5)
+    figure = sheet(path, 12, 5)
     axes = figure.subplots()
     width = 0.8 / len(Schedule)
     for number, schedule in enumerate(Schedule):
@@ -99,14 +96,14 @@ def draw_schedules(scales: Sequence[Scale], path: Path) -> None:
     axes.set_xticks(range(len(scales)), labels)
     axes.set_ylabel("share of the iteration that is bubbles")
     axes.legend(frameon=False, ncols=len(Schedule), loc="lower right", bbox_to_anchor=(1, 1))
-    _plain(axes)
+    plain(axes)
     figure.savefig(path)
 
 
 def draw_overheads(shapes: Sequence[Shape], path: Path) -> None:
     """Time of an iteration without checkpoints, with one sent in bubbles, with one sent at once; and the overhead of
     the first two (figure 7)."""
-    figure = _figure(path, 13, 5)
+    figure = sheet(path, 13, 5)
     batches = sorted({one.job.batch for one in shapes}, reverse=True)
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
         chosen = [one for one in shapes if one.job.batch == batch]
@@ -122,7 +119,7 @@ def draw_overheads(shapes: Sequence[Shape], path: Path) -> None:
         axes.set_xticks(range(len(chosen)), [f"{one.job.name}\nevery {one.iterations}" for one in chosen])
         axes.set_ylabel("seconds of an iteration, on average")
         axes.set_title(f"batch {batch}, microbatch {chosen[0].job.micro_batch}", loc="left", fontweight="bold")
-        _plain(axes)
+        plain(axes)
         overhead = axes.twinx()
         overhead.plot([one.in_bubbles * 100 for one in chosen], "o-", color="#c8322b", label="BAFT's overhead")
         overhead.set_ylim(0, 4)
@@ -134,7 +131,7 @@ def draw_overheads(shapes: Sequence[Shape], path: Path) -> None:
 
 def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -> None:
     """Of each shape its name, overhead in bubbles, the upper end of its interval, overhead of sending at once."""
-    figure = _figure(path, 11, 4.5)
+    figure = sheet(path, 11, 4.5)
     left, right = figure.subplots(1, 2)
     names = [name for name, *_ in rows]
     means = [100 * mean for _, mean, _, _ in rows]
@@ -146,7 +143,7 @@ def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -
     right.set_title("copies at once, in the iteration that sends", loc="left", fontweight="bold")
     for axes in (left, right):
         axes.set_ylabel("% of an iteration without protection")
-        _plain(axes)
+        plain(axes)
     figure.savefig(path)
 
 
@@ -163,18 +160,4 @@ def _goodput(axes: Axes, plans: Sequence[GoodputPlan], sizes: Sequence[int], uni
     axes.set_ylabel("time without progress")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3%}" if value < 1e-3 else f"{value:.1%}")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _plain(axes)
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e7ea", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _figure(path: Path, width: float, height: float) -> Figure:
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"{path}: expected a name that ends on one of {', '.join(FORMATS)}")
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    plain(axes)

@@ -12,12 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from ..errors import ConfigError
+from .canvas import sheet
 from .sdc_runs import BURSTS, CLEAN, NOISED, VARIANCES
-from .survival_picture import FORMATS
 from .sync_blocks import Cost
 
 Curve = Sequence[tuple[int, float]]
@@ -32,7 +29,7 @@ DEGREE, BURST = "1e-2", "with bursts of variance "
 
 def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, path: Path) -> None:
     """All panels of one learner. Raises ConfigError for another format, OSError where it cannot be written."""
-    figure = _figure(path, 14, 8)
+    figure = sheet(path, 14, 8)
     panels = figure.subplots(2, 3)
     clean = scores.get(("", CLEAN), ())
     fails, drifts, degrees, intervals, *bursts = panels.flat
@@ -66,7 +63,7 @@ def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, pat
 
 def draw_costs(costs: Mapping[str, Cost], path: Path) -> None:
     """Of each way its share of an iteration, with the interval."""
-    figure = _figure(path, 8, 4.5)
+    figure = sheet(path, 8, 4.5)
     axes = figure.subplots()
     names = list(costs)
     shares = [100 * one.share for one in costs.values()]
@@ -84,11 +81,3 @@ def _line(axes: Axes, curve: Curve, colour: str, label: str, style: str = "-") -
     points = [point for point in curve if math.isfinite(point[1])]
     if points:
         axes.plot([at for at, _ in points], [value for _, value in points], style, color=colour, label=label)
-
-
-def _figure(path: Path, width: float, height: float) -> Figure:
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"{path}: expected a name that ends on one of {', '.join(FORMATS)}")
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure

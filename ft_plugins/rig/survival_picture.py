@@ -13,13 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from ..errors import ConfigError
 from ..planner.survival import Cluster, Scheme, days_until, survival
+from .canvas import sheet
 
-FORMATS = (".png", ".svg", ".pdf")
 COLOURS = {Scheme.CHECKPOINT: "#7a8794", Scheme.RAIM5: "#0b6fb8", Scheme.RAIM6: "#2c8a4b"}
 SIZES = ((1 / 4, (0, (1, 1.5))), (1, "solid"), (4, (0, (5, 2))))  # of the cluster, and the line that stands for it
 POINTS = 400
@@ -27,10 +24,7 @@ POINTS = 400
 
 def draw(cluster: Cluster, threshold: float, path: Path) -> None:
     """Write the picture to `path`. Raises ConfigError for another format, OSError where it cannot be written."""
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"{path}: expected a name that ends on one of {', '.join(FORMATS)}")
-    figure = Figure(figsize=(10, 6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = sheet(path, 10, 6)
     axes = figure.subplots()
     sizes = {_scaled(cluster, factor): line for factor, line in reversed(SIZES)} | {cluster: "solid"}
     ends = [days_until(size, scheme, at) for size in sizes for scheme in size.schemes for at in (0.999, 0.01)]
