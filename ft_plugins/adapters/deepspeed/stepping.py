@@ -26,6 +26,7 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
 from ...snapshot import codec
+from ..again import Again
 from ..held import UPDATE, Held, hold
 from . import state
 from .replay import Replay
@@ -38,10 +39,9 @@ _PLAIN = (
     "the script computes what it likes between engine(...) and engine.backward(...); with --paft-audit-at forward "
     "verdicts come before that, and nothing has to be computed again"
 )
-_NOT_KEPT = "what iterations are computed from was not kept"
 
 
-class Stepping:
+class Stepping(Again[Replay]):
     """The part of a DeepSpeed host that changes tensors between two updates."""
 
     engine: Any
@@ -49,29 +49,17 @@ class Stepping:
     _topology: Topology
     _restore_optimizer: Callable[[Mapping[str, Any]], None]
     small_state: Callable[[], dict[str, Any]]
-    _replay: Replay | None = None
-    why_not = _NOT_KEPT
 
     def keep_iterations(self) -> None:
         """Of a pipeline: what a script computes between the engine's calls is the script's."""
         if not hasattr(self.engine, "train_batch"):
             self.why_not = _PLAIN
             return
-        try:
-            self._replay, self.why_not = Replay(self.engine), ""
-        except UnsupportedError as error:
-            self.why_not = str(error)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether `recompute` can be called."""
-        return self._replay is not None
+        self._keep(lambda: Replay(self.engine))
 
     def recompute(self, step: int) -> None:
         """Gradients of iteration `step`, which is under way, once more. All ranks of the job call together."""
-        if self._replay is None:
-            raise UnsupportedError(f"rank {self.rank}: gradients cannot be computed again here: {self.why_not}")
-        self._replay.run()
+        self._kept().run()
 
     def learning_rate(self) -> float:
         """The largest of the parameter groups: DeepSpeed steps the scheduler behind the update. Raises

@@ -27,15 +27,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ...errors import UnsupportedError
 from ...model.inventory import Inventory
 from ...snapshot import codec
+from ..again import Again
 from ..held import Held, groups
 from . import state
 from .replay import Replay
 from .support import is_stub
 
-_NOT_KEPT = "what iterations are computed from is kept only where replicas are compared or averaged"
 
-
-class Stepping:
+class Stepping(Again[Replay]):
     """The part of a Megatron host that changes tensors between two updates."""
 
     rank: int
@@ -48,34 +47,23 @@ class Stepping:
     _rebuild_derivable: Callable[[], None]
     _restore_optimizers: Callable[[Mapping[str, Any]], None]
     small_state: Callable[[], dict[str, Any]]
-    _replay: Replay | None = None
     _skipping = False  # whether the iteration under way is one whose batch is passed over
-    why_not = _NOT_KEPT
 
     def keep_iterations(self) -> None:
         """Keep from now on what `recompute` needs, where that can be done. Before the first iteration, once."""
-        try:
-            buffers = list(state.buffers(self.chunks, self.rank))
-            self._replay, self.why_not = Replay(self.chunks, self.optimizer, buffers, self._completed), ""
-        except UnsupportedError as error:
-            self.why_not = str(error)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether `recompute` can be called."""
-        return self._replay is not None
+        buffers = list(state.buffers(self.chunks, self.rank))
+        self._keep(lambda: Replay(self.chunks, self.optimizer, buffers, self._completed))
 
     def recompute(self, step: int) -> None:
         """Gradients of iteration `step`, which is under way, once more. Of one whose batch the loop skips there are
         none. All ranks of the job call together."""
-        if self._replay is None:
-            raise UnsupportedError(f"rank {self.rank}: gradients cannot be computed again here: {self.why_not}")
-        if self._replay.number == step:
-            self._replay.run()
+        replay = self._kept()
+        if replay.number == step:
+            replay.run()
         elif not self._skipping:
             raise UnsupportedError(
                 f"rank {self.rank}: iteration {step} cannot be computed again: the last one that Megatron's schedules "
-                f"have computed is {self._replay.number}; await verdicts before the forward (--paft-audit-at forward)"
+                f"have computed is {replay.number}; await verdicts before the forward (--paft-audit-at forward)"
             )
 
     def learning_rate(self) -> float:
