@@ -16,8 +16,8 @@ With F failures a day, T an iteration, c the seconds that training waits for a s
     goodput      (1 - O_lost - O_restart) / (1 + O_save), 0 if that is below 0
 
 What memory does not survive comes from storage: under REFT see `intervals.storage_rate`; a copy on a neighbour is lost
-with one of two other nodes (the one that has my copy, the one whose copy I had), until the lost node is replaced and
-has sent and received again. Storage is then written behind training, at Young's interval of that rate.
+with the other node of its pair, or with one of the two others of three (redundancy.neighbour), until the lost node is
+replaced and has sent and received again. Storage is then written behind training, at Young's interval of that rate.
 
 Invariant: pure arithmetic, of first order: failures while one is repaired are in no term but that of storage.
 
@@ -34,13 +34,13 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..model.timeline import Timeline
+from ..redundancy.neighbour import partner
 from . import fitting, idle
 from .intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
 from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
 
 GIB = float(1 << 30)
 GROWTH = (1, 4, 16, 64)  # how often the pipelines are there, in a plan
-PARTNERS = 2  # of a node, any of which takes a copy on a neighbour with it
 
 
 class Protection(Enum):
@@ -122,7 +122,7 @@ def plan_goodput(
     hardware, software = (
         cluster.nodes * mean_rate(rate, cluster.shape) for rate in (cluster.hw_rate, cluster.sw_rate)
     )
-    job = _Job(cluster, costs, restart_seconds, hardware, software)
+    job = _Job(cluster, costs, restart_seconds, hardware, software, len(timelines))
     return GoodputPlan(
         cluster.nodes,
         hardware + software,
@@ -154,6 +154,14 @@ def plan_growth(
     )
 
 
+def partners(nodes: int) -> tuple[int, ...]:
+    """Of each node of a pipeline: how many others there are any of which takes a copy with it when both are lost."""
+    if nodes < 2:
+        return (1,)  # a copy on some other node
+    kept = [partner(node, nodes) for node in range(nodes)]
+    return tuple(len({kept[node], *(other for other in range(nodes) if kept[other] == node)}) for node in range(nodes))
+
+
 def table(plans: Sequence[GoodputPlan]) -> str:
     """Sizes of a job for people."""
     head = f"bubbles and goodput; {plans[0].bubble_share:.1%} of an iteration is bubbles"
@@ -176,13 +184,14 @@ def table(plans: Sequence[GoodputPlan]) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """Failures are per day, of the whole job."""
+    """Failures are per day, of the whole job; a node of a pipeline for each of its `stages`."""
 
     cluster: Cluster
     costs: Costs
     restart: float
     hardware: float
     software: float
+    stages: int
 
     @property
     def failures(self) -> float:
@@ -205,7 +214,8 @@ class _Job:
         snapshot, send = self.costs.snapshot_seconds, exchange_seconds(self.costs, 1)
         bubbles = send if wanted is None else wanted * self.costs.iteration_seconds
         hazard = mean_rate(self.cluster.hw_rate, self.cluster.shape) * (self.costs.replace_seconds + 2 * send) / DAY
-        both = self.hardware * loss(log_group_survival(PARTNERS, 0, hazard))
+        lost = [loss(log_group_survival(count, 0, hazard)) for count in partners(self.stages)]
+        both = self.hardware * math.fsum(lost) / len(lost)
         group = storage_rate(self.cluster, self.costs, Scheme.RAIM5)
         return (
             self._upkeep(Protection.REPLICATION, snapshot + send, 0.0, 0.0, both),

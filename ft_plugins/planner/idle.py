@@ -5,9 +5,10 @@ as slow as its slowest part. Where n0, n1, ... are the nodes of a pipeline in or
 
     ring     n1 -> n0, n2 -> n1, ..., and the first to the last (BAFT, 4.2.1). These two hardly ever idle at once: in
              gpipe, interleaved and zero-bubble with links that cost nothing never, in 1f1b for at most half of the time
-             that neighbours share. They decide. It is what a job does (redundancy.neighbour)
+             that neighbours share. They decide
     pairs    n0 <-> n1, n2 <-> n3, ...; of an odd number the last three are a ring. All share what neighbours share;
-             each node has one copy as before, and a copy is lost with one other node instead of one of two.
+             each node has one copy as before, and a copy is lost with one other node instead of one of two. It is
+             what a job does (redundancy.neighbour)
 
 Invariant: pure; times and sizes are those of one iteration and one rank.
 

@@ -20,8 +20,8 @@ from ft_plugins.rig.nodes import Place, network
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp")
-BATCH = ("--global-batch", "24")
-ITERATIONS = 60
+BATCH = ("--global-batch", "12")  # the least that both 3 and 4 replicas share equally, two micro-batches or more each
+ITERATIONS = 40
 PER_NODE = 4
 
 
@@ -39,6 +39,7 @@ def resized(job: RunningJob, seconds: float) -> int:
     return int(found[-1]["iteration"])
 
 
+@pytest.mark.timeout(900)  # seven starts of 12 or 16 ranks, one after another: four minutes on two idle cores
 @pytest.mark.parametrize(
     "distributed",
     [pytest.param(True, id="distopt"), pytest.param(False, id="replicated", marks=pytest.mark.all_configurations)],
