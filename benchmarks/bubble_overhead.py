@@ -14,6 +14,8 @@ after one that is not counted:
     overhead      mean over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval
     null          off / off - 1, of every second pair and the next: what such a difference is when there is none
     unplanned     once / off - 1
+    processor     what protection takes of a rank's own processor, as a share of the iteration: what is lost where each
+                  rank has a core; here they queue for one
     in_bubble     of all bytes of copies: what was through within the bubble that it was planned for
     fill          how full the planned windows are: by bytes, and by whole layers
     iterations    per checkpoint: from one version that counted to the next, mean; `full_state` as planned for the whole
@@ -68,7 +70,7 @@ DILATION = 2
 FULL_STATE = 6  # times the bytes that the paper sends
 RESAMPLES = 10_000
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 60.0
-EACH = ("overhead", "overhead_upper", "null", "unplanned", "in_bubble", "iterations", "bubbles", "seconds")
+EACH = ("overhead", "overhead_upper", "null", "unplanned", "processor", "in_bubble", "iterations", "bubbles", "seconds")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Measured:
     overhead_upper: float
     null: float
     unplanned: float
+    processor: float
     in_bubble: float
     fill_bytes: float
     fill_layers: float
@@ -89,17 +92,20 @@ class Measured:
     bubbles: float  # share of the iteration, over all ranks
 
     def row(self) -> str:
-        shares = (self.overhead, self.overhead_upper, self.null, self.unplanned, self.in_bubble, self.fill_bytes)
+        shares = (
+            self.overhead, self.overhead_upper, self.null, self.unplanned, self.processor, self.in_bubble,
+            self.fill_bytes, self.fill_layers,
+        )  # fmt: skip
         return (
             f"{self.name:<12} {self.seconds:6.3f} s {self.bubbles:8.1%} "
-            + " ".join(f"{share:9.2%}" for share in (*shares, self.fill_layers))
+            + " ".join(f"{share:9.2%}" for share in shares)
             + f" {self.iterations:10.2f} {self.full_state:10d}"
         )
 
 
 HEAD = (
-    f"{'':<12} {'off':>8} {'bubbles':>8} {'overhead':>9} {'upper':>9} {'null':>9} {'unplanned':>9} {'in bubble':>9} "
-    f"{'bytes':>9} {'layers':>9} {'iterations':>10} {'full state':>10}"
+    f"{'':<12} {'off':>8} {'bubbles':>8} {'overhead':>9} {'upper':>9} {'null':>9} {'unplanned':>9} "
+    f"{'processor':>9} {'in bubble':>9} {'bytes':>9} {'layers':>9} {'iterations':>10} {'full state':>10}"
 )
 
 
@@ -141,6 +147,7 @@ def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
         one.name, off, statistics.mean(overheads), upper(overheads),
         statistics.mean(one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)),
         once / beside - 1,
+        (outcome.processor(ON) - outcome.processor(OFF)) / off,
         in_bubble(outcome, begun, through),
         planned.fill_bytes or 0.0, by_layers.fill_layers or 0.0,
         statistics.mean(b - a for a, b in zip(counted, counted[1:], strict=False)),
@@ -267,6 +274,7 @@ def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
     told: dict[str, float | bool] = {
         "overhead_worst": max(one.overhead_upper for one in found),
         "unplanned_overhead_worst": min(one.unplanned for one in found),
+        "processor_share_worst": max(one.processor for one in found),
         "null_difference": max(abs(one.null) for one in found),
         "in_bubble_share": min(one.in_bubble for one in found),
         "fill_share_bytes": min(one.fill_bytes for one in found),

@@ -26,6 +26,7 @@ job, and what its ranks and SMPs have written.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -130,26 +131,39 @@ def shapes(batch: int, chunks: int = 1, dilation: int = 1) -> tuple[Emulated, ..
 
 @dataclass(frozen=True)
 class Block:
-    """Seconds of iterations in one mode, without the one before which the mode was changed. `completed` iterations had
-    been protected at its end."""
+    """Seconds of iterations in one mode, without the one before which the mode was changed; those of the processor that
+    a rank's process took in them. `completed` iterations had been protected at its end."""
 
     mode: str
     seconds: tuple[float, ...]
+    processor: tuple[float, ...]
     completed: int
 
     @classmethod
     def read(cls, told: dict[str, Any]) -> Block:
         """Of what a rank has written."""
-        return cls(told["mode"], tuple(told["seconds"][1:]), told["completed"])
+        return cls(told["mode"], tuple(told["seconds"][1:]), tuple(told["processor"][1:]), told["completed"])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a job that is over. `blocks` are those of rank 0, which meets all ranks in every update."""
+    """Of a job that is over. `blocks` by rank; the seconds of one are those of all, which meet in every update."""
 
-    blocks: tuple[Block, ...]
+    ranks: tuple[tuple[Block, ...], ...]
     profile: Profile
     events: tuple[tuple[Event, ...], ...]  # by node
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Those of rank 0."""
+        return self.ranks[0]
+
+    def processor(self, mode: str) -> float:
+        """Seconds of the processor that an iteration takes of a rank in this mode: the mean over ranks of medians."""
+        return statistics.mean(
+            statistics.median(used for block in blocks if block.mode == mode for used in block.processor)
+            for blocks in self.ranks
+        )
 
 
 def run(
@@ -184,8 +198,8 @@ def run(
             fields: dict[str, Any] = {**place.fields(), "endpoint": f"{places[0].address}:{_PORT}"}
             jobs.append(server.start(replace(spec, node=f"n{number}", flags=words, **fields)))
         if slower > 1:
-            told = jobs[0].spec.run_dir / "events.jsonl"
-            wait_for(told, lambda lines: any(event["name"] == "baft.plan" for event in lines), _START)
+            events = jobs[0].spec.run_dir / "events.jsonl"
+            wait_for(events, lambda lines: any(event["name"] == "baft.plan" for event in lines), _START)
             for place in places:
                 place.throttle(one.link_mbps // slower, _BURST_BYTES)
         for job in jobs:
@@ -195,9 +209,9 @@ def run(
         for job in jobs:
             destroy(job)  # SMPs outlive their job
         raise
-    told = json.loads((folder / "rank-00000.json").read_text())
+    told = [json.loads((folder / f"rank-{rank:05d}.json").read_text()) for rank in range(NODES * RANKS_OF_NODE)]
     return Outcome(
-        tuple(map(Block.read, told["blocks"])),
-        Profile(tuple(unpack(packed) for packed in told["profile"])),
+        tuple(tuple(map(Block.read, each["blocks"])) for each in told),
+        Profile(tuple(unpack(packed) for packed in told[0]["profile"])),
         tuple(tuple(read(job.spec.run_dir / "events.jsonl")) for job in jobs),
     )

@@ -17,7 +17,8 @@ was before (its capture, its frames in flight) and is not counted. The host coun
 versions follow each other without holes.
 
 In: the example's flags, and `--stages` (a JSON list of `StageSpec`), `--blocks`, `--out`. Out: a JSON file for each
-rank with seconds of each counted iteration, by block, and from rank 0 the profile.
+rank with seconds of each counted iteration, and those of the processor that its process took, by block; and from rank 0
+the profile.
 """
 
 from __future__ import annotations
@@ -233,14 +234,15 @@ def main(argv: Sequence[str]) -> None:
 def _run(
     job: Any, host: Any, session: Session, switch: Switch, blocks: Sequence[tuple[str, int]]
 ) -> list[dict[str, Any]]:
-    """Each block: its mode, seconds of its iterations, the first included, how many were protected at its end."""
+    """Each block: its mode, seconds of its iterations and of the processor in them, the first included, how many were
+    protected at its end."""
     found = []
     for mode, count in blocks:
-        seconds = []
+        seconds, processor = [], []
         switch.on = mode == ON
         at_once = _AtOnce(session) if mode == ONCE else None
         for _ in range(count + 1):
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             step = job.iteration + 1
             if mode == ON:
                 session.iteration_begin(step)
@@ -252,7 +254,8 @@ def _run(
             if at_once is not None:
                 at_once.send()
             seconds.append(time.perf_counter() - began)
-        found.append({"mode": mode, "seconds": seconds, "completed": job.iteration})
+            processor.append(time.process_time() - used)
+        found.append({"mode": mode, "seconds": seconds, "processor": processor, "completed": job.iteration})
     return found
 
 
