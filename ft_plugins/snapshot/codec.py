@@ -25,12 +25,16 @@ from ..errors import InventoryError, ProtocolError
 _NUMERIC = "biufcmM"  # kinds of numpy dtypes whose name tells all; structured ones and objects are not among them
 _TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP, _COUNTER = range(1, 9)
 _LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack carries itself
+_AS_IT_IS = frozenset({type(None), bool, str, bytes, float})
+_KEY = object()  # in the place of a part's key or number: the key of a pair itself
+
+Place = tuple[Any, Any] | None  # of a part: that of the whole, and its key there; in words only for an error
 
 
 def encode(state: Any, enums: Sequence[type[Enum]] = ()) -> bytes:
     """`state` as bytes. Raises InventoryError for a type that is not on the list, naming its place."""
     names = {kind: kind.__name__ for kind in enums}
-    return _pack(_plain(state, "state", names))
+    return _pack(_plain(state, None, names))
 
 
 def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
@@ -82,51 +86,59 @@ def _extension(code: int, payload: Any) -> msgpack.ExtType:
     return msgpack.ExtType(code, _pack(payload))
 
 
-def _plain(value: Any, place: str, enums: Mapping[type[Enum], str]) -> Any:
-    """`value` with every type that msgpack lacks replaced by an extension."""
-    if isinstance(value, Enum):  # before str and int: an enum may be both
-        if type(value) not in enums:
-            raise InventoryError(f"{place}: enum {type(value).__name__} is not on the codec's list")
-        if value.name not in type(value).__members__:
-            raise InventoryError(f"{place}: {value!r} has no name of its own: combined flags cannot be captured")
-        return _extension(_ENUM, [enums[type(value)], value.name])
-    if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC:
-        return _extension(_SCALAR, [value.dtype.str, value.tobytes()])
+def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str]) -> Any:
+    """`value` with every type that msgpack lacks replaced by an extension. In the step path: what is most, first."""
     kind = type(value)
-    if value is None or kind in (bool, str, bytes, float):
+    if kind in _AS_IT_IS:
         return value
     if kind is int:
-        return value if _is_word(value) else _extension(_BIGINT, str(value))
-    if kind is np.ndarray and value.dtype.kind in _NUMERIC + "SU":
-        return _extension(_ARRAY, [value.dtype.str, list(value.shape), value.tobytes()])
+        return value if _LEAST <= value <= _MOST else _extension(_BIGINT, str(value))
+    if kind is dict:
+        if all(type(key) is str or _is_word(key) for key in value):
+            return {key: _plain(part, (place, key), enums) for key, part in value.items()}
+        return _extension(_MAP, _pairs(value, place, enums))
+    if kind is list:
+        return _parts(value, place, enums)
+    if kind is tuple:
+        return _extension(_TUPLE, _parts(value, place, enums))
     if kind is torch.Tensor:
         dense = value.detach().cpu().contiguous()
         raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
         return _extension(_TENSOR, [str(dense.dtype).removeprefix("torch."), list(dense.shape), raw])
-    if kind is tuple:
-        return _extension(_TUPLE, _parts(value, place, enums))
-    if kind is list:
-        return _parts(value, place, enums)
-    if kind is dict:
-        if all(type(key) is str or _is_word(key) for key in value):
-            return {key: _plain(part, f"{place}[{key!r}]", enums) for key, part in value.items()}
-        return _extension(_MAP, _pairs(value, place, enums))
+    if kind is np.ndarray and value.dtype.kind in _NUMERIC + "SU":
+        return _extension(_ARRAY, [value.dtype.str, list(value.shape), value.tobytes()])
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC:
+        return _extension(_SCALAR, [value.dtype.str, value.tobytes()])
+    if isinstance(value, Enum):
+        if kind not in enums:
+            raise InventoryError(f"{_said(place)}: enum {kind.__name__} is not on the codec's list")
+        if value.name not in kind.__members__:
+            raise InventoryError(f"{_said(place)}: {value!r} has no name of its own: combined flags cannot be captured")
+        return _extension(_ENUM, [enums[kind], value.name])
     if kind is Counter:
         return _extension(_COUNTER, _pairs(value, place, enums))
     raise InventoryError(
-        f"{place}: a {type(value).__module__}.{type(value).__qualname__} cannot be captured as small state; "
+        f"{_said(place)}: a {kind.__module__}.{kind.__qualname__} cannot be captured as small state; "
         "make it plain values, tensors or arrays in the adapter"
     )
 
 
-def _parts(value: Sequence[Any], place: str, enums: Mapping[type[Enum], str]) -> list[Any]:
+def _parts(value: Sequence[Any], place: Place, enums: Mapping[type[Enum], str]) -> list[Any]:
     if set(map(type, value)) == {int} and min(value) >= _LEAST and max(value) <= _MOST:
         return list(value)  # Python's generator alone has 625 words, at every version point
-    return [_plain(part, f"{place}[{i}]", enums) for i, part in enumerate(value)]
+    return [_plain(part, (place, i), enums) for i, part in enumerate(value)]
 
 
-def _pairs(value: Mapping[Any, Any], place: str, enums: Mapping[type[Enum], str]) -> list[list[Any]]:
-    return [[_plain(k, f"{place} key", enums), _plain(v, f"{place}[{k!r}]", enums)] for k, v in value.items()]
+def _pairs(value: Mapping[Any, Any], place: Place, enums: Mapping[type[Enum], str]) -> list[list[Any]]:
+    return [[_plain(k, (place, _KEY), enums), _plain(v, (place, k), enums)] for k, v in value.items()]
+
+
+def _said(place: Place) -> str:
+    """As it is written in Python: state['rng'][3]."""
+    if place is None:
+        return "state"
+    whole, key = place
+    return _said(whole) + (" key" if key is _KEY else f"[{key!r}]")
 
 
 def _is_word(value: Any) -> bool:

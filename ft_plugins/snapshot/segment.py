@@ -24,6 +24,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,34 +91,34 @@ class Shape:
     parity_nbytes: int = 0  # of `nbytes`, at the end
     checks: int = 0  # digests of the parity's sources
 
-    @property
+    @cached_property
     def data_nbytes(self) -> int:
         """Bytes of captured tensors."""
         return self.nbytes - self.parity_nbytes
 
-    @property
+    @cached_property
     def digests(self) -> int:
         """Entries of the digest table."""
         return self.buckets + self.checks
 
-    @property
+    @cached_property
     def table_room(self) -> int:
         return _pages(8 * self.digests)
 
-    @property
+    @cached_property
     def small_room(self) -> int:
         return _pages(self.small_nbytes)
 
-    @property
+    @cached_property
     def ranges_room(self) -> int:
         return _pages(16 * self.buckets)
 
-    @property
+    @cached_property
     def slot_room(self) -> int:
         """Bytes of one slot: what is captured, its digests and small state, and the slot's header, in whole pages."""
         return PAGE + self.table_room + self.small_room + _pages(self.nbytes)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Bytes of the file."""
         return PAGE + self.ranges_room + self.slots * self.slot_room
