@@ -1,10 +1,10 @@
 """What replicas have in common, in buckets: the unit of averaging, of a digest, and of a repair. Pure.
 
 Invariant: the ranks of a replica set cut the same buckets in the same order, without talking: they follow from the
-inventory, in which the items of a set are alike. All of a bucket is of one replica set, role, type and layer, so that a
-bucket that differs names a layer. Of the inventory only what the update alone changes takes part: anything else is not
-at rest while it is read behind the forward. Copies that a rank computes with (`Role.COPY`) are compared like the rest,
-and never averaged: they follow from what an optimizer holds.
+inventory, in which the items of a set are alike. All of a bucket is of one replica set, role, type and layer, and
+trained or not, so that a bucket that differs names a layer. Of the inventory only what the update alone changes takes
+part: anything else is not at rest while it is read behind the forward. Copies that a rank computes with (`Role.COPY`)
+are compared like the rest, and never averaged: they follow from what an optimizer holds.
 
 In: an inventory, bytes per bucket. Out: `Buckets`, and by item why it can be in none.
 """
@@ -36,7 +36,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`number` counts over all buckets of the rank. `counts`: of a norm over the whole model (`Item.counts`)."""
+    """`number` counts over all buckets of the rank. `counts`: of a norm over the whole model (`Item.counts`). What is
+    frozen is not `trained`: no update changes it."""
 
     number: int
     replicas: tuple[int, ...]
@@ -46,6 +47,7 @@ class Bucket:
     counts: bool
     pieces: tuple[Piece, ...]
     nbytes: int
+    trained: bool = True
 
     @property
     def elements(self) -> int:
@@ -131,7 +133,7 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
     """Cut what replicas have in common. Raises ConfigError for buckets that would not hold an element."""
     if bucket_bytes < 8:
         raise ConfigError(f"buckets of {bucket_bytes} bytes hold no element: expected at least 8")
-    groups: dict[tuple[tuple[int, ...], int, str, str, bool], list[Item]] = {}
+    groups: dict[tuple[tuple[int, ...], int, str, str, bool, bool], list[Item]] = {}
     left_out = []
     for item in inventory.items:
         reason = _left_out(item)
@@ -139,7 +141,7 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
             left_out.append((item.name, reason))
         elif item.nbytes:
             layer = -1 if item.layer is None else item.layer
-            key = (item.replicas, layer, item.role.value, item.dtype, item.counts)
+            key = (item.replicas, layer, item.role.value, item.dtype, item.counts, bool(item.changed_by))
             groups.setdefault(key, []).append(item)
     found: list[Bucket] = []
     for _, items in sorted(groups.items()):
@@ -147,14 +149,15 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
             first = items[0]
             found.append(
                 Bucket(
-                    len(found), first.replicas, first.layer, first.role, first.dtype, first.counts, pieces, nbytes
+                    len(found), first.replicas, first.layer, first.role, first.dtype, first.counts, pieces, nbytes,
+                    bool(first.changed_by),
                 )
             )  # fmt: skip
     return Buckets(inventory.rank, tuple(found), tuple(left_out))
 
 
 def require_replicas(buckets: Buckets, framework: str, replicas: int, averaging: bool) -> None:
-    """Raises ConfigError where there is one replica of all, UnsupportedError where none of the parameters has two.
+    """Raises ConfigError where there is one replica of all, UnsupportedError where no trained parameter has two.
 
     `replicas`: how many ranks data parallelism gives the same parameters to. With `averaging` the optimizers must hold
     them more than once; to be compared, what ranks compute with is enough.
@@ -163,11 +166,12 @@ def require_replicas(buckets: Buckets, framework: str, replicas: int, averaging:
         raise ConfigError(
             "--paft: has no effect with one data-parallel replica; raise the data-parallel size or drop it"
         )
-    if not (buckets.averaged(False) or (buckets.copies and not averaging)):
+    trained = any(bucket.trained for bucket in buckets.averaged(False))
+    if not (trained or (buckets.copies and not averaging)):
         instead = "compare the copies that ranks compute with instead (--paft-mode audit), or drop --paft"
         raise UnsupportedError(
-            f"{framework}: each parameter is held by one of {replicas} replicas alone (ZeRO, distributed optimizer): "
-            "it cannot drift, and an error in it reaches all of them alike; "
+            f"{framework}: each trained parameter is held by one of {replicas} replicas alone (ZeRO, distributed "
+            "optimizer): it cannot drift, and an error in it reaches all of them alike; "
             f"{instead if averaging else 'drop --paft'}"
         )
 

@@ -48,6 +48,8 @@ def _of_model(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
         for precision in ("fp8", "fp4"):
             if getattr(config, precision, None):
                 yield f"{precision} parameters (--{precision}-format) keep scaling state outside of the optimizer"
+        if getattr(config, "qk_clip", False):
+            yield "QK clipping (--qk-clip) changes parameters and masters after the update, each by itself"
         if getattr(ddp, "use_megatron_fsdp", False):
             yield "Megatron FSDP (--use-megatron-fsdp) has no contiguous buffers to gather from"
         if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1:

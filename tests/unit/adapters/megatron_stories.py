@@ -221,6 +221,7 @@ def it_refuses_by_name_what_it_cannot_follow() -> None:
             cuda_graph_impl="local",
             cuda_graph_scope=["full_iteration"],
             fp8="hybrid",
+            qk_clip=True,
         ),
         ddp_config=SimpleNamespace(use_megatron_fsdp=True, num_distributed_optimizer_instances=2),
     )
@@ -229,8 +230,9 @@ def it_refuses_by_name_what_it_cannot_follow() -> None:
     unknown = SimpleNamespace(is_stub_optimizer=False)
     message = refused(UnsupportedError, lambda: require_supported([chunk], [momentum, unknown], 3))
     for part in (
-        *("rank 3", "--overlap-moe-expert-parallel-comm", "full_iteration", "fp8", "--use-megatron-fsdp"),
-        *("--num-distributed-optimizer-instances", "SGD with momentum", "SimpleNamespace is unknown"),
+        *("rank 3", "--overlap-moe-expert-parallel-comm", "full_iteration", "fp8", "--qk-clip"),
+        *("--use-megatron-fsdp", "--num-distributed-optimizer-instances"),
+        *("SGD with momentum", "SimpleNamespace is unknown"),
     ):
         assert part in message, (part, message)
 

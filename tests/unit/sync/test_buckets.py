@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.errors import ConfigError
+from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.model.inventory import Inventory, Item, Role, Span
-from ft_plugins.sync.buckets import plan_buckets
+from ft_plugins.sync.buckets import plan_buckets, require_replicas
 
 WIDTH = {"float32": 4, "bfloat16": 2, "int64": 8}
 
@@ -86,3 +86,16 @@ def test_parameters_are_averaged_moments_on_request_and_integers_never() -> None
 def test_a_bucket_without_room_for_an_element_is_refused() -> None:
     with pytest.raises(ConfigError, match="buckets of 4 bytes hold no element: expected at least 8"):
         plan_buckets(Inventory.of(0, [item("w", 4)]), 4)
+
+
+def test_what_is_frozen_is_compared_but_is_no_reason_to_average() -> None:
+    shard = item("shard", 4, replicas=(0,), piece=(0, 4, 8), role=Role.MAIN_PARAMETER)
+    frozen, copy = item("embedding", 4, changed_by=frozenset()), item("w", 4, role=Role.COPY)
+    found = plan_buckets(Inventory.of(0, [shard, frozen]), 1024)
+    assert [(bucket.pieces[0].item, bucket.trained) for bucket in found.all] == [("embedding", False)]
+    with pytest.raises(UnsupportedError, match="each trained parameter is held by one of 2 replicas alone"):
+        require_replicas(found, "frame", 2, averaging=True)
+    require_replicas(plan_buckets(Inventory.of(0, [shard, frozen, copy]), 1024), "frame", 2, averaging=False)
+    with_one = plan_buckets(Inventory.of(0, [item("v", 4), frozen]), 1024)
+    assert [bucket.trained for bucket in with_one.all] == [False, True]  # not in one bucket with it
+    require_replicas(with_one, "frame", 2, averaging=True)
