@@ -32,7 +32,9 @@ from ft_plugins.rig.figures import line
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.double import with_parity
 from ft_plugins.snapshot.layout import Layout, plan_layout
-from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.paths import path_of, remove
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
 
 NBYTES = 512 << 20

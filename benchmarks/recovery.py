@@ -50,7 +50,7 @@ from ft_plugins.rig.journal import entries, wait_for
 from ft_plugins.rig.nodes import Place, destroy, network
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
-from ft_plugins.snapshot.segment import segments_of, vault_of
+from ft_plugins.snapshot.paths import segments_of, vault_of
 
 BOUND = 120.0  # seconds, for anything that is waited for
 SIGNS = ("worker.failed", "node.lost", "workers.left", "smp.fence")  # the last where agents begin another round at once

@@ -25,7 +25,7 @@ from ..redundancy.plan import ExchangePlan, positions
 from ..smp.client import Client
 from ..smp.protection import Protection
 from ..snapshot.double import Told, gathered
-from ..snapshot.segment import Shape
+from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version
 from .collective import Collective
 from .plan import NodeFacts, RecoveryPlan, Way, counted

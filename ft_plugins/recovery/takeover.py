@@ -25,7 +25,8 @@ from ..errors import FtError, ResumeError
 from ..model.host import resizable
 from ..redundancy.plan import ExchangePlan
 from ..smp.protection import Protection
-from ..snapshot.segment import Segment, set_aside
+from ..snapshot.paths import set_aside
+from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Slot, SlotState, Version
 from .collective import Collective
 from .nodes import Endpoint, SeenNodes, Spare, read_marks

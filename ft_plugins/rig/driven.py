@@ -23,7 +23,7 @@ from ..errors import FtError
 from ..events import Event, Events, file_sink, read
 from ..smp import liveness
 from ..smp.client import Client
-from ..snapshot import segment as segments
+from ..snapshot import paths
 
 _END_SECONDS = 20.0  # for ft-run to end its workers after SIGTERM
 _GONE_SECONDS = 10.0  # for what was killed to be gone
@@ -135,7 +135,7 @@ class DrivenNode:
         self._forget()
 
     def _forget(self) -> None:
-        segments.remove(self.job, self.name)
+        paths.remove(self.job, self.name)
         for name in _KEPT:
             if (self.run_dir / name).exists():
                 shutil.copyfile(self.run_dir / name, self.folder / name)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..smp import liveness
-from ..snapshot import segment as segments
+from ..snapshot import paths
 from .forkserver import RunningJob
 
 _SUBNET = "10.77.0"
@@ -105,7 +105,7 @@ def destroy(job: RunningJob) -> None:
         left = liveness.kill_and_wait([(pid, liveness.started(pid))], _GONE_SECONDS)
         if left:
             raise TimeoutError(f"the SMP with pid {pid} was not gone {_GONE_SECONDS:.0f} s after SIGKILL")
-    segments.remove(job.spec.name, job.spec.node)
+    paths.remove(job.spec.name, job.spec.node)
     shutil.rmtree(run_dir)
 
 

@@ -13,7 +13,7 @@ import signal
 from dataclasses import replace
 
 from ..smp.client import Client
-from ..snapshot import segment
+from ..snapshot import paths
 from .forkserver import ForkServer, JobSpec, RunningJob
 from .journal import Entry, wait_for
 
@@ -62,5 +62,5 @@ def lose_memory(spec: JobSpec, seconds: float = BOUND) -> None:
     poller.register(descriptor, select.POLLIN)
     assert poller.poll(1000 * seconds)
     os.close(descriptor)
-    parity = segment.vault_of(spec.name, spec.node).exists()
-    assert segment.remove(spec.name, spec.node) == spec.nproc + parity
+    parity = paths.vault_of(spec.name, spec.node).exists()
+    assert paths.remove(spec.name, spec.node) == spec.nproc + parity

@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import BusyError, ProtectionError, ProtocolError, SegmentError
+from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.retention import Storage
-from ..snapshot.segment import Shape
+from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version, in_order, marks_of
 from . import liveness, protocol
 from .protection import Protection
@@ -241,7 +242,7 @@ class Client:
             if time.monotonic() > deadline:
                 raise ProtocolError(f"the SMP of {self._run_dir} did not end within 10 s after it agreed to")
             time.sleep(_RETRY_SECONDS)
-        segments.remove(self._run_dir.parent.name, self._run_dir.name)  # left by one that was killed over it
+        paths.remove(self._run_dir.parent.name, self._run_dir.name)  # left by one that was killed over it
 
 
 def ensure(
@@ -282,7 +283,7 @@ def ensure(
         with open(run_dir / "smp.log", "ab") as log:
             started = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout)
         if started.returncode != 0 and not liveness.held(run_dir / "smp.lock"):
-            lock = segments.lock_of(job, node)
+            lock = paths.lock_of(job, node)
             if liveness.held(lock):
                 raise BusyError(
                     f"job {job} has memory on node {node} already, of the SMP with pid {lock.read_text()} in another "
@@ -321,7 +322,7 @@ def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:
 def _patience(run_dir: Path) -> float:
     """How long the job of a run directory wanted its segments to be kept (seconds); 0 where it did not say."""
     try:
-        return float((run_dir / segments.PATIENCE_FILE).read_text())
+        return float((run_dir / paths.PATIENCE_FILE).read_text())
     except (OSError, ValueError):
         return 0.0
 
@@ -342,29 +343,29 @@ def sweep(
             continue
         seen.add(name)
         if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")) or liveness.held(
-            segments.lock_of(*name)
+            paths.lock_of(*name)
         ):
             continue
         last = max(path.stat().st_mtime for path in [run_dir, *run_dir.iterdir()])
         if time.time() - last < (max(older_than_seconds, _patience(run_dir)) if patient else older_than_seconds):
             continue
-        removed += segments.segments_of(*name)
-        segments.remove(*name)
-    for name in set(segments.jobs()) - seen:
+        removed += paths.segments_of(*name)
+        paths.remove(*name)
+    for name in set(paths.jobs()) - seen:
         if not _abandoned(*name, older_than_seconds):
             continue
-        removed += segments.segments_of(*name)
-        segments.remove(*name)
+        removed += paths.segments_of(*name)
+        paths.remove(*name)
     return sorted(removed)
 
 
 def _abandoned(job: str, node: str, seconds: float) -> bool:
     """Whether neither an SMP nor a trainer has been at a job's segments for that long. An SMP touches its lock file."""
-    lock = segments.lock_of(job, node)
-    paths = segments.segments_of(job, node)
-    if liveness.held(lock) or time.time() - max(_touched(path) for path in [*paths, lock]) < seconds:
+    lock = paths.lock_of(job, node)
+    left = paths.segments_of(job, node)
+    if liveness.held(lock) or time.time() - max(_touched(path) for path in [*left, lock]) < seconds:
         return False
-    for path in paths:
+    for path in left:
         try:
             found = segments.Segment(path)
         except SegmentError:

@@ -17,9 +17,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import SegmentError
-from ..snapshot import manifest
+from ..snapshot import manifest, paths
 from ..snapshot import segment as segments
-from ..snapshot.segment import Segment, Shape, path_of, set_aside
+from ..snapshot.paths import path_of, set_aside
+from ..snapshot.segment import Segment
+from ..snapshot.shape import Shape
 from ..snapshot.slots import SlotState, Version
 
 
@@ -31,7 +33,7 @@ class Former:
         self._job = job
         self._node = node
         self._held: dict[int, dict[int, Segment]] = {}
-        for path in segments.former_segments_of(job, node):
+        for path in paths.former_segments_of(job, node):
             with suppress(SegmentError):  # half-made or damaged: nothing that could be taken over
                 found = Segment(path)
                 self._held.setdefault(found.world_size, {})[found.rank] = found

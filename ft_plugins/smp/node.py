@@ -24,7 +24,8 @@ from ..bubbles.gate import Gate, GatePacer
 from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..redundancy.plan import ExchangePlan
-from ..snapshot.segment import Segment, marks_in, vault_of
+from ..snapshot.paths import vault_of
+from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Mark, Pin, SlotState, Version
 from . import checks, probe, protocol, wire
 from .answers import Answers

@@ -21,8 +21,11 @@ from typing import Any
 from .. import faults
 from ..errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
 from ..events import Events
+from ..snapshot import paths
 from ..snapshot import segment as segments
-from ..snapshot.segment import Segment, Shape, path_of
+from ..snapshot.paths import path_of
+from ..snapshot.segment import Segment
+from ..snapshot.shape import Shape
 from ..snapshot.slots import SlotState, Version, void
 from . import liveness, protocol
 from .former import Former
@@ -63,7 +66,7 @@ class SnapshotProcess:
         self._segments: dict[int, Segment] = {}
         self._refused: list[str] = []  # files that are in the place of segments, and are not touched
         self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
-        for path in segments.segments_of(job, node):
+        for path in paths.segments_of(job, node):
             try:
                 adopted = Segment(path)
             except SegmentError as error:  # a foreign or damaged file: reported, and refused at attach
@@ -163,7 +166,7 @@ class SnapshotProcess:
         if "orphan_seconds" in request:  # a new ft-run may have another mind
             self.orphan_seconds = float(protocol.field(request, "orphan_seconds", (int, float)))
             # for a sweep after this process's death
-            (self._run_dir / segments.PATIENCE_FILE).write_text(str(self.orphan_seconds))
+            (self._run_dir / paths.PATIENCE_FILE).write_text(str(self.orphan_seconds))
         return {}
 
     def _fence(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -426,7 +429,7 @@ class SnapshotProcess:
         if time.monotonic() - self._touched < _TOUCH_SECONDS:
             return
         self._touched = time.monotonic()
-        lock = segments.lock_of(self._job, self._node)
+        lock = paths.lock_of(self._job, self._node)
         if lock.exists():
             os.utime(lock)
 
@@ -445,7 +448,7 @@ class SnapshotProcess:
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
-        removed = segments.remove(self._job, self._node)
+        removed = paths.remove(self._job, self._node)
         self._events.emit("smp.end", reason=reason, segments=removed)
         self.ended.set()
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from .. import faults
 from ..errors import FtError
 from ..events import Events, file_sink
-from ..snapshot import segment as segments
+from ..snapshot import paths
 from . import liveness, protocol
 from .owner import SnapshotProcess
 from .priority import step_back_session
@@ -174,8 +174,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         serve(options.run_dir, options.job, options.node, options.orphan_seconds, ready, options.watch)
     except BaseException:
-        if not segments.segments_of(options.job, options.node):
-            segments.lock_of(options.job, options.node).unlink(missing_ok=True)
+        if not paths.segments_of(options.job, options.node):
+            paths.lock_of(options.job, options.node).unlink(missing_ok=True)
         raise
     return 0
 
@@ -187,7 +187,7 @@ def _own_memory(job: str, node: str) -> int | None:
     each other's segments over, and end each other's trainers.
     """
     deadline = time.monotonic() + _PREDECESSOR_SECONDS
-    while (descriptor := liveness.acquire(segments.lock_of(job, node))) is None and time.monotonic() < deadline:
+    while (descriptor := liveness.acquire(paths.lock_of(job, node))) is None and time.monotonic() < deadline:
         time.sleep(0.02)
     return descriptor
 

@@ -19,7 +19,7 @@ from ..errors import ProtocolError
 from ..redundancy.neighbour import plan_both, plan_neighbours
 from ..redundancy.plan import ExchangePlan, plan_exchange
 from ..redundancy.sections import Extent
-from ..snapshot.segment import Shape
+from ..snapshot.shape import Shape
 from ..snapshot.slots import Version
 from .pins import Epoch
 

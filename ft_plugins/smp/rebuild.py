@@ -29,7 +29,8 @@ from .. import faults
 from ..errors import CorruptSlotError, ResumeError, SegmentError
 from ..redundancy.plan import ExchangePlan
 from ..snapshot import manifest
-from ..snapshot.segment import NOT_COMPUTED, PAGE, Segment
+from ..snapshot.segment import NOT_COMPUTED, Segment
+from ..snapshot.shape import PAGE
 from ..snapshot.slots import Version, choose
 from .frames import Data, Frame, Parity, copied, decoded
 from .wire import PAYLOAD_LIMIT

@@ -32,7 +32,8 @@ from ..errors import ProtocolError, SegmentError
 from ..redundancy.field import power
 from ..redundancy.plan import Area, ExchangePlan
 from ..snapshot import segment as segments
-from ..snapshot.segment import Segment, Shape
+from ..snapshot.segment import Segment
+from ..snapshot.shape import Shape
 from ..snapshot.slots import Pin, SlotState, Version, choose
 
 BUCKET = 1 << 20  # bytes of parity per digest

@@ -3,7 +3,7 @@
 Invariant: a slot's header is the truth about the slot. It says DIRTY before the first byte changes, and CLEAN only
 after everything else is in place, with a seal over version, digests and small state written last; so a process that
 dies at any instruction leaves the old version or none, never a torn one. A header that does not match its seal is read
-as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once by the SMP and reused over restarts.
+as DIRTY. The file is named in `paths`; it is 0600, allocated once by the SMP and reused over restarts.
 
     file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
     header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, size of the job,
@@ -12,7 +12,7 @@ as DIRTY. The file's name carries job, node and rank; it is 0600, allocated once
     data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
 
-In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery), `jobs` and `remove` (sweep).
+In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery).
 Files in /dev/shm are mapped directly: multiprocessing.shared_memory would unlink them behind our back.
 """
 
@@ -21,10 +21,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +32,10 @@ import xxhash
 
 from ..bubbles.gate import GATE_BYTES
 from ..errors import BudgetError, CorruptSlotError, SegmentError
-from .room import SHM, check_room
-from .slots import SLOTS, Mark, Pin, Slot, SlotState, Version, check_transition, marks_of, may_pin
+from .room import check_room
+from .shape import PAGE, Shape
+from .slots import Mark, Pin, Slot, SlotState, Version, check_transition, marks_of, may_pin
 
-_NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+(of\d+)?|-parity)(\.new)?|\.lock)")
-PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
-PAGE = 4096
 _MAGIC = int.from_bytes(b"FTPSEG03", "little")
 _GATE = 512  # offset in the header page: closed as it is created, of zeros
 _FINGERPRINT = 1024  # offset in the header page: length, then JSON
@@ -77,71 +73,6 @@ _SLOT = {
 }
 NO_CURSOR = 2**64 - 1
 NOT_COMPUTED = 0  # the digest of a parity bucket that is still to be computed: nothing fits it
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a segment has to hold, in bytes per slot."""
-
-    nbytes: int  # captured tensors, and the parity behind them
-    small_nbytes: int  # room for small state
-    buckets: int
-    layout: int  # digest of the layout: two layouts of one size do not share a segment
-    slots: int = SLOTS
-    parity_nbytes: int = 0  # of `nbytes`, at the end
-    checks: int = 0  # digests of the parity's sources
-
-    @cached_property
-    def data_nbytes(self) -> int:
-        """Bytes of captured tensors."""
-        return self.nbytes - self.parity_nbytes
-
-    @cached_property
-    def digests(self) -> int:
-        """Entries of the digest table."""
-        return self.buckets + self.checks
-
-    @cached_property
-    def table_room(self) -> int:
-        return _pages(8 * self.digests)
-
-    @cached_property
-    def small_room(self) -> int:
-        return _pages(self.small_nbytes)
-
-    @cached_property
-    def ranges_room(self) -> int:
-        return _pages(16 * self.buckets)
-
-    @cached_property
-    def slot_room(self) -> int:
-        """Bytes of one slot: what is captured, its digests and small state, and the slot's header, in whole pages."""
-        return PAGE + self.table_room + self.small_room + _pages(self.nbytes)
-
-    @cached_property
-    def total(self) -> int:
-        """Bytes of the file."""
-        return PAGE + self.ranges_room + self.slots * self.slot_room
-
-
-def path_of(job: str, node: str, rank: int) -> Path:
-    """The file of a rank's segment."""
-    return SHM / f"ftp-{job}@{node}-r{rank}"  # no name holds an '@', so two jobs never share a file
-
-
-def set_aside(job: str, node: str, rank: int, world_size: int) -> Path:
-    """The file of a segment of the job as it was with another number of ranks, kept until its state is taken over."""
-    return SHM / f"ftp-{job}@{node}-r{rank}of{world_size}"
-
-
-def vault_of(job: str, node: str) -> Path:
-    """The file in which a node keeps parity of other nodes' slots."""
-    return SHM / f"ftp-{job}@{node}-parity"
-
-
-def lock_of(job: str, node: str) -> Path:
-    """The file that the SMP of a job on a node keeps locked: beside the segments, wherever its run directory is."""
-    return SHM / f"ftp-{job}@{node}.lock"
 
 
 def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], world_size: int = 0) -> None:
@@ -534,42 +465,3 @@ def _seal(words: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64], small:
     digest.update(digests.tobytes())
     digest.update(small)
     return digest.intdigest()
-
-
-def segments_of(job: str, node: str) -> list[Path]:
-    """The segments of a job on a node, by rank."""
-    prefix = path_of(job, node, 0).name[:-1]
-    ranks = {path.name.removeprefix(prefix): path for path in SHM.glob(f"{prefix}*")}
-    return [ranks[rank] for rank in sorted(filter(str.isdecimal, ranks), key=int)]
-
-
-def former_segments_of(job: str, node: str) -> list[Path]:
-    """The segments that are set aside on a node."""
-    prefix = path_of(job, node, 0).name[:-1]
-    return sorted(p for p in SHM.glob(f"{prefix}*of*") if re.fullmatch(r"\d+of\d+", p.name.removeprefix(prefix)))
-
-
-def jobs() -> list[tuple[str, str]]:
-    """The (job, node) of everything of this user in shared memory: segments, half-made ones, locks."""
-    found = set()
-    for path in SHM.glob("ftp-*@*"):
-        named = _NAME.fullmatch(path.name)
-        if named and path.lstat().st_uid == os.getuid():
-            found.add((named["job"], named["node"]))
-    return sorted(found)
-
-
-def remove(job: str, node: str) -> int:
-    """Remove the segments of a job on a node, half-made ones too, and their lock file. Returns how many segments."""
-    prefix = path_of(job, node, 0).name[:-1]
-    half_made = [p for p in SHM.glob(f"{prefix}*.new") if re.fullmatch(r"\d+(of\d+)?", p.stem.removeprefix(prefix))]
-    vault = vault_of(job, node)
-    vaults = filter(Path.exists, [vault, vault.with_name(vault.name + ".new")])
-    paths = [*segments_of(job, node), *former_segments_of(job, node), *half_made, *vaults]
-    for path in [*paths, lock_of(job, node)]:
-        path.unlink(missing_ok=True)
-    return len(paths)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE

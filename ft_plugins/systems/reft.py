@@ -42,8 +42,10 @@ from ..snapshot import codec, index, manifest
 from ..snapshot.capture import Capture, Commit
 from ..snapshot.layout import Layout, plan_layout
 from ..snapshot.manifest import Manifest
+from ..snapshot.paths import path_of
 from ..snapshot.retention import Storage
-from ..snapshot.segment import Segment, Shape, path_of
+from ..snapshot.segment import Segment
+from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Pin, SlotState, Version, slots_for
 from .reft_nodes import ReftNodes, audits_every
 

@@ -29,7 +29,8 @@ from ..redundancy.plan import unprotected
 from ..snapshot.double import told, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest
-from ..snapshot.segment import Segment, Shape
+from ..snapshot.segment import Segment
+from ..snapshot.shape import Shape
 
 
 def audits_every(config: Config) -> int:

@@ -26,7 +26,7 @@ from ft_plugins.config import run_directory
 from ft_plugins.events import Event
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
-from ft_plugins.snapshot import segment as segments
+from ft_plugins.snapshot import paths
 
 WAIT = 240.0  # a start imports torch in every rank
 ITERATIONS = 6
@@ -133,7 +133,7 @@ class Job:
         return [event for event in events.read(self.run_dir(node) / "events.jsonl") if event.name == name]
 
     def left_behind(self) -> list[Path]:
-        return [path for node in self.nodes for path in segments.segments_of(self.name, node)]
+        return [path for node in self.nodes for path in paths.segments_of(self.name, node)]
 
     def clean(self) -> None:
         for run in self.runs:

@@ -15,7 +15,8 @@ import pytest
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.gpt_runs import EXAMPLE
 from ft_plugins.rig.journal import Entry, entries, wait_for, wait_until_stopped
-from ft_plugins.snapshot.segment import Segment, path_of
+from ft_plugins.snapshot.paths import path_of
+from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.slots import SlotState
 
 Spec = Callable[..., JobSpec]

@@ -12,7 +12,7 @@ from pathlib import Path
 from ft_plugins.rig.forkserver import ForkServer, JobSpec
 from ft_plugins.rig.journal import wait_for, wait_until_stopped
 from ft_plugins.smp.client import Client
-from ft_plugins.snapshot.segment import path_of, segments_of, vault_of
+from ft_plugins.snapshot.paths import path_of, segments_of, vault_of
 
 MIB = 256
 

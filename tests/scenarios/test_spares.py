@@ -19,7 +19,7 @@ from ft_plugins.rig.gpt_runs import Configuration, GptRun
 from ft_plugins.rig.journal import wait_for
 from ft_plugins.rig.multinode import BOUND, MultiNodeJob, Spec
 from ft_plugins.rig.nodes import Place, network
-from ft_plugins.snapshot.segment import former_segments_of, segments_of
+from ft_plugins.snapshot.paths import former_segments_of, segments_of
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp", "--global-batch", "24")

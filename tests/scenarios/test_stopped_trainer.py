@@ -20,7 +20,8 @@ from ft_plugins.config import Config, LaunchContext, run_directory
 from ft_plugins.rig.forkserver import ForkServer, JobSpec
 from ft_plugins.rig.journal import entries, wait_for, wait_until_stopped
 from ft_plugins.smp.client import Client, ensure
-from ft_plugins.snapshot.segment import Segment, path_of
+from ft_plugins.snapshot.paths import path_of
+from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.slots import SlotState, Version
 
 BOUND = 60

@@ -17,9 +17,11 @@ from ft_plugins import cli
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness
-from ft_plugins.snapshot import segment
+from ft_plugins.snapshot import paths
+from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.retention import Storage
-from ft_plugins.snapshot.segment import Shape, path_of
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -117,7 +119,7 @@ def test_sweep_removes_what_a_dead_smp_left_and_nothing_else(
     ft_plugins: Command, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     living = attach(job)
-    monkeypatch.setattr(segment, "SHM", tmp_path)  # other tests have segments there which nobody owns
+    monkeypatch.setattr(paths, "SHM", tmp_path)  # other tests have segments there which nobody owns
     events = run_directory("dead", "n") / "events.jsonl"
     events.write_text("")
     stale = path_of("dead", "n", 0)
@@ -148,7 +150,7 @@ def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_
         shape = Shape(nbytes=8192, small_nbytes=4096, buckets=1, layout=1, slots=4)
         path = client.attach(0, client.fence(), shape, {"model": "small"}, fresh=False, storage=storage)
     assert "no version is in memory yet" in ft_plugins("checkpoint", "now", "--job", job, status=1)
-    mapped = segment.Segment(path)
+    mapped = Segment(path)
     mapped.ranges = [(0, 8192)]
     mapped.dirty(0, Version(1, 3), mapped.token)
     mapped.seal(0, Version(1, 3), mapped.token, b"", np.array([5], dtype=np.uint64))

@@ -16,7 +16,7 @@ from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, DivergedError
 from ft_plugins.session import Session, attach
 from ft_plugins.smp.client import Client, marks_in, newest_common
-from ft_plugins.snapshot.segment import remove
+from ft_plugins.snapshot.paths import remove
 from ft_plugins.snapshot.slots import SLOTS, Mark, Version
 from ft_plugins.systems.carried import CarryingHost
 

@@ -29,7 +29,8 @@ from ft_plugins.bubbles.plan import SenderPlan
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.model.timeline import Kind
-from ft_plugins.snapshot.segment import Segment, Shape, create
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 
 _fork = multiprocessing.get_context("fork")
 WAIT_SECONDS = 30.0  # for anything that takes milliseconds

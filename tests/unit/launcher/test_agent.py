@@ -26,8 +26,11 @@ from ft_plugins.launcher.launch import Outcome, launch
 from ft_plugins.launcher.watcher import Job
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client, newest_common
+from ft_plugins.snapshot import paths
 from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.segment import Segment, Shape, path_of
+from ft_plugins.snapshot.paths import path_of
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version, choose
 
 WAIT = 90.0
@@ -119,7 +122,7 @@ class Node:
         return [{"rank": event.rank, "pid": event.pid, **event.fields} for event in found]
 
     def left_behind(self) -> list[Path]:
-        return segments.segments_of(self.job.name, self.job.node)
+        return paths.segments_of(self.job.name, self.job.node)
 
 
 @pytest.fixture

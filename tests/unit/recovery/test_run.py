@@ -17,7 +17,9 @@ from ft_plugins.recovery.run import agree_on_version, load_tensors
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.copiers import flat_bytes
 from ft_plugins.snapshot.layout import plan_layout
-from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.paths import path_of, remove
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 
 Ranks = Callable[..., list[Any]]

@@ -18,7 +18,7 @@ from ft_plugins.recovery.plan import NodeFacts, Way
 from ft_plugins.recovery.pull import Wanted, pull
 from ft_plugins.recovery.takeover import Takeover, own_version, place, plan_size, read_sizes
 from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.segment import Shape
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Mark, Version
 
 V3, V4, V5 = Version(1, 3), Version(1, 4), Version(1, 5)

@@ -14,7 +14,7 @@ from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
 from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.takeover import FormerJob
 from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.segment import Shape
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
 
 V4 = Version(1, 4)

@@ -19,7 +19,7 @@ from ft_plugins.rig.driver import NODE, Drive, DriveError, Phase, Progress
 from ft_plugins.rig.journal import wait_until
 from ft_plugins.rig.report import Run, make_report
 from ft_plugins.smp import liveness
-from ft_plugins.snapshot.segment import segments_of
+from ft_plugins.snapshot.paths import segments_of
 
 ITERATIONS, WAITS_AT = 8, 5
 

@@ -20,7 +20,8 @@ from ft_plugins.rig.storyteller import Teller, assert_whole
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, Version, slots_for
 
 RANKS = 4

@@ -18,8 +18,10 @@ from ft_plugins.errors import BudgetError, BusyError, ProtectionError, ProtocolE
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness, protocol
 from ft_plugins.smp.client import Client, ensure, newest_common, sweep
-from ft_plugins.snapshot import segment
-from ft_plugins.snapshot.segment import Segment, Shape, create, lock_of, path_of
+from ft_plugins.snapshot import paths
+from ft_plugins.snapshot.paths import lock_of, path_of
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
 
 SHAPE = Shape(100, 100, 1, 1)
@@ -210,7 +212,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In place of /dev/shm, which other tests use at the same time: a sweep takes all that nobody owns."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(segment, "SHM", folder)
+    monkeypatch.setattr(paths, "SHM", folder)
     return folder
 
 
@@ -226,9 +228,9 @@ def abandoned(base: Path, job: str, node: str) -> Path:
 
 
 def test_the_sweep_takes_segments_that_nobody_owns_and_says_which(memory: Path, job: str, tmp_path: Path) -> None:
-    paths = [abandoned(tmp_path, job, node) for node in ("a", "b")]
-    assert sweep(tmp_path, 0) == paths
-    assert not any(path.exists() for path in paths)
+    left = [abandoned(tmp_path, job, node) for node in ("a", "b")]
+    assert sweep(tmp_path, 0) == left
+    assert not any(path.exists() for path in left)
     assert sweep(tmp_path, 0) == []
 
 

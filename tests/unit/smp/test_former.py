@@ -15,18 +15,9 @@ from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.peers import Local
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
-from ft_plugins.snapshot.segment import (
-    SHM,
-    Segment,
-    Shape,
-    create,
-    former_segments_of,
-    jobs,
-    path_of,
-    remove,
-    segments_of,
-    set_aside,
-)
+from ft_plugins.snapshot.paths import former_segments_of, jobs, path_of, remove, segments_of, set_aside
+from ft_plugins.snapshot.segment import SHM, Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 
 SHAPE = Shape(nbytes=9000, small_nbytes=1000, buckets=1, layout=3)

@@ -22,8 +22,10 @@ from ft_plugins.smp.client import ensure
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.former_storage import FormerStorage
 from ft_plugins.snapshot import checkpoint, persist
+from ft_plugins.snapshot.paths import former_segments_of, path_of, remove, set_aside
 from ft_plugins.snapshot.retention import Storage
-from ft_plugins.snapshot.segment import Segment, Shape, create, former_segments_of, path_of, remove, set_aside
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, Version, slots_for
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))

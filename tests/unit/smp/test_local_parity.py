@@ -27,7 +27,9 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.double import gathered, told, with_parity
 from ft_plugins.snapshot.layout import Layout, plan_layout
-from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.paths import path_of, remove
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
 
 BUCKET = 64 << 10

@@ -22,7 +22,9 @@ from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.wire import Peer
-from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove, vault_of
+from ft_plugins.snapshot.paths import path_of, remove, vault_of
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, choose, slots_for
 
 BUCKET = 100_000

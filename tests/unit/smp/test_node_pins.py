@@ -20,7 +20,9 @@ from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.pins import Directive
 from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot.segment import Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.paths import path_of, remove
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
 NBYTES = 100_000

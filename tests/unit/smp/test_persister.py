@@ -28,7 +28,8 @@ from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.retention import Offer, Storage
-from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Mark, Pin, Version, slots_for
 
 SHAPE = Shape(nbytes=1 << 16, small_nbytes=100, buckets=2, layout=5, slots=slots_for(Pin.STORAGE))

@@ -30,8 +30,10 @@ from ft_plugins.smp import liveness, process, protocol
 from ft_plugins.smp.client import ensure
 from ft_plugins.smp.process import SnapshotProcess
 from ft_plugins.smp.protection import Protection
+from ft_plugins.snapshot import paths
 from ft_plugins.snapshot import segment as segments
-from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 
 SHAPE = Shape(nbytes=1000, small_nbytes=200, buckets=1, layout=77)
@@ -556,7 +558,7 @@ def test_a_request_with_strange_fields_is_refused_as_malformed_and_it_serves_on(
         assert answer["ok"] is accepted, (number, request, answer)
         assert accepted or answer["error"] in ("ProtocolError", "ResumeError"), (request, answer)
     assert node.status()["pid"] == pid and versions(path) == [Version(1, 2)]
-    assert segments.segments_of(node.job, node.name) == [path]
+    assert paths.segments_of(node.job, node.name) == [path]
     assert "Traceback" not in (node.run_dir / "smp.log").read_text()
 
 
@@ -600,11 +602,11 @@ def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_i
         first.wait()
         assert orphaned.wait(SECONDS)
         watch(second.pid)
-        assert not daemon.ended.wait(1.4) and segments.segments_of(job, "n")
+        assert not daemon.ended.wait(1.4) and paths.segments_of(job, "n")
         second.kill()
     waiting.join(SECONDS)
     assert daemon.ended.is_set() and not waiting.is_alive()
-    assert segments.segments_of(job, "n") == []
+    assert paths.segments_of(job, "n") == []
 
 
 def test_one_that_nobody_ever_watched_ends_too(node: Node) -> None:

@@ -21,7 +21,9 @@ from ft_plugins.smp import protocol, rebuild
 from ft_plugins.smp.frames import Data, Parity
 from ft_plugins.smp.peers import Ahead
 from ft_plugins.smp.wire import PAYLOAD_LIMIT, Peer
-from ft_plugins.snapshot.segment import NOT_COMPUTED, Segment, Shape, create, path_of, remove
+from ft_plugins.snapshot.paths import path_of, remove
+from ft_plugins.snapshot.segment import NOT_COMPUTED, Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 
 NBYTES = 7 * PAYLOAD_LIMIT + 12_345

@@ -12,7 +12,8 @@ import pytest
 
 from ft_plugins.smp import liveness
 from ft_plugins.smp.signals import Signal, signal
-from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
 
 SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)

@@ -19,17 +19,9 @@ from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
-from ft_plugins.snapshot.segment import (
-    Segment,
-    Shape,
-    create,
-    former_segments_of,
-    path_of,
-    remove,
-    segments_of,
-    set_aside,
-    vault_of,
-)
+from ft_plugins.snapshot.paths import former_segments_of, path_of, remove, segments_of, set_aside, vault_of
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
 
 RANGES = ((0, 50_000), (50_000, 40_000))

@@ -25,7 +25,9 @@ from ft_plugins.errors import ProtocolError, SegmentError
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
 from ft_plugins.smp import vault as module
 from ft_plugins.smp.vault import Vault, shape_of
-from ft_plugins.snapshot.segment import Segment, Shape, create, remove, vault_of
+from ft_plugins.snapshot.paths import remove, vault_of
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 
 Bytes = npt.NDArray[np.uint8]

@@ -18,7 +18,8 @@ from ft_plugins.model.inventory import Inventory, Item, Role, Span
 from ft_plugins.snapshot.capture import Capture, Commit
 from ft_plugins.snapshot.copiers import HostCopier, flat_bytes
 from ft_plugins.snapshot.layout import Layout, plan_layout
-from ft_plugins.snapshot.segment import Segment, Shape, create
+from ft_plugins.snapshot.segment import Segment, create
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 
 BUCKET = 256

@@ -23,7 +23,8 @@ from ft_plugins.errors import CorruptSlotError, FencedError, ResumeError, Storag
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Mark, Pin, SlotState, Version, slots_for
 
 V = Version(2, 300)

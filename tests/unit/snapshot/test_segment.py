@@ -16,7 +16,9 @@ import pytest
 import xxhash
 
 from ft_plugins.errors import BudgetError, CorruptSlotError, FtError, SegmentError
-from ft_plugins.snapshot.segment import PAGE, Segment, Shape, create, marks_in, path_of, remove, segments_of
+from ft_plugins.snapshot.paths import path_of, remove, segments_of
+from ft_plugins.snapshot.segment import Segment, create, marks_in
+from ft_plugins.snapshot.shape import PAGE, Shape
 from ft_plugins.snapshot.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)

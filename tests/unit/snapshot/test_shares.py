@@ -19,7 +19,8 @@ from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.layout import plan_layout
-from ft_plugins.snapshot.segment import Segment, Shape
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.shares import Shares
 from ft_plugins.snapshot.slots import Pin, Version, slots_for
 
