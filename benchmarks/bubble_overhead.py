@@ -11,7 +11,8 @@ after one that is not counted:
     once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for
             them, by torch.distributed (the last rounds): what FTPipeHD does
 
-    overhead      mean over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval
+    overhead      median over pairs of blocks of (on / off - 1), the upper end of its 95% bootstrap interval, and the mean
+                  beside it, which a single block may decide that something else on the machine has disturbed
     null          off / off - 1, of every second pair and the next: what such a difference is when there is none
     unplanned     once / off - 1
     processor     what protection takes of a rank's own processor, as a share of the iteration: what is lost where each
@@ -28,7 +29,8 @@ fill_share_bytes >= 0.95, iterations_per_checkpoint_worst <= 3.
 tenth from the first plan on; `jitter`: each pass of the second stage takes up to 30% more or less; `drift`: a minute
 after the begin it gets 1.5 times as slow. Claim: overhead_worst <= 0.01, and iterations get more.
 
---cluster FILE: writes what `benchmarks/simulate.py --cluster FILE` compares the simulator with.
+--cluster FILE: writes what `benchmarks/simulate.py --cluster FILE` compares the simulator with. --raw FILE: writes the
+seconds of every iteration, one line of JSON for a shape.
 """
 
 from __future__ import annotations
@@ -42,11 +44,9 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ft_plugins.bubbles.filling import Granularity, Transfer
 from ft_plugins.bubbles.plan import BubblePlan, plan_bubbles
@@ -60,6 +60,7 @@ from ft_plugins.rig.emulated import LAYERS, OFF, ON, ONCE
 from ft_plugins.rig.figures import line
 from ft_plugins.rig.forkserver import ForkServer
 from ft_plugins.rig.nodes import network
+from ft_plugins.rig.sync_blocks import interval
 
 BLOCK = 5  # iterations
 PAIRS, QUICK_PAIRS = 40, 6
@@ -68,19 +69,22 @@ SETTLE = 16  # iterations before the first block: profile, plan, the first copie
 RESERVE_MS = 4.0  # a message of 32 KiB takes 1.3 ms of the link, and four ranks may send one; of each of DILATION
 DILATION = 2
 FULL_STATE = 6  # times the bytes that the paper sends
-RESAMPLES = 10_000
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 60.0
-EACH = ("overhead", "overhead_upper", "null", "unplanned", "processor", "in_bubble", "iterations", "bubbles", "seconds")
+EACH = (
+    "overhead", "overhead_upper", "overhead_mean", "null", "unplanned", "processor", "in_bubble", "iterations",
+    "bubbles", "seconds",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One shape. Shares of an iteration without protection."""
+    """One shape. Shares of an iteration without protection, medians."""
 
     name: str
     seconds: float  # of an iteration without protection
     overhead: float
     overhead_upper: float
+    overhead_mean: float
     null: float
     unplanned: float
     processor: float
@@ -93,8 +97,8 @@ class Measured:
 
     def row(self) -> str:
         shares = (
-            self.overhead, self.overhead_upper, self.null, self.unplanned, self.processor, self.in_bubble,
-            self.fill_bytes, self.fill_layers,
+            self.overhead, self.overhead_upper, self.overhead_mean, self.null, self.unplanned, self.processor,
+            self.in_bubble, self.fill_bytes, self.fill_layers,
         )  # fmt: skip
         return (
             f"{self.name:<12} {self.seconds:6.3f} s {self.bubbles:8.1%} "
@@ -104,8 +108,9 @@ class Measured:
 
 
 HEAD = (
-    f"{'':<12} {'off':>8} {'bubbles':>8} {'overhead':>9} {'upper':>9} {'null':>9} {'unplanned':>9} "
-    f"{'processor':>9} {'in bubble':>9} {'bytes':>9} {'layers':>9} {'iterations':>10} {'full state':>10}"
+    f"{'':<12} {'off':>8} {'bubbles':>8} {'overhead':>9} {'upper':>9} {'mean':>9} {'null':>9} "
+    f"{'unplanned':>9} {'processor':>9} {'in bubble':>9} {'bytes':>9} {'layers':>9} {'iterations':>10} "
+    f"{'full state':>10}"
 )
 
 
@@ -123,12 +128,6 @@ def rounds(pairs: int, once: int, order: random.Random) -> list[tuple[str, int]]
     return found
 
 
-def upper(ratios: Sequence[float], seed: int = 1) -> float:
-    """The upper end of the 95% bootstrap interval of the mean."""
-    draws = np.random.default_rng(seed).choice(np.array(ratios), (RESAMPLES, len(ratios)))
-    return float(np.quantile(draws.mean(axis=1), 0.975))
-
-
 def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
     """Figures of a run."""
     compared, at_once = outcome.blocks[1 : 1 + 2 * pairs], outcome.blocks[1 + 2 * pairs :]
@@ -137,15 +136,15 @@ def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
         for at in range(0, len(compared), 2)
     ]
     overheads = [each[ON] / each[OFF] - 1 for each in paired]
-    off = statistics.mean(each[OFF] for each in paired)
+    off = statistics.median(each[OFF] for each in paired)
     begun, through = outcome.blocks[0].completed, compared[-1].completed
     counted = counts(outcome, begun, through)
     planned, by_layers = (plan(one, outcome.profile, granularity) for granularity in Granularity)
-    once = statistics.mean(seconds for block in at_once if block.mode == ONCE for seconds in block.seconds)
-    beside = statistics.mean(seconds for block in at_once if block.mode == OFF for seconds in block.seconds)
+    once = statistics.median(seconds for block in at_once if block.mode == ONCE for seconds in block.seconds)
+    beside = statistics.median(seconds for block in at_once if block.mode == OFF for seconds in block.seconds)
     return Measured(
-        one.name, off, statistics.mean(overheads), upper(overheads),
-        statistics.mean(one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)),
+        one.name, off, statistics.median(overheads), interval(overheads)[1], statistics.mean(overheads),
+        statistics.median(one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)),
         once / beside - 1,
         (outcome.processor(ON) - outcome.processor(OFF)) / off,
         in_bubble(outcome, begun, through),
@@ -249,7 +248,9 @@ def disturbed(one: Emulated, how: str) -> tuple[Emulated, int]:
     return one, SLOWER if how == "slow" else 1
 
 
-def measure(chosen: Sequence[Emulated], pairs: int, seed: int, how: str, written: Path | None) -> list[Measured]:
+def measure(
+    chosen: Sequence[Emulated], pairs: int, seed: int, how: str, written: Path | None, raw: Path | None
+) -> list[Measured]:
     """One shape after the other."""
     found = []
     hosts = range(1, NODES + 1)
@@ -263,9 +264,13 @@ def measure(chosen: Sequence[Emulated], pairs: int, seed: int, how: str, written
                 outcome = cluster.run(server, one, places, Path(folder), blocks, seconds, *flags, slower=slower)
             found.append(evaluate(one, outcome, pairs))
             print(found[-1].row(), flush=True)
-            if written is not None:
-                with written.open("a") as lines:
-                    lines.write(json.dumps(for_simulator(one, outcome, found[-1].seconds)) + "\n")
+            for file, told in (
+                (written, for_simulator(one, outcome, found[-1].seconds)),
+                (raw, {"shape": one.name, "blocks": [asdict(block) for block in outcome.blocks]}),
+            ):
+                if file is not None:
+                    with file.open("a") as lines:
+                        lines.write(json.dumps(told) + "\n")
     return found
 
 
@@ -300,6 +305,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--cluster", type=Path, help="write measured iterations for benchmarks/simulate.py")
+    parser.add_argument("--raw", type=Path, help="write every iteration of every block")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nodes and networks are taken down all the same
@@ -308,7 +314,8 @@ def main() -> None:
         chosen = tuple(one for one in chosen if one.job.name in args.shapes)
     chosen = chosen[: 1 if args.quick else None]
     print(HEAD, flush=True)
-    found = measure(chosen, args.pairs or (QUICK_PAIRS if args.quick else PAIRS), args.seed, args.disturb, args.cluster)
+    pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
+    found = measure(chosen, pairs, args.seed, args.disturb, args.cluster, args.raw)
     if args.plot is not None:
         from ft_plugins.rig.bubble_pictures import draw_measured
 
