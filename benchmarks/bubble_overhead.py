@@ -11,8 +11,8 @@ after one that is not counted:
     once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for
             them, by torch.distributed (the last rounds): what FTPipeHD does
 
-    overhead      median over pairs of blocks of (on / off - 1), the upper end of its 95% bootstrap interval, and the mean
-                  beside it, which a single block may decide that something else on the machine has disturbed
+    overhead      median over pairs of blocks of (on / off - 1), the upper end of its 95% bootstrap interval, and the
+                  mean, which a single block may decide that something else on the machine has disturbed
     null          off / off - 1, of every second pair and the next: what such a difference is when there is none
     unplanned     once / off - 1
     processor     what protection takes of a rank's own processor, as a share of the iteration: what is lost where each

@@ -25,7 +25,7 @@ from ft_plugins.events import Event, read
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client, ensure
 from ft_plugins.snapshot.paths import path_of
-from ft_plugins.snapshot.segment import SHM
+from ft_plugins.snapshot.room import SHM
 
 _numbers = itertools.count()
 RANKS_SECONDS = 60.0

@@ -16,7 +16,8 @@ from ft_plugins.smp.peers import Local
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
 from ft_plugins.snapshot.paths import former_segments_of, jobs, path_of, remove, segments_of, set_aside
-from ft_plugins.snapshot.segment import SHM, Segment, create
+from ft_plugins.snapshot.room import SHM
+from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 

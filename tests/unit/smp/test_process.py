@@ -648,7 +648,7 @@ def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_t
             assert go_on.wait(SECONDS)
         real(path, *shape)
 
-    monkeypatch.setattr(process.segments, "create", create)
+    monkeypatch.setattr(segments, "create", create)
     replies: dict[str, dict[str, Any]] = {}
 
     def attaching(name: str, token: int) -> threading.Thread:
