@@ -43,7 +43,7 @@ from ft_plugins.rig.sdc_runs import ALONE, AUDIT, BURSTS, CLEAN, METHODS, NOISED
 from ft_plugins.rig.sdc_theory import Errors
 from ft_plugins.rig.trained import Outcome, train
 
-ITERATIONS = {"digits": 150, "text": 120}
+ITERATIONS = {"digits": 150, "text": 240}
 SCORES = {"digits": "test accuracy, %", "text": "loss on text kept back, nats a byte"}
 NAMES = tuple(ITERATIONS)
 AUDITED = ("1e-2", "burst_1")

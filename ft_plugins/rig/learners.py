@@ -34,7 +34,7 @@ BYTE_TEXT = Path(__file__).resolve().parents[2] / "launch" / "examples" / "byte_
 TEST_SHARE = 0.2
 WARM_UP = 0.1  # share of the iterations in which the learning rate rises, as a line; then it falls, as a cosine
 _DIGITS_BATCH, _TEXT_BATCH = 32, 8  # of a rank
-_SEQUENCE, _VOCABULARY, _WIDTH, _HEADS, _BLOCKS = 48, 256, 48, 4, 2
+_SEQUENCE, _VOCABULARY, _WIDTH, _HEADS, _BLOCKS = 24, 256, 48, 4, 2
 _TEXT_BYTES, _JUDGED_WINDOWS = 1 << 20, 64
 
 
@@ -200,4 +200,4 @@ def _text(seed: int) -> Learner:
         with torch.no_grad():
             return of(model, judged).item()
 
-    return Learner("text", _Gpt(), loss, score, "adam", 0.015, False)
+    return Learner("text", _Gpt(), loss, score, "adam", 0.012, False)

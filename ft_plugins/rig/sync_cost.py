@@ -38,6 +38,7 @@ RATE = 1e-4  # learning rate
 MOMENTUM = 0.9
 NOISES = 16  # vectors that noise is drawn from
 SETTLE = 5
+CALIBRATION_BLOCKS = 5  # of each of the two modes, for one rate
 BURST_BYTES = 64 << 10
 MOST_MBPS = 10_000.0  # beyond that it is no throttle
 MEGABIT = 1e6 / 8
@@ -165,11 +166,11 @@ def measure(rank: int, world: int, plan: Plan, places: Sequence[Place], folder: 
     told: list[tuple[float, float, float]] = []
     while len(told) < plan.calibrations:
         shares, plains = [], []
-        for _ in range(2):
+        for _ in range(CALIBRATION_BLOCKS):
             plain = modes[PLAIN].run(plan.iterations // 2)
             shares.append(modes["paft_sync"].run(plan.iterations // 2) / plain - 1)
             plains.append(plain)
-        found = torch.tensor([statistics.mean(plains), statistics.mean(shares)], dtype=torch.float64)
+        found = torch.tensor([statistics.median(plains), statistics.median(shares)], dtype=torch.float64)
         dist.broadcast(found, 0)  # all ranks set the rate that rank 0 has found
         plain, share = found.tolist()
         told.append((mbps, plain, share))
