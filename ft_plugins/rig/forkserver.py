@@ -117,6 +117,7 @@ class ForkServer:
         theirs.close()
         self._connection = ours
         self._connection.settimeout(300)
+        self._jobs: list[RunningJob] = []
         self._ask({"do": "ready"})
 
     def __enter__(self) -> ForkServer:
@@ -132,7 +133,16 @@ class ForkServer:
         """Fork a job; its first ranks are being started when this returns."""
         Path(spec.folder).mkdir(parents=True, exist_ok=True)
         _outcome(spec).unlink(missing_ok=True)
-        return RunningJob(spec, int(self._ask({"do": "start", "spec": asdict(spec)})["pid"]))
+        self._jobs.append(RunningJob(spec, int(self._ask({"do": "start", "spec": asdict(spec)})["pid"])))
+        return self._jobs[-1]
+
+    def end_jobs(self, seconds: float) -> None:
+        """Kill the agents of all jobs that have not ended, so that none of them starts anything any more."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.kill()
+        for job in jobs:
+            job.wait(seconds)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         protocol.send(self._connection, message)

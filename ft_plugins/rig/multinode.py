@@ -17,7 +17,7 @@ from .golden import Described
 from .journal import wait_for
 from .nodes import Place, destroy
 
-BOUND = 280.0  # seconds for anything that is waited for
+BOUND = 560.0  # seconds for anything that is waited for: many times what it takes on two idle cores
 DETECT_SECONDS = "5"
 
 Spec = Callable[..., JobSpec]

@@ -18,6 +18,7 @@ from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
 
 _GONE_SECONDS = 10.0  # an SMP that is told to end, or that is not to be reached any more
+SERVERS = frozenset({"torch_server", "megatron_server", "deepspeed_server"})
 Start = Callable[..., RunningJob]
 
 
@@ -58,6 +59,8 @@ def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
         return made[-1]
 
     yield spec
+    for name in SERVERS.intersection(request.fixturenames):  # else agents would replace the SMPs that are ended here
+        request.getfixturevalue(name).end_jobs(_GONE_SECONDS)
     for found in made:
         if liveness.held(found.run_dir / "smp.lock"):
             with suppress(FtError), Client(found.run_dir, timeout=5) as client:

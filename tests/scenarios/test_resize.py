@@ -20,8 +20,8 @@ from ft_plugins.rig.nodes import Place, network
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp")
-BATCH = ("--global-batch", "12")  # the least that both 3 and 4 replicas share equally, two micro-batches or more each
-ITERATIONS = 40
+BATCH = ("--global-batch", "24")  # the least that both 3 and 4 replicas share equally, by micro-batches of 2
+ITERATIONS = 30
 PER_NODE = 4
 
 
