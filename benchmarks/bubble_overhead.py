@@ -11,12 +11,12 @@ after one that is not counted:
     once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for
             them, by torch.distributed (the last rounds): what FTPipeHD does
 
-    overhead      median over pairs of blocks of (on / off - 1), the upper end of its 95% bootstrap interval, and the
-                  mean, which a single block may decide that something else on the machine has disturbed
+    overhead      median over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval; beside
+                  it the mean with its own, which a few blocks decide: disturbed by something else, or dearer
     null          off / off - 1, of every second pair and the next: what such a difference is when there is none
     unplanned     once / off - 1
-    processor     what protection takes of a rank's own processor, as a share of the iteration: what is lost where each
-                  rank has a core; here they queue for one
+    processor     what protection takes of a rank's own processor, as a share of the iteration, whether training waits
+                  for it or not; ranks queue for it here, as they have no core each
     in_bubble     of all bytes of copies: what was through within the bubble that it was planned for
     fill          how full the planned windows are: by bytes, and by whole layers
     iterations    per checkpoint: from one version that counted to the next, mean; `full_state` as planned for the whole
@@ -48,6 +48,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ft_plugins.bubbles.filling import Granularity, Transfer
 from ft_plugins.bubbles.plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
@@ -71,8 +73,8 @@ DILATION = 2
 FULL_STATE = 6  # times the bytes that the paper sends
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 60.0
 EACH = (
-    "overhead", "overhead_upper", "overhead_mean", "null", "unplanned", "processor", "in_bubble", "iterations",
-    "bubbles", "seconds",
+    "overhead", "overhead_upper", "overhead_mean", "overhead_mean_upper", "null", "unplanned", "processor",
+    "in_bubble", "iterations", "bubbles", "seconds",
 )  # fmt: skip
 
 
@@ -85,6 +87,7 @@ class Measured:
     overhead: float
     overhead_upper: float
     overhead_mean: float
+    overhead_mean_upper: float
     null: float
     unplanned: float
     processor: float
@@ -97,8 +100,8 @@ class Measured:
 
     def row(self) -> str:
         shares = (
-            self.overhead, self.overhead_upper, self.overhead_mean, self.null, self.unplanned, self.processor,
-            self.in_bubble, self.fill_bytes, self.fill_layers,
+            self.overhead, self.overhead_upper, self.overhead_mean, self.overhead_mean_upper, self.null,
+            self.unplanned, self.processor, self.in_bubble, self.fill_bytes, self.fill_layers,
         )  # fmt: skip
         return (
             f"{self.name:<12} {self.seconds:6.3f} s {self.bubbles:8.1%} "
@@ -108,7 +111,7 @@ class Measured:
 
 
 HEAD = (
-    f"{'':<12} {'off':>8} {'bubbles':>8} {'overhead':>9} {'upper':>9} {'mean':>9} {'null':>9} "
+    f"{'':<12} {'off':>8} {'bubbles':>8} {'overhead':>9} {'upper':>9} {'mean':>9} {'upper':>9} {'null':>9} "
     f"{'unplanned':>9} {'processor':>9} {'in bubble':>9} {'bytes':>9} {'layers':>9} {'iterations':>10} "
     f"{'full state':>10}"
 )
@@ -144,6 +147,7 @@ def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
     beside = statistics.median(seconds for block in at_once if block.mode == OFF for seconds in block.seconds)
     return Measured(
         one.name, off, statistics.median(overheads), interval(overheads)[1], statistics.mean(overheads),
+        interval(overheads, middle=np.mean)[1],
         statistics.median(one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)),
         once / beside - 1,
         (outcome.processor(ON) - outcome.processor(OFF)) / off,
@@ -278,6 +282,7 @@ def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
     """For the last line."""
     told: dict[str, float | bool] = {
         "overhead_worst": max(one.overhead_upper for one in found),
+        "overhead_mean_worst": max(one.overhead_mean_upper for one in found),
         "unplanned_overhead_worst": min(one.unplanned for one in found),
         "processor_share_worst": max(one.processor for one in found),
         "null_difference": max(abs(one.null) for one in found),

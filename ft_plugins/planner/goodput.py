@@ -34,7 +34,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..model.timeline import Timeline
-from ..redundancy.neighbour import partner
+from ..redundancy.neighbour import partners
 from . import fitting, idle
 from .intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
 from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
@@ -154,14 +154,6 @@ def plan_growth(
     )
 
 
-def partners(nodes: int) -> tuple[int, ...]:
-    """Of each node of a pipeline: how many others there are any of which takes a copy with it when both are lost."""
-    if nodes < 2:
-        return (1,)  # a copy on some other node
-    kept = [partner(node, nodes) for node in range(nodes)]
-    return tuple(len({kept[node], *(other for other in range(nodes) if kept[other] == node)}) for node in range(nodes))
-
-
 def table(plans: Sequence[GoodputPlan]) -> str:
     """Sizes of a job for people."""
     head = f"bubbles and goodput; {plans[0].bubble_share:.1%} of an iteration is bubbles"
@@ -214,7 +206,8 @@ class _Job:
         snapshot, send = self.costs.snapshot_seconds, exchange_seconds(self.costs, 1)
         bubbles = send if wanted is None else wanted * self.costs.iteration_seconds
         hazard = mean_rate(self.cluster.hw_rate, self.cluster.shape) * (self.costs.replace_seconds + 2 * send) / DAY
-        lost = [loss(log_group_survival(count, 0, hazard)) for count in partners(self.stages)]
+        others = [len(one) for one in partners(self.stages)] if self.stages > 1 else [1]  # some other node
+        lost = [loss(log_group_survival(count, 0, hazard)) for count in others]
         both = self.hardware * math.fsum(lost) / len(lost)
         group = storage_rate(self.cluster, self.costs, Scheme.RAIM5)
         return (

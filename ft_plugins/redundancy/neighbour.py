@@ -300,5 +300,13 @@ def partner(node: int, nodes: int) -> int:
     return nodes - 1 if node == nodes - 3 else node - 1
 
 
+def partners(nodes: int) -> tuple[frozenset[int], ...]:
+    """Of each of a pipeline's `nodes`, two or more: the others any of which takes a copy with it when both are lost."""
+    kept = [partner(node, nodes) for node in range(nodes)]
+    return tuple(
+        frozenset({kept[node], *(other for other in range(nodes) if kept[other] == node)}) for node in range(nodes)
+    )
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -96,6 +96,13 @@ class RunningJob:
         except ProcessLookupError:
             return
 
+    @property
+    def ended(self) -> bool:
+        """Whether the agent has."""
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
     def events(self, name: str = "") -> list[Event]:
         """What was reported until now, of one name or all."""
         return [event for event in read(self.spec.run_dir / "events.jsonl") if not name or event.name == name]

@@ -14,13 +14,29 @@ from typing import Protocol
 
 from .forkserver import ForkServer, JobSpec, RunningJob
 from .golden import Described
-from .journal import wait_for
+from .journal import Entry, wait_for
 from .nodes import Place, destroy
 
 BOUND = 560.0  # seconds for anything that is waited for: many times what it takes on two idle cores
 DETECT_SECONDS = "5"
 
 Spec = Callable[..., JobSpec]
+
+
+def until(job: RunningJob, condition: Callable[[list[Entry]], bool], seconds: float = BOUND) -> list[Entry]:
+    """The events of a node once `condition` holds of them. Raises AssertionError with its output where it has ended
+    without that, TimeoutError."""
+    over = False
+
+    def holds(lines: list[Entry]) -> bool:
+        nonlocal over
+        if condition(lines):
+            return True
+        assert not over, f"node {job.spec.node} has ended before:\n{job.tail()}"
+        over = job.ended  # its last lines are read once more
+        return False
+
+    return wait_for(job.spec.run_dir / "events.jsonl", holds, seconds)
 
 
 class Run(Described, Protocol):
@@ -79,18 +95,13 @@ class MultiNodeJob:
     def until_counts(self, iteration: int) -> None:
         """Until a version of at least this iteration counts for the node tier on every node."""
         for job in self.nodes.values():
-            wait_for(
-                job.spec.run_dir / "events.jsonl",
-                lambda lines: any(e["name"] == "node.counts" and e["iteration"] >= iteration for e in lines),
-                BOUND,
-            )
+            until(job, lambda lines: any(e["name"] == "node.counts" and e["iteration"] >= iteration for e in lines))
 
     def until_captured(self, name: str, iteration: int) -> None:
         """Until a rank of a node has captured at least this iteration."""
-        wait_for(
-            self.nodes[name].spec.run_dir / "events.jsonl",
+        until(
+            self.nodes[name],
             lambda lines: any(e["name"] == "capture.commit" and e["iteration"] >= iteration for e in lines),
-            BOUND,
         )
 
     def destroy(self, name: str) -> None:

@@ -2,7 +2,7 @@
 
 Of each result the mean over seeds. A *loss* is how much worse a result is than the clean run's, in points: of test
 accuracy one is one of a hundred, of a text's loss 0.05 nats a byte (what a point of the next byte's accuracy is worth
-there, roughly). *Averaging often* are sync_5, sync_10 and dyn: every 50 iterations is but thrice in runs this short.
+there, roughly). *Averaging often* are sync_5, sync_10 and dyn: every 50 is but a few times in runs this short.
 
     harm     noised training is harmed (a loss of 5 points or more) at 1e-2 and 1e-1
     growth   a larger variance harms noised training no less, within a point

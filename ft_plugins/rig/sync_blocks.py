@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from ..errors import FtError
 
 PLAIN = "plain"
 RESAMPLES = 10_000
+Middle = Callable[..., Any]  # of an array along an axis
 FACTOR = 8.0  # by which a rate is changed at most in one step
 
 
@@ -53,10 +55,10 @@ def costs(seconds: Sequence[Mapping[str, float]], seed: int = 1) -> dict[str, Co
     return found
 
 
-def interval(shares: Sequence[float], seed: int = 1) -> tuple[float, float]:
-    """The 95% bootstrap interval of the median."""
+def interval(shares: Sequence[float], seed: int = 1, middle: Middle = np.median) -> tuple[float, float]:
+    """The 95% bootstrap interval of the median, or of another `middle` (np.mean)."""
     draws = np.random.default_rng(seed).choice(np.asarray(shares), (RESAMPLES, len(shares)))
-    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
+    low, high = np.quantile(middle(draws, axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 

@@ -92,7 +92,7 @@ def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str]) -> Any:
     if kind in _AS_IT_IS:
         return value
     if kind is int:
-        return value if _LEAST <= value <= _MOST else _extension(_BIGINT, str(value))
+        return value if _is_word(value) else _extension(_BIGINT, str(value))
     if kind is dict:
         if all(type(key) is str or _is_word(key) for key in value):
             return {key: _plain(part, (place, key), enums) for key, part in value.items()}

@@ -14,8 +14,7 @@ import pytest
 from ft_plugins.rig.forkserver import ForkServer, RunningJob
 from ft_plugins.rig.golden import assert_identical
 from ft_plugins.rig.gpt_runs import Configuration, GptRun
-from ft_plugins.rig.journal import wait_for
-from ft_plugins.rig.multinode import BOUND, MultiNodeJob, Spec
+from ft_plugins.rig.multinode import BOUND, MultiNodeJob, Spec, until
 from ft_plugins.rig.nodes import Place, network
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
@@ -31,12 +30,10 @@ def places() -> Iterator[list[Place]]:
         yield found
 
 
-def resized(job: RunningJob, seconds: float) -> int:
+def resized(job: RunningJob) -> int:
     """The iteration at which state of another size was taken over, in this node's next incarnation."""
-    found = wait_for(
-        job.spec.run_dir / "events.jsonl", lambda lines: [e for e in lines if e["name"] == "restore.resized"], seconds
-    )
-    return int(found[-1]["iteration"])
+    found = until(job, lambda lines: any(e["name"] == "restore.resized" for e in lines))
+    return int(next(e for e in reversed(found) if e["name"] == "restore.resized")["iteration"])
 
 
 @pytest.mark.timeout(900)  # seven starts of 12 or 16 ranks, one after another: four minutes on two idle cores
@@ -57,10 +54,10 @@ def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
         job.start(f"n{index}", places[index])
     job.until_counts(4)
     job.destroy("n3")
-    first = resized(job.nodes["n0"], BOUND)
+    first = resized(job.nodes["n0"])
     job.until_counts(first + 2)
     fresh = job.start("s", places[4])
-    second = resized(fresh, BOUND)
+    second = resized(fresh)
     job.wait()
     assert 4 <= first < second < ITERATIONS
     for each in job.nodes.values():

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.planner.goodput import GIB, Protection, partners, plan_goodput, plan_growth, table
+from ft_plugins.planner.goodput import GIB, Protection, plan_goodput, plan_growth, table
 from ft_plugins.planner.intervals import DAY, Costs
 from ft_plugins.planner.pipeline import Pipeline, Schedule
 from ft_plugins.planner.simulate import Times, simulate
 from ft_plugins.planner.survival import Cluster
-from ft_plugins.redundancy.neighbour import plan_neighbours
 
 TIMELINES = simulate(Pipeline(Schedule.ONE_F_ONE_B, 4, 8), Times())
 CLUSTER = Cluster(nodes=64, group_nodes=4, hw_rate=0.004, sw_rate=0.001)
@@ -107,13 +106,6 @@ def test_baft_by_hand_with_a_planner_of_ones_own() -> None:
     assert found.lost_seconds == 15 + 30  # half an interval, and the three iterations of sending
     assert found.restart_seconds == 120 + 10 / 5 and found.save_share == 0
     assert found.goodput == pytest.approx(1 - 64 * 0.001 / DAY * (45 + 122))
-
-
-@pytest.mark.parametrize("nodes", range(2, 10))
-def test_partners_are_those_that_a_copy_is_lost_with(nodes: int) -> None:
-    plan = plan_neighbours([f"n{node}" for node in range(nodes)], [tuple(range(nodes))], [8] * nodes)
-    fatal = [[other for other in range(nodes) if not plan.survives({node, other})] for node in range(nodes)]
-    assert partners(nodes) == tuple(map(len, fatal))
 
 
 def test_without_shared_bubbles_baft_sends_at_the_links_rate() -> None:

@@ -23,6 +23,7 @@ from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import (
     NeighbourPlan,
     partner,
+    partners,
     pipelines,
     plan_both,
     plan_neighbours,
@@ -114,13 +115,20 @@ def test_it_goes_to_the_nearest_stage_of_the_partner_node(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "partners"),
+    ("nodes", "keeper"),
     [(2, [1, 0]), (3, [2, 0, 1]), (4, [1, 0, 3, 2]), (5, [1, 0, 4, 2, 3]), (6, [1, 0, 3, 2, 5, 4])],
 )
 def test_nodes_are_partners_in_pairs_and_the_last_three_of_an_odd_number_in_a_ring(
-    nodes: int, partners: list[int]
+    nodes: int, keeper: list[int]
 ) -> None:
-    assert [partner(node, nodes) for node in range(nodes)] == partners
+    assert [partner(node, nodes) for node in range(nodes)] == keeper
+
+
+@pytest.mark.parametrize("nodes", range(2, 10))
+def test_partners_are_those_that_a_copy_is_lost_with(nodes: int) -> None:
+    plan = plan_neighbours([f"n{node}" for node in range(nodes)], [tuple(range(nodes))], [8] * nodes)
+    for node, others in enumerate(partners(nodes)):
+        assert others == {other for other in range(nodes) if not plan.survives({node, other})}
 
 
 @pytest.mark.parametrize("name", PAPER)
