@@ -1,6 +1,6 @@
 """What copies cost training that go out in bubbles, on the emulated cluster: 16 ranks in the paper's shapes.
 
-    python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--dilation 2] [--shapes d2m2p4 ...] [--plot FILE]
+    python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--dilation N] [--shapes d2m2p4 ...] [--plot FILE]
 
 Megatron's own schedule between 4 nodes with throttled links, compute replaced by sleeping; how it is scaled, and why
 time is stretched (--dilation), says ft_plugins/rig/cluster.py. Blocks of 5 iterations in one run, in random order, each
@@ -66,10 +66,10 @@ from ft_plugins.rig.sync_blocks import interval
 
 BLOCK = 5  # iterations
 PAIRS, QUICK_PAIRS = 40, 6
-ONCE_ROUNDS = 4
+ONCE_ROUNDS = 3
 SETTLE = 16  # iterations before the first block: profile, plan, the first copies
-RESERVE_MS = 4.0  # a message of 32 KiB takes 1.3 ms of the link, and four ranks may send one; of each of DILATION
-DILATION = 2
+RESERVE_MS = 4.0  # a message of 32 KiB takes 1.3 ms of the link, and four ranks may send one; of each of `dilation`
+SECONDS = 2.6  # of an iteration's passes, which time is stretched to
 FULL_STATE = 6  # times the bytes that the paper sends
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 60.0
 EACH = (
@@ -303,7 +303,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one shape, six pairs")
     parser.add_argument("--batch", type=int, default=64, choices=(128, 64))
     parser.add_argument("--chunks", type=int, default=1, help="above 1: the interleaved schedule")
-    parser.add_argument("--dilation", type=int, default=DILATION, help=f"of time (default {DILATION})")
+    parser.add_argument(
+        "--dilation", type=int, help=f"of time (default: iterations take about {SECONDS} s in every shape)"
+    )
     parser.add_argument("--shapes", nargs="+", help="those alone")
     parser.add_argument("--pairs", type=int, help=f"of blocks of {BLOCK} iterations (default {PAIRS})")
     parser.add_argument("--disturb", default="", choices=("slow", "jitter", "drift"), help="see above")
@@ -314,7 +316,9 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nodes and networks are taken down all the same
-    chosen = cluster.shapes(args.batch, args.chunks, args.dilation)
+    chosen = cluster.shapes(args.batch, args.chunks, args.dilation or 1)
+    if not args.dilation:
+        chosen = tuple(one.lasting(SECONDS) for one in chosen)
     if args.shapes:
         chosen = tuple(one for one in chosen if one.job.name in args.shapes)
     chosen = chosen[: 1 if args.quick else None]

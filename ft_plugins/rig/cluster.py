@@ -15,7 +15,9 @@ much, and takes six times as many iterations.
 Time can be stretched besides (`dilation`): passes take so many times as long and links carry so many times less, so
 that transfer over bubble stays what it is. For what is not emulated, a schedule's Python, messages, SMPs, takes the
 processor as long as ever, and here 16 ranks and 4 SMPs share a core or two where the testbed has many for each.
-Stretched twice, sixteen ranks on two cores are still four times as crowded as ranks with a core each.
+Stretched twice, sixteen ranks on two cores are still four times as crowded as ranks with a core each; stretched eight
+times they would be as good as those. As what a snapshot takes of the processor is the same in every shape, shapes are
+best compared where their iterations take about as long (`lasting`).
 
 Not to scale: messages between stages, whose bytes the paper does not tell. They are real, of MESSAGE_BYTES each.
 
@@ -39,6 +41,7 @@ from ..events import Event, read
 from ..model.timeline import Profile
 from ..planner.jobs import A40, PAPER_SHAPES, Job
 from ..planner.pipeline import Pipeline
+from ..planner.simulate import Link, simulate
 from . import emulated, gpt_runs
 from .emulated import StageSpec
 from .forkserver import ForkServer, JobSpec, RunningJob
@@ -74,6 +77,12 @@ class Emulated:
     @property
     def pipeline(self) -> Pipeline:
         return self.job.pipeline()
+
+    def lasting(self, seconds: float) -> Emulated:
+        """Stretched so many times that the passes of an iteration take about `seconds`."""
+        times = replace(self.job.times(self.pipeline), links=(Link(),))
+        own = max(timeline.seconds for timeline in simulate(self.pipeline, times))
+        return replace(self, dilation=max(1, round(seconds / own)))
 
     @property
     def link_mbps(self) -> int:
