@@ -29,6 +29,8 @@ The first line is the title, '#' begins a comment, every other line is a word an
     then   complete checkpoints are whole, the newest >= 9
     then   the reason is: the parts of ranks 2, 3, 6, 7 are gone    of every refusal, of every restore
     then   replicas were compared, little was sent                 parity is made where the replicas are
+    then   rank 2 differed in iteration 3                           from its replicas, and no other, with --paft
+    then   s restored what was certified                            of replicas that had agreed
     then   copies went out in bubbles                               some of them, with --baft
     then   no rank began anew                                       after something was completed
     then   the final state is golden                                that of the unfailed run, bit for bit
@@ -50,9 +52,11 @@ from ..errors import ConfigError, FtError
 from .story import (
     EVERY,
     Captured,
+    Certified,
     Compared,
     Counts,
     DeclaredLost,
+    Differed,
     End,
     Ends,
     Fate,
@@ -80,7 +84,9 @@ class StoryError(FtError):
 
 
 _ACTS = (Counts, Captured, Stored, Stopped, Ends, Lose, Start)
-_KNOWN_AT_THE_END = (Restored, InTransfer, Older, DeclaredLost, Whole, Reason, Compared, InBubbles, NotAnew, Golden)
+_KNOWN_AT_THE_END = (
+    Restored, InTransfer, Older, DeclaredLost, Whole, Reason, Compared, Differed, Certified, InBubbles, NotAnew, Golden,
+)  # fmt: skip
 _NODE = r"([a-z]\w*)"
 _Build = Callable[..., Line]
 _PHRASES: dict[str, list[tuple[str, _Build]]] = {
@@ -107,6 +113,8 @@ _PHRASES: dict[str, list[tuple[str, _Build]]] = {
         (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: Whole(int(at))),
         (r"the reason is: (.+)", Reason),
         (r"replicas were compared, little was sent", Compared),
+        (r"rank (\d+) differed in iteration (\d+)", lambda rank, at: Differed(int(rank), int(at))),
+        (rf"{_NODE} restored what was certified", Certified),
         (r"copies went out in bubbles", InBubbles),
         (r"no rank began anew", NotAnew),
         (r"the final state is golden", Golden),
@@ -214,7 +222,7 @@ class _Reader:
                 self._there(node)
             case DeclaredLost(node) if node not in self._lost:
                 raise StoryError(f"node {node} was not lost; lost are {_names(self._lost)}")
-            case Older(node):
+            case Older(node) | Certified(node):
                 self._there(node)
             case Restored(node) if node != EVERY:
                 self._there(node)

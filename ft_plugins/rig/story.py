@@ -128,6 +128,21 @@ class DeclaredLost:
 
 
 @dataclass(frozen=True)
+class Differed:
+    """One rank was found to differ from its replicas in that iteration, and none in any other."""
+
+    rank: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Certified:
+    """What a node restored was known to be of replicas that agreed."""
+
+    node: str
+
+
+@dataclass(frozen=True)
 class Compared:
     """Nodes have found their replicas equal, and sent each other no state for it."""
 
@@ -170,8 +185,8 @@ class Golden:
 
 Line = (
     Counts | Captured | Stored | Stopped | Ends | Lose | Start
-    | Restored | InTransfer | Older | DeclaredLost | Compared | InBubbles | NotStored | Whole | Reason | NotAnew
-    | Golden
+    | Restored | InTransfer | Older | DeclaredLost | Compared | Differed | Certified | InBubbles | NotStored | Whole
+    | Reason | NotAnew | Golden
 )  # fmt: skip
 
 

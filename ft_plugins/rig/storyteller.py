@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from ..events import Event
 from ..snapshot import checkpoint
 from ..snapshot.checkpoint import Origin
-from ..snapshot.slots import Version
+from ..snapshot.slots import Mark, Version
 from .forkserver import ForkServer, RunningJob
 from .frameworks import FRAMEWORKS
 from .golden import assert_identical
@@ -30,9 +30,11 @@ from .nodes import Place, destroy, freeze
 from .story import (
     EVERY,
     Captured,
+    Certified,
     Compared,
     Counts,
     DeclaredLost,
+    Differed,
     End,
     Ends,
     Fate,
@@ -54,7 +56,7 @@ from .story import (
     Whole,
 )
 
-HOSTS = (11, 12, 13, 14, 5, 25)  # of four nodes, of one that sorts before them and of one behind
+HOSTS = (11, 12, 13, 14, 15, 16, 5, 25)  # of six nodes, of one that sorts before them and of one behind
 
 
 class Teller:
@@ -185,6 +187,12 @@ class Teller:
                 slot = min(event.fields["share_bytes"] for event in self._events("rank.attach"))
                 # small state, digest tables and digests of what is compared; all else would be several slots
                 assert sent and all(fields["compared"] and fields["bytes"] < slot / 5 for fields in sent), sent
+            case Differed(rank, iteration):
+                found = {(event.fields["iteration"], *event.fields["ranks"]) for event in self._events("sync.differs")}
+                assert found == {(iteration, rank)}, f"iterations, and who differed in them: {sorted(found)}"
+            case Certified(node):
+                fields = restore(self._job.nodes[node]).fields
+                assert fields.get("mark") == Mark.CERTIFIED.word, f"node {node}: {fields}"
             case InBubbles():
                 inside = [event.fields["in_bubbles"] for event in self._events("node.counts")]
                 assert any(inside), f"in none of {len(inside)} that count"

@@ -1,0 +1,15 @@
+One of three replicas is struck and repaired; then a node is killed, and its copies, sent in bubbles, are certified
+
+job    deepspeed, tp1 pp2 dp3, 6 nodes, replicated optimizer, 40 iterations
+flags  --baft --paft --paft-mode audit --paft-audit-interval 1
+runs   with all configurations
+fault  n1 update.parameters@iteration=3,rank=1,restart=0:flip=20~5
+when   version 14 counts on every node
+do     kill n2
+do     start s first
+when   the job has ended
+then   rank 1 differed in iteration 3
+then   s restored from node, iteration >= 14
+then   s restored what was certified
+then   copies went out in bubbles
+then   the final state is golden
