@@ -19,6 +19,7 @@ class Again(Generic[R]):
     """Of a host, beside the rest of its `Steps`."""
 
     rank: int
+    clips_together = ""
     why_not = "what iterations are computed from is kept only where replicas are compared or averaged"
     _replay: R | None = None
 

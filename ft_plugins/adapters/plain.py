@@ -25,6 +25,7 @@ class PlainHost:
     """Training state as a dict of tensors, `replicated` over all ranks or each rank's own."""
 
     framework = f"torch {torch.__version__}"
+    clips_together = ""  # what the loop does with norms is its own
 
     def __init__(
         self,

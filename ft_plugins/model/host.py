@@ -128,6 +128,7 @@ class Steps(Protocol):
 
     recomputes: bool  # whether `recompute` can be called, once `keep_iterations` was
     why_not: str  # where it cannot: the reason, for people
+    clips_together: str  # how gradients of one replica clip those of all, for people; '' where they do not
 
     def keep_iterations(self) -> None:
         """Keep of each iteration from now on what `recompute` needs, where that can be done. Once, before the first."""

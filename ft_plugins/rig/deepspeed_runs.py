@@ -36,11 +36,13 @@ class Configuration:
     pp: int = 0
     tp: int = 1
     axes: str = "pipe-data-model"
+    clipping: float = 1.0
     checked: bool = False  # bf16 with ZeRO: an update whose gradients overflow is skipped
 
     def __str__(self) -> str:
         words = ["bf16" if self.bf16 else "fp32", f"zero{self.stage}", f"pp{self.pp}" if self.pp else "plain"]
         words += [f"accumulate-{self.accumulate}"] if self.accumulate else []
+        words += [] if self.clipping else ["unclipped"]
         words += [f"tp{self.tp}"] if self.tp > 1 else []
         return "-".join([*words, f"{self.ranks}ranks"])
 
@@ -51,7 +53,7 @@ class Configuration:
             "train_micro_batch_size_per_gpu": 1 if self.ranks == 4 and not self.pp else 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}},
-            "gradient_clipping": 1.0,
+            "gradient_clipping": self.clipping,
             "bf16": {"enabled": self.bf16, **({"check_grad_overflow": True} if self.checked else {})},
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
             "steps_per_print": 1000,

@@ -198,13 +198,14 @@ class Offences:
 
 def promise(
     interval: int, chosen: OnCorruption, before_forward: bool, recomputes: bool, replicas: int, copies: bool,
-    left_out: int,
+    left_out: int, clips_together: str = "",
 ) -> str:  # fmt: skip
     """What an audit can and cannot promise here, to be said at start.
 
     `before_forward`: verdicts are awaited before the next forward, not before the next update; `recomputes`: the host
     can compute an iteration's gradients once more; `replicas`: of state, 0 where none is compared; `copies`: whether
-    copies that ranks compute with are; `left_out`: tensors that are held by one rank alone.
+    copies that ranks compute with are; `left_out`: tensors that are held by one rank alone; `clips_together`: how the
+    gradients of one replica reach the others, '' where they do not.
     """
     every = "every update" if interval == 1 else f"every {interval} updates"
     said = [f"audit: replicas are compared after {every}"]
@@ -224,6 +225,11 @@ def promise(
             said.append("each update makes them anew as well: an error in one between two audits is not seen")
     said.append("an evaluation between an update and its verdict is of the replicas as they are")
     said.append("an error that reached all replicas alike is not seen")
+    if clips_together and replicas:
+        said.append(
+            f"{clips_together}: what wrong gradients of one have added to it is in all of them, and the run is not the "
+            "clean one then"
+        )
     if left_out:
         said.append(
             f"{left_out} tensors that one rank alone holds are not compared: no replica speaks of them, and an error "

@@ -94,6 +94,7 @@ class Paft:
             lines.append(promise(
                 config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
                 self._steps.recomputes, self._buckets.fewest, self._buckets.copies, len(self._buckets.alone),
+                self._steps.clips_together,
             ))  # fmt: skip
             lines += [] if self._steps.recomputes else [f"gradients cannot be computed again: {self._steps.why_not}"]
         return "\n  ".join(lines)

@@ -50,6 +50,13 @@ class Stepping(Again[Replay]):
     _restore_optimizer: Callable[[Mapping[str, Any]], None]
     small_state: Callable[[], dict[str, Any]]
 
+    @property
+    def clips_together(self) -> str:  # type: ignore[override]
+        """Of float32 without ZeRO; what is sharded is clipped by the norm of all shards in any case."""
+        engine = self.engine
+        low = engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization()
+        return "" if low or not engine.gradient_clipping() else "DeepSpeed clips by the mean of all replicas' norms"
+
     def keep_iterations(self) -> None:
         """Of a pipeline: what a script computes between the engine's calls is the script's."""
         if not hasattr(self.engine, "train_batch"):

@@ -135,6 +135,13 @@ def test_what_an_audit_promises_is_said_and_no_more(given_: tuple, said: str) ->
     assert said in promise(*given_) and "an error that reached all replicas alike is not seen" in promise(*given_)
 
 
+def test_where_one_replica_s_gradients_clip_those_of_all_that_is_said() -> None:
+    said = promise(1, REPAIR, False, True, 4, False, 0, "we clip by the mean norm")
+    assert said.endswith("we clip by the mean norm: what wrong gradients of one have added to it is in all of them, "
+                         "and the run is not the clean one then")  # fmt: skip
+    assert "we clip" not in promise(1, REPAIR, False, True, 0, True, 9, "we clip"), "of shards nothing is promised"
+
+
 def test_of_shards_and_their_copies_nothing_is_said_of_a_majority_that_would_be_needed() -> None:
     said = promise(1, REPAIR, False, True, 0, True, 9)
     assert "averaged" not in said and "minority" not in said and "the run stays bit-identical" in said
