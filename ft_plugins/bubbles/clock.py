@@ -3,13 +3,14 @@
 Invariant: `mark` allocates nothing and waits for nobody; a CUDA device is never synchronised with, it is asked whether
 it has come that far. Slot 0 is the begin of the iteration, to which all other times are relative.
 
-In: marks. Out: seconds, once `ready`.
+In: marks. Out: seconds, once `ready`; by how much the device was behind the host.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,10 @@ class Clock(Protocol):
 
     def seconds(self, slots: int) -> list[float]:
         """Those of the first `slots` edges, since edge 0."""
+        ...
+
+    def leads(self, slots: int) -> list[float]:
+        """By how many seconds the host was ahead at each of these edges; empty where the host itself computes."""
         ...
 
     def memory(self) -> int:
@@ -57,6 +62,9 @@ class HostClock:
     def seconds(self, slots: int) -> list[float]:
         return [when - self._times[0] for when in self._times[:slots]]
 
+    def leads(self, slots: int) -> list[float]:
+        return []
+
     def memory(self) -> int:
         return -1
 
@@ -67,11 +75,14 @@ class CudaClock:
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
+        self._host = array("d")
 
     def room(self, slots: int) -> None:
+        self._host = array("d", bytes(8 * slots))
         self._events += [torch.cuda.Event(enable_timing=True) for _ in range(slots - len(self._events))]
 
     def mark(self, slot: int) -> None:
+        self._host[slot] = time.perf_counter()
         self._events[slot].record()
 
     def ready(self, last: int) -> bool:
@@ -81,8 +92,21 @@ class CudaClock:
         first = self._events[0]
         return [0.0, *(1e-3 * first.elapsed_time(event) for event in self._events[1:slots])]
 
+    def leads(self, slots: int) -> list[float]:
+        return leads([when - self._host[0] for when in self._host[:slots]], self.seconds(slots))
+
     def memory(self) -> int:
         return int(torch.cuda.memory_allocated())
+
+
+def leads(host: Sequence[float], device: Sequence[float]) -> list[float]:
+    """By how many seconds the host was ahead at each edge, of when either was there by its own clock.
+
+    A device is never ahead: it does what it was told. So where the host was ahead by least it was not ahead at all, and
+    there the two clocks are compared: in a pipeline the host waits for its device at each message.
+    """
+    behind = max((told - done for told, done in zip(host, device, strict=True)), default=0.0)
+    return [done + behind - told for told, done in zip(host, device, strict=True)]
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -67,7 +67,7 @@ def transfers_of(
 
 @dataclass(frozen=True)
 class Grant:
-    """`nbytes` may go from `begin` to `deadline`, in seconds since the end of the span `after`, in a bubble.
+    """`nbytes` may go from `begin` to `deadline` in a bubble: seconds since the host has told of the end of span `after`.
 
     `after` is the compute span after whose end the bubble begins, of all spans of the timeline, -1 for the begin of the
     iteration: by counting spans a trainer knows it, also where a reduction lies between it and the bubble. `parts` are
@@ -95,7 +95,7 @@ class Offer:
 
     transfer: Transfer
     own: Sequence[Bubble]
-    edges: Sequence[float]  # of the spans after which they begin
+    edges: Sequence[float]  # when the host tells of the spans after which they begin
     windows: Windows
     first: list[int]
     every: list[int]
@@ -196,14 +196,9 @@ def offers(
             late = rates.carried(len(windows.begin), ready_seconds).tolist() if ready_seconds else every
             first = _worth(late, worth) if ready_seconds else every
             own, seconds = bubbles[transfers[at].sender], sum(needs) / links[pair]
-            edges = _edges(timelines[transfers[at].sender], own)
+            edges = [timelines[transfers[at].sender].told(bubble.after) for bubble in own]
             found[at] = Offer(transfers[at], own, edges, windows, first, every, most, seconds)
     return [found[at] for at in range(len(transfers))]
-
-
-def _edges(timeline: Timeline, own: Sequence[Bubble]) -> list[float]:
-    """When the span ends after which each bubble begins."""
-    return [timeline.spans[bubble.after].end if bubble.after >= 0 else 0.0 for bubble in own]
 
 
 def _links(

@@ -256,11 +256,11 @@ class Profiler:
 def pack(timeline: Timeline) -> list[object]:
     """A timeline as plain values."""
     spans = [[_KINDS.index(one.kind), one.begin, one.end, one.microbatch, one.chunk] for one in timeline.spans]
-    return [timeline.rank, timeline.seconds, spans, list(timeline.memory)]
+    return [timeline.rank, timeline.seconds, spans, list(timeline.memory), list(timeline.leads)]
 
 
 def unpack(values: Sequence[object]) -> Timeline:
     """The timeline that was packed."""
-    rank, seconds, spans, memory = values
+    rank, seconds, spans, memory, leads = values
     found = tuple(Span(_KINDS[kind], *rest) for kind, *rest in spans)  # type: ignore[attr-defined]
-    return Timeline(rank, seconds, found, tuple(memory))  # type: ignore[arg-type]
+    return Timeline(rank, seconds, found, tuple(memory), tuple(leads))  # type: ignore[arg-type]

@@ -31,7 +31,8 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Reserve:
-    """Seconds at the begin and at the end of each bubble in which regular communication may be under way."""
+    """Seconds at the begin and at the end of each bubble in which regular communication may be under way: what a
+    message between stages takes (BAFT, 4.2.2), and what jitters."""
 
     begin: float
     end: float
@@ -39,12 +40,6 @@ class Reserve:
     def __post_init__(self) -> None:
         if not (self.begin >= 0 and self.end >= 0):
             raise ConfigError(f"{self.begin} s and {self.end} s are no times to reserve: expected 0 or more")
-
-    @classmethod
-    def of(cls, message_bytes: int, bytes_per_second: float, slack_seconds: float = 0.0) -> Reserve:
-        """What a message of so many bytes needs on the link (BAFT, 4.2.2), and `slack_seconds` for what jitters."""
-        seconds = message_bytes / bytes_per_second + slack_seconds
-        return cls(seconds, seconds)
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,6 +65,13 @@ class Timeline:
     seconds: float  # of the whole iteration
     spans: tuple[Span, ...]
     memory: tuple[int, ...] = ()  # bytes in use at each span's begin; empty where unknown
+    leads: tuple[float, ...] = ()  # seconds that the host is ahead, at the begin, at each span's end; empty for never
+
+    def told(self, after: int) -> float:
+        """When the host tells of the end of span `after`, -1 for the begin of the iteration: before it is, where a
+        device computes. Seconds since the iteration began."""
+        when = self.spans[after].end if after >= 0 else 0.0
+        return when - (self.leads[after + 1] if self.leads else 0.0)
 
     @property
     def shape(self) -> Shape:
@@ -119,7 +126,9 @@ def median(timelines: Sequence[Timeline]) -> Timeline:
     seconds = now + _middle([timeline.seconds - end for timeline, end in zip(chosen, before, strict=True)])
     measured = [timeline.memory for timeline in chosen if timeline.memory]
     memory = tuple(map(max, zip(*measured, strict=True))) if measured else ()
-    return Timeline(chosen[0].rank, seconds, tuple(spans), memory)
+    ahead = [timeline.leads for timeline in chosen if timeline.leads]
+    leads = tuple(_middle(list(same)) for same in zip(*ahead, strict=True))
+    return Timeline(chosen[0].rank, seconds, tuple(spans), memory, leads)
 
 
 def reduce_work(timelines: Sequence[Timeline]) -> tuple[float, ...]:

@@ -306,6 +306,20 @@ def test_a_single_sender_takes_as_many_iterations_as_counting_ticks_says(
     assert plan.iterations == (ceil(need / shared) if not sender.reason else ceil(need / 20))
 
 
+def test_where_the_host_is_ahead_of_its_device_grants_are_later_by_that() -> None:
+    """A host is at the end of a span before its device is; windows are the device's."""
+    spans = (Span(Kind.FORWARD, 0.0, 2.0), Span(Kind.BACKWARD, 6.0, 8.0))
+    usual = {rank: Timeline(rank, 8.0, spans) for rank in range(2)}
+    ahead = {rank: replace(one, leads=(0.25, 1.5, 0.0)) for rank, one in usual.items()}
+    bubbles = {rank: (Bubble(0, 2.0, 6.0, 0),) for rank in range(2)}
+    one, other = (
+        plan_bubbles([Transfer(0, 0, 1, 1, 100)], timelines, bubbles, 100.0, Reserve(0.5, 0.5)).senders[0].every
+        for timelines in (usual, ahead)
+    )
+    assert [(grant.begin, grant.deadline, grant.nbytes) for grant in one] == [(0.5, 3.5, 300)]
+    assert [(grant.begin, grant.deadline, grant.nbytes) for grant in other] == [(2.0, 5.0, 300)]
+
+
 def test_of_three_that_share_a_link_none_is_crowded_out_of_its_only_bubble() -> None:
     """Any plan that lets the first two take what they like in the first second needs another iteration."""
     bubbles = {rank: tuple(Bubble(i, t, t + 1.0, i) for i, t in enumerate(times))
@@ -449,7 +463,7 @@ def test_64_stages_512_microbatches_96_layers_are_planned_in_a_second(granularit
     bubbles = {rank: bubbles_of(timeline) for rank, timeline in timelines.items()}
     transfers = ring(64, 1 << 30, 1, 96)
     began = time.process_time()
-    plan = plan_bubbles(transfers, timelines, bubbles, 1.25e9, Reserve.of(1 << 20, 1.25e9), granularity)
+    plan = plan_bubbles(transfers, timelines, bubbles, 1.25e9, Reserve(*[(1 << 20) / 1.25e9] * 2), granularity)
     assert time.process_time() - began < PLANNING_CPU_SECONDS
     assert not plan.paced_by_rate
     assert all(sum(g.nbytes for t in one.iterations for g in t) == one.transfer.nbytes for one in plan.senders)

@@ -260,5 +260,6 @@ def test_a_rank_that_never_gets_a_recording_ends_it_after_some_attempts() -> Non
 
 
 def test_a_timeline_is_unpacked_as_it_was_packed() -> None:
-    one = Timeline(7, 3.5, (Span(Kind.RECV, 0.1, 0.2), Span(Kind.BACKWARD, 0.3, 0.4, 5, 1)), (10, 2**40))
+    spans = (Span(Kind.RECV, 0.1, 0.2), Span(Kind.BACKWARD, 0.3, 0.4, 5, 1))
+    one = Timeline(7, 3.5, spans, (10, 2**40), (0.0, 0.1, 0.2))
     assert unpack(pack(one)) == one

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import torch
 
-from ft_plugins.bubbles.clock import HostClock, clock_of
+from ft_plugins.bubbles.clock import HostClock, clock_of, leads
 from ft_plugins.bubbles.record import Recorder, Several
 from ft_plugins.model.timeline import Kind, Span, Timeline
 
@@ -16,7 +16,8 @@ from ft_plugins.model.timeline import Kind, Span, Timeline
 class Ticks:
     """A clock that is one second later at each mark, and ready when it is told."""
 
-    def __init__(self, memory: Iterator[int] | None = None) -> None:
+    def __init__(self, memory: Iterator[int] | None = None, ahead: float = 0.0) -> None:
+        self.ahead = ahead  # of the host, at each mark by so much more
         self.slots: list[float] = []
         self.over = True
         self._now = count()
@@ -33,6 +34,9 @@ class Ticks:
 
     def seconds(self, slots: int) -> list[float]:
         return [when - self.slots[0] for when in self.slots[:slots]]
+
+    def leads(self, slots: int) -> list[float]:
+        return [self.ahead * when for when in self.seconds(slots)] if self.ahead else []
 
     def memory(self) -> int:
         return -1 if self._memory is None else next(self._memory)
@@ -59,6 +63,26 @@ def test_what_was_told_is_what_is_taken_and_only_once() -> None:
     assert recorder.take() == Timeline(3, 5, spans, memory=(100, 101))
     assert recorder.free
     assert recorder.take() is None
+
+
+def test_by_how_much_the_host_was_ahead_is_told_of_the_begin_and_of_ends() -> None:
+    recorder = Recorder(0, Ticks(ahead=0.5))
+    recorder.iteration_begin()
+    pass_through(recorder, 2)
+    recorder.iteration_end()
+    taken = recorder.take()
+    assert taken is not None and [span.end for span in taken.spans] == [2, 4]
+    assert taken.leads == (0, 1, 2)
+    assert [taken.told(after) for after in (-1, 0, 1)] == [0, 1, 2]
+
+
+def test_the_clocks_of_host_and_device_meet_where_the_host_is_ahead_by_least() -> None:
+    host = [0.0, 0.1, 5.0, 5.1, 9.0]  # it waits for the device at 2 and at 4
+    device = [0.0, 2.0, 3.0, 4.5, 7.0]
+    assert leads(host, device) == pytest.approx([2.0, 3.9, 0.0, 1.4, 0.0])
+    later = [when + 3.0 for when in device]
+    assert leads(host, later) == pytest.approx(leads(host, device)), "whatever they count from"
+    assert leads([], []) == []
 
 
 def test_a_span_within_another_is_part_of_it() -> None:

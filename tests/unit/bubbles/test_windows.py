@@ -67,8 +67,7 @@ def test_bubbles_that_overlap_are_refused() -> None:
         shared((), (Bubble(0, 2, 1, -1),), NONE)
 
 
-def test_what_is_reserved_is_what_a_message_needs_on_the_link_and_slack() -> None:
-    assert Reserve.of(5_000_000, 1e9, 0.001) == Reserve(0.006, 0.006)
+def test_less_than_no_time_cannot_be_reserved() -> None:
     with pytest.raises(ConfigError, match="no times to reserve"):
         Reserve(0.1, -1)
 
