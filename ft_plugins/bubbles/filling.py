@@ -67,7 +67,7 @@ def transfers_of(
 
 @dataclass(frozen=True)
 class Grant:
-    """`nbytes` may go from `begin` to `deadline` in a bubble: seconds since the host has told of the end of span `after`.
+    """`nbytes` may go from `begin` to `deadline` in a bubble: seconds since the host told of the end of span `after`.
 
     `after` is the compute span after whose end the bubble begins, of all spans of the timeline, -1 for the begin of the
     iteration: by counting spans a trainer knows it, also where a reduction lies between it and the bubble. `parts` are
