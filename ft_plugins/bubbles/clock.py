@@ -35,8 +35,9 @@ class Clock(Protocol):
         """Those of the first `slots` edges, since edge 0."""
         ...
 
-    def leads(self, slots: int) -> list[float]:
-        """By how many seconds the host was ahead at each of these edges; empty where the host itself computes."""
+    def leads(self, seconds: Sequence[float]) -> list[float]:
+        """By how many seconds the host was ahead at each of the first edges, which were at `seconds`; empty where the
+        host itself computes."""
         ...
 
     def memory(self) -> int:
@@ -62,7 +63,7 @@ class HostClock:
     def seconds(self, slots: int) -> list[float]:
         return [when - self._times[0] for when in self._times[:slots]]
 
-    def leads(self, slots: int) -> list[float]:
+    def leads(self, seconds: Sequence[float]) -> list[float]:
         return []
 
     def memory(self) -> int:
@@ -92,8 +93,8 @@ class CudaClock:
         first = self._events[0]
         return [0.0, *(1e-3 * first.elapsed_time(event) for event in self._events[1:slots])]
 
-    def leads(self, slots: int) -> list[float]:
-        return leads([when - self._host[0] for when in self._host[:slots]], self.seconds(slots))
+    def leads(self, seconds: Sequence[float]) -> list[float]:
+        return leads([when - self._host[0] for when in self._host[: len(seconds)]], seconds)
 
     def memory(self) -> int:
         return int(torch.cuda.memory_allocated())
@@ -102,8 +103,9 @@ class CudaClock:
 def leads(host: Sequence[float], device: Sequence[float]) -> list[float]:
     """By how many seconds the host was ahead at each edge, of when either was there by its own clock.
 
-    A device is never ahead: it does what it was told. So where the host was ahead by least it was not ahead at all, and
-    there the two clocks are compared: in a pipeline the host waits for its device at each message.
+    A device is never ahead: it does what it was told. So where the host was ahead by least, it is taken to have waited,
+    and there the two clocks are compared. Megatron's 1F1B waits for the device at each message. A host that waits
+    nowhere in an iteration is further ahead than is told here, everywhere by as much.
     """
     behind = max((told - done for told, done in zip(host, device, strict=True)), default=0.0)
     return [done + behind - told for told, done in zip(host, device, strict=True)]

@@ -9,7 +9,7 @@ In: `Transfer`s, bubbles, links. Out: an `Offer` for each transfer, and by it `G
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -89,8 +89,8 @@ Grants = tuple[Grant, ...]  # of one iteration, in the order of time
 class Offer:
     """What the windows of a sender carry, in bytes: in the first iteration, and in every one after it.
 
-    `own` are the bubbles of the sender, `most` the iterations that it may take, `link_seconds` what everything between
-    the two nodes takes on the link without a pause.
+    `own` are the bubbles of the sender, as long as its host is in them, `most` the iterations that it may take,
+    `link_seconds` what everything between the two nodes takes on the link without a pause.
     """
 
     transfer: Transfer
@@ -109,6 +109,8 @@ class Offer:
             return (), ""
         if not self.own:
             return (), "its schedule has no bubbles"
+        if not any(bubble.seconds for bubble in self.own):
+            return (), "its host runs ahead of its device, and is through with each bubble before that begins"
         if not len(self.windows.begin):
             other = self.transfer.receiver
             return (), f"it shares no idle time with rank {other} beyond what regular communication needs"
@@ -186,19 +188,27 @@ def offers(
     links = _links(transfers, bytes_per_second)
     found: dict[int, Offer] = {}
     for pair, members in pairs.items():
-        times = [shared(bubbles[transfers[at].sender], bubbles[transfers[at].receiver], reserve) for at in members]
+        owns = [_open(timelines[transfers[at].sender], bubbles[transfers[at].sender]) for at in members]
+        times = [shared(own, bubbles[transfers[at].receiver], reserve) for own, at in zip(owns, members, strict=True)]
         needs = [transfers[at].nbytes for at in members]
-        for at, windows, rates in zip(members, times, share(times, needs, links[pair]), strict=True):
+        for at, own, windows, rates in zip(members, owns, times, share(times, needs, links[pair]), strict=True):
             room = rates.carried(len(windows.begin)).tolist()
             worth = min(least, transfers[at].nbytes)
             worth = worth if max(room, default=0) >= worth else 0  # where none is, all of them: bubbles all the same
             every = _worth(room, worth)
             late = rates.carried(len(windows.begin), ready_seconds).tolist() if ready_seconds else every
             first = _worth(late, worth) if ready_seconds else every
-            own, seconds = bubbles[transfers[at].sender], sum(needs) / links[pair]
-            edges = [timelines[transfers[at].sender].told(bubble.after) for bubble in own]
+            seconds = sum(needs) / links[pair]
+            edges = [timelines[transfers[at].sender].opens(bubble.after) for bubble in own]
             found[at] = Offer(transfers[at], own, edges, windows, first, every, most, seconds)
     return [found[at] for at in range(len(transfers))]
+
+
+def _open(timeline: Timeline, own: Sequence[Bubble]) -> Sequence[Bubble]:
+    """The bubbles of a sender, each no longer than until its host tells of what comes next: then its gate is closed."""
+    if not timeline.leads:
+        return own
+    return [replace(one, end=max(one.begin, min(one.end, timeline.closes(one.after)))) for one in own]
 
 
 def _links(

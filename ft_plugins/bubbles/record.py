@@ -96,9 +96,8 @@ class Recorder:
             for i in range(count)
         )
         known = count > 0 and self._memory[0] >= 0
-        ahead = self._clock.leads(_ITERATION + 2 * count)
-        leads = (ahead[0], *ahead[_ITERATION + 1 :: 2]) if ahead else ()
-        return Timeline(self._rank, times[1], spans, tuple(self._memory[:count]) if known else (), leads)
+        memory = tuple(self._memory[:count]) if known else ()
+        return Timeline(self._rank, times[1], spans, memory, tuple(self._clock.leads(times)))
 
 
 class Several:

@@ -70,11 +70,13 @@ def shown(timeline: Timeline, bubbles: Sequence[Bubble], plan: SenderPlan) -> di
         if span.kind in _SHOWN
     ]
     idle = [[one.index, round(one.begin, _DIGITS), round(one.end, _DIGITS)] for one in bubbles]
-    edges = {-1: 0.0} | {index: span.end for index, span in enumerate(timeline.spans)}
     windows = [
-        [one.bubble, *(round(edges[one.after] + at, _DIGITS) for at in (one.begin, one.deadline)), one.nbytes]
+        [
+            one.bubble, *(round(timeline.opens(one.after) + at, _DIGITS) for at in (one.begin, one.deadline)),
+            one.nbytes,
+        ]
         for one in plan.every
-    ]
+    ]  # fmt: skip
     return {
         "seconds": timeline.seconds,
         "spans": spans[:MOST],

@@ -65,13 +65,21 @@ class Timeline:
     seconds: float  # of the whole iteration
     spans: tuple[Span, ...]
     memory: tuple[int, ...] = ()  # bytes in use at each span's begin; empty where unknown
-    leads: tuple[float, ...] = ()  # seconds that the host is ahead, at the begin, at each span's end; empty for never
+    leads: tuple[float, ...] = ()  # by which the host is ahead: begin, end, then of each span; empty for never
 
-    def told(self, after: int) -> float:
+    def opens(self, after: int) -> float:
         """When the host tells of the end of span `after`, -1 for the begin of the iteration: before it is, where a
         device computes. Seconds since the iteration began."""
-        when = self.spans[after].end if after >= 0 else 0.0
-        return when - (self.leads[after + 1] if self.leads else 0.0)
+        if after < 0:
+            return -self.leads[0] if self.leads else 0.0
+        return self.spans[after].end - (self.leads[3 + 2 * after] if self.leads else 0.0)
+
+    def closes(self, after: int) -> float:
+        """Likewise of the begin of the compute span that is next, or of the end of the iteration."""
+        for index in range(after + 1, len(self.spans)):
+            if self.spans[index].kind in COMPUTE:
+                return self.spans[index].begin - (self.leads[2 + 2 * index] if self.leads else 0.0)
+        return self.seconds - (self.leads[1] if self.leads else 0.0)
 
     @property
     def shape(self) -> Shape:

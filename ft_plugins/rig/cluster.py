@@ -85,9 +85,9 @@ class Emulated:
         return replace(self, dilation=max(1, round(seconds / own)))
 
     @property
-    def link_mbps(self) -> int:
+    def link_mbps(self) -> float:
         """Of a node."""
-        return LINK_MBPS // self.dilation
+        return LINK_MBPS / self.dilation
 
     @cached_property
     def stages(self) -> tuple[StageSpec, ...]:
@@ -210,7 +210,7 @@ def run(
             events = jobs[0].spec.run_dir / "events.jsonl"
             wait_for(events, lambda lines: any(event["name"] == "baft.plan" for event in lines), _START)
             for place in places:
-                place.throttle(one.link_mbps // slower, _BURST_BYTES)
+                place.throttle(one.link_mbps / slower, _BURST_BYTES)
         for job in jobs:
             outcome = job.wait(_START + seconds)
             assert outcome["status"] == "succeeded", job.tail()

@@ -53,9 +53,10 @@ class Place:
         """Bring the link back."""
         _ip("netns", "exec", self.namespace, "ip", "link", "set", self.device, "up")
 
-    def throttle(self, mbit: int, burst: int = 1 << 20) -> None:
+    def throttle(self, mbit: float, burst: int = 1 << 20) -> None:
         """Let no more than `mbit` megabits per second leave the node, but for `burst` bytes after a silence."""
-        limit = f"tc qdisc replace dev {self.device} root tbf rate {mbit}mbit burst {burst}b latency 100ms"
+        rate = f"{round(1000 * mbit)}kbit"
+        limit = f"tc qdisc replace dev {self.device} root tbf rate {rate} burst {burst}b latency 100ms"
         _ip("netns", "exec", self.namespace, *limit.split())
 
 

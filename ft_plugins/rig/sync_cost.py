@@ -160,7 +160,7 @@ def measure(rank: int, world: int, plan: Plan, places: Sequence[Place], folder: 
     """What one rank does: calibrate, then all blocks."""
     modes = {name: Mode(name, rank, world, plan, Path(folder)) for name in (PLAIN, *plan.modes)}
     place, mbps = places[rank], plan.mbps
-    place.throttle(round(mbps), BURST_BYTES)
+    place.throttle(mbps, BURST_BYTES)
     for mode in modes.values():
         mode.run(SETTLE)
     told: list[tuple[float, float, float]] = []
@@ -180,7 +180,7 @@ def measure(rank: int, world: int, plan: Plan, places: Sequence[Place], folder: 
         if min(mbps, wanted) >= MOST_MBPS:  # it is not the link that takes the time
             break
         mbps = min(wanted, MOST_MBPS)
-        place.throttle(round(mbps), BURST_BYTES)
+        place.throttle(mbps, BURST_BYTES)
     seconds = []
     for blocks in plan.blocks:
         round_seconds = {}

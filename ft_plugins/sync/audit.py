@@ -225,7 +225,7 @@ def promise(
             said.append("each update makes them anew as well: an error in one between two audits is not seen")
     said.append("an evaluation between an update and its verdict is of the replicas as they are")
     said.append("an error that reached all replicas alike is not seen")
-    if clips_together and replicas:
+    if clips_together and replicas and chosen is not OnCorruption.ROLLBACK:
         said.append(
             f"{clips_together}: what wrong gradients of one have added to it is in all of them, and the run is not the "
             "clean one then"

@@ -1,4 +1,4 @@
-One of three replicas is struck and repaired; then a node is killed, and its copies, sent in bubbles, are certified
+One of three replicas is struck and repaired; then a node is killed, and what comes back is certified
 
 job    megatron, tp1 pp2 dp3, 6 nodes, replicated optimizer, 40 iterations, global batch 12
 flags  --baft --paft --paft-mode audit --paft-audit-interval 1

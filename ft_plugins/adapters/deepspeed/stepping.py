@@ -52,7 +52,8 @@ class Stepping(Again[Replay]):
 
     @property
     def clips_together(self) -> str:  # type: ignore[override]
-        """Of float32 without ZeRO; what is sharded is clipped by the norm of all shards in any case."""
+        """In float32 without ZeRO. In low precision each replica is clipped by its own norm, or all by that of all
+        shards."""
         engine = self.engine
         low = engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization()
         return "" if low or not engine.gradient_clipping() else "DeepSpeed clips by the mean of all replicas' norms"

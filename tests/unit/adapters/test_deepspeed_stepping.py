@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 pytest.importorskip("deepspeed")
+
+from ft_plugins.adapters.deepspeed.stepping import Stepping  # noqa: E402
 
 Ranks = Callable[..., list[Any]]
 _spec = importlib.util.spec_from_file_location("deepspeed_engines", Path(__file__).with_name("deepspeed_engines.py"))
@@ -98,6 +101,21 @@ def _of_a_script(rank: int, world: int) -> Any:
     except UnsupportedError as error:
         return host.recomputes, host.why_not, str(error)
     return None
+
+
+@pytest.mark.parametrize(
+    ("on", "clipping", "together"),
+    [("", 1.0, True), ("", 0.0, False), ("fp16", 1.0, False), ("bfloat16", 1.0, False), ("zero", 1.0, False)],
+)
+def test_gradients_of_all_replicas_are_clipped_together_in_float32_without_zero(
+    on: str, clipping: float, together: bool
+) -> None:
+    host = Stepping()
+    host.engine = SimpleNamespace(
+        fp16_enabled=lambda: on == "fp16", bfloat16_enabled=lambda: on == "bfloat16",
+        zero_optimization=lambda: on == "zero", gradient_clipping=lambda: clipping,
+    )  # fmt: skip
+    assert bool(host.clips_together) == together
 
 
 # ---- gradients ----

@@ -310,7 +310,7 @@ def test_where_the_host_is_ahead_of_its_device_grants_are_later_by_that() -> Non
     """A host is at the end of a span before its device is; windows are the device's."""
     spans = (Span(Kind.FORWARD, 0.0, 2.0), Span(Kind.BACKWARD, 6.0, 8.0))
     usual = {rank: Timeline(rank, 8.0, spans) for rank in range(2)}
-    ahead = {rank: replace(one, leads=(0.25, 1.5, 0.0)) for rank, one in usual.items()}
+    ahead = {rank: replace(one, leads=(0.25, 0.0, 0.0, 1.5, 0.0, 0.0)) for rank, one in usual.items()}
     bubbles = {rank: (Bubble(0, 2.0, 6.0, 0),) for rank in range(2)}
     one, other = (
         plan_bubbles([Transfer(0, 0, 1, 1, 100)], timelines, bubbles, 100.0, Reserve(0.5, 0.5)).senders[0].every
@@ -318,6 +318,21 @@ def test_where_the_host_is_ahead_of_its_device_grants_are_later_by_that() -> Non
     )
     assert [(grant.begin, grant.deadline, grant.nbytes) for grant in one] == [(0.5, 3.5, 300)]
     assert [(grant.begin, grant.deadline, grant.nbytes) for grant in other] == [(2.0, 5.0, 300)]
+
+
+@pytest.mark.parametrize(("left", "carried"), [(4.0, 300), (2.0, 100), (0.5, 0)])
+def test_a_bubble_is_over_when_the_host_tells_of_what_comes_next(left: float, carried: int) -> None:
+    """Then the gate is closed: the device may still be idle, or has not even begun to be."""
+    spans = (Span(Kind.FORWARD, 0.0, 2.0), Span(Kind.RECV, 2.0, 6.0), Span(Kind.BACKWARD, 6.0, 8.0))
+    leads = (0.0, 0.0, 0.0, 1.5, 1.5, 1.5, 4.0 - left, 0.0)
+    timelines = {0: Timeline(0, 8.0, spans, leads=leads), 1: Timeline(1, 8.0, spans)}
+    bubbles = {rank: (Bubble(0, 2.0, 6.0, 0),) for rank in range(2)}
+    (one,) = plan_bubbles([Transfer(0, 0, 1, 1, 100)], timelines, bubbles, 100.0, Reserve(0.5, 0.5)).senders
+    assert sum(grant.nbytes for grant in one.every) == carried
+    assert bool(one.reason) == (not carried)
+    past = {0: replace(timelines[0], leads=(*leads[:6], 5.0, 0.0)), 1: timelines[1]}
+    (other,) = plan_bubbles([Transfer(0, 0, 1, 1, 100)], past, bubbles, 100.0, Reserve(0.5, 0.5)).senders
+    assert "runs ahead of its device" in other.reason and other.bytes_per_second > 0
 
 
 def test_of_three_that_share_a_link_none_is_crowded_out_of_its_only_bubble() -> None:

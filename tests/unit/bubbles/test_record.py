@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import pytest
@@ -35,8 +35,8 @@ class Ticks:
     def seconds(self, slots: int) -> list[float]:
         return [when - self.slots[0] for when in self.slots[:slots]]
 
-    def leads(self, slots: int) -> list[float]:
-        return [self.ahead * when for when in self.seconds(slots)] if self.ahead else []
+    def leads(self, seconds: Sequence[float]) -> list[float]:
+        return [self.ahead * when for when in seconds] if self.ahead else []
 
     def memory(self) -> int:
         return -1 if self._memory is None else next(self._memory)
@@ -65,15 +65,16 @@ def test_what_was_told_is_what_is_taken_and_only_once() -> None:
     assert recorder.take() is None
 
 
-def test_by_how_much_the_host_was_ahead_is_told_of_the_begin_and_of_ends() -> None:
+def test_by_how_much_the_host_was_ahead_is_told_of_every_edge() -> None:
     recorder = Recorder(0, Ticks(ahead=0.5))
     recorder.iteration_begin()
     pass_through(recorder, 2)
     recorder.iteration_end()
     taken = recorder.take()
     assert taken is not None and [span.end for span in taken.spans] == [2, 4]
-    assert taken.leads == (0, 1, 2)
-    assert [taken.told(after) for after in (-1, 0, 1)] == [0, 1, 2]
+    assert taken.leads == (0, 2.5, 0.5, 1, 1.5, 2)
+    assert [taken.opens(after) for after in (-1, 0, 1)] == [0, 1, 2]
+    assert [taken.closes(after) for after in (-1, 0, 1)] == [0.5, 1.5, 2.5]
 
 
 def test_the_clocks_of_host_and_device_meet_where_the_host_is_ahead_by_least() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from ft_plugins.bubbles.filling import Grant, Transfer
 from ft_plugins.bubbles.plan import SenderPlan
@@ -38,6 +39,15 @@ def test_what_is_told_can_be_read_back() -> None:
     assert row.windows[1] == Window(1, 0.0325, 0.0375, 101), "since the iteration began"
     assert all(begin < one.begin < one.end < end for one, (_, begin, end) in zip(row.windows, row.bubbles, strict=True))
     assert (row.nbytes, row.receiver, row.reason, told["left_out"]) == (5000, 7, "", 0)
+
+
+def test_where_the_host_is_ahead_windows_are_shown_when_they_are() -> None:
+    timeline = iteration(2)
+    ahead = replace(timeline, leads=(0.004,) * (2 + 2 * len(timeline.spans)))
+    plan = planned(timeline)
+    later = tuple(replace(one, begin=one.begin + 0.004, deadline=one.deadline + 0.004) for one in plan.every)
+    told = shown(ahead, bubbles(timeline), replace(plan, every=later))
+    assert told == shown(timeline, bubbles(timeline), plan)
 
 
 def test_a_long_schedule_is_told_in_part() -> None:

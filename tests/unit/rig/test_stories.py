@@ -10,12 +10,16 @@ from ft_plugins.rig.stories import StoryError, parse, read
 from ft_plugins.rig.story import (
     EVERY,
     Captured,
+    Certified,
+    Compared,
     Counts,
     DeclaredLost,
+    Differed,
     End,
     Ends,
     Fate,
     Golden,
+    InBubbles,
     InTransfer,
     JobShape,
     Lose,
@@ -64,6 +68,10 @@ then   s restored what counted, not what was in mid-transfer
 then   n1 was declared lost
 then   complete checkpoints are whole, the newest >= 9
 then   the reason is: the parts of ranks 2, 3 are gone
+then   replicas were compared, little was sent
+then   rank 2 differed in iteration 3
+then   s restored what was certified
+then   copies went out in bubbles
 then   no rank began anew
 then   the final state is golden
 """
@@ -83,7 +91,8 @@ def test_every_kind_of_line_is_understood() -> None:
         Counts(2), Stopped("n2"), Captured("n0", 5), NotStored(6), Lose("n2", Fate.KILL), Lose("n1", Fate.CUT),
         Lose("n3", Fate.FREEZE), Start("s", True), Start("t", False), Stored(3), Ends(End.ENDED),
         Restored(EVERY, "storage", 3), Restored("s", "node", 2), Restored("s", "node", 4, exactly=True), InTransfer(8),
-        Older("s"), DeclaredLost("n1"), Whole(9), Reason("the parts of ranks 2, 3 are gone"), NotAnew(), Golden(),
+        Older("s"), DeclaredLost("n1"), Whole(9), Reason("the parts of ranks 2, 3 are gone"), Compared(),
+        Differed(2, 3), Certified("s"), InBubbles(), NotAnew(), Golden(),
     )  # fmt: skip
 
 

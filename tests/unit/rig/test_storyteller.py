@@ -50,8 +50,9 @@ class Told:
         return ""
 
 
-def restored(tier: str, iteration: int, lineage: int = 1, reason: str = "why") -> Event:
+def restored(tier: str, iteration: int, lineage: int = 1, reason: str = "why", mark: str = "") -> Event:
     fields = {"tier": tier, "iteration": iteration, "lineage": lineage, "reason": reason}
+    fields |= {"mark": mark} if mark else {}
     return Event("restore.done", 0.0, fields=fields)
 
 
@@ -65,6 +66,14 @@ def lost(*names: str) -> Event:
 
 def stored(iteration: int, lineage: int = 1) -> Event:
     return Event("persist.done", 0.0, fields={"iteration": iteration, "lineage": lineage})
+
+
+def differs(iteration: int, *ranks: int) -> Event:
+    return Event("sync.differs", 0.0, fields={"iteration": iteration, "ranks": list(ranks)})
+
+
+def bubbled(nbytes: int) -> Event:
+    return Event("node.counts", 0.0, fields={"in_bubbles": nbytes})
 
 
 def anew(completed: int) -> Event:
@@ -82,6 +91,7 @@ def follow(folder: Path, said: str, *nodes: Told) -> None:
 
 
 NODE, FIRST, LAST = restored("node", 4), restored("node", 0), restored("storage", 6)
+CERTIFIED = restored("node", 4, mark="certified")
 ENDED = "when the job has ended\nthen "
 AT_4 = [sent("exchange.begin", 4), sent("node.counts", 4)]
 AT_8, HALF = sent("node.counts", 8), sent("exchange.begin", 8)
@@ -113,6 +123,12 @@ EVERY_6 = "every node restored from storage, iteration >= 6"
         (IN_TRANSFER, [HALF, LAST], [sent("exchange.begin", 8, lineage=2), LAST]),
         (IN_TRANSFER, [HALF, LAST], [HALF]),
         ("no rank began anew", [anew(0)], [anew(0), anew(3)]),
+        ("rank 2 differed in iteration 3", [differs(3, 2), differs(3, 2)], []),
+        ("rank 2 differed in iteration 3", [differs(3, 2)], [differs(3, 1, 2)]),
+        ("rank 2 differed in iteration 3", [differs(3, 2)], [differs(3, 2), differs(4, 2)]),
+        ("s restored what was certified", [CERTIFIED], [NODE]),
+        ("s restored what was certified", [CERTIFIED], [restored("node", 4, mark="unaudited")]),
+        ("copies went out in bubbles", [bubbled(0), bubbled(9)], [bubbled(0)]),
     ],
 )
 def test_a_claim_holds_of_what_was_written_or_does_not(

@@ -140,6 +140,7 @@ def test_where_one_replica_s_gradients_clip_those_of_all_that_is_said() -> None:
     assert said.endswith("we clip by the mean norm: what wrong gradients of one have added to it is in all of them, "
                          "and the run is not the clean one then")  # fmt: skip
     assert "we clip" not in promise(1, REPAIR, False, True, 0, True, 9, "we clip"), "of shards nothing is promised"
+    assert "we clip" not in promise(1, ROLLBACK, False, True, 4, False, 0, "we clip"), "gone back to before it"
 
 
 def test_of_shards_and_their_copies_nothing_is_said_of_a_majority_that_would_be_needed() -> None:
