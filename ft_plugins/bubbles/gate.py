@@ -47,6 +47,7 @@ _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
 _MOVED, _PLANNED, _PERIOD = _SEAL + 1, _SEAL + 2, _SEAL + 3
 GATE_BYTES = 8 * (_PERIOD + 1)
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
+LEAST_SECONDS = 0.001  # of the link: what takes as long is worth it, on a slow link too
 FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
 MOST_FILLED = 32  # bubbles of which is told how much went in them
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
@@ -62,6 +63,11 @@ _NUMBERS = 1 << 63
 STEADY = _NUMBERS - 1  # in the place of a bubble: what is granted is a rate, and in no bubble
 
 Buffer = npt.NDArray[np.uint8]
+
+
+def least_bytes(bytes_per_second: float) -> int:
+    """What a window has to carry, over a link of that speed, to be planned with."""
+    return min(LEAST_BYTES, int(LEAST_SECONDS * bytes_per_second))
 
 
 @dataclass(frozen=True)

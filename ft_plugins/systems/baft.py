@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
-from ..bubbles.gate import LEAST_BYTES, STEADY, Gate, Gatekeeper
+from ..bubbles.gate import STEADY, Gate, Gatekeeper, least_bytes
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig
@@ -88,7 +88,7 @@ class Baft:
             Granularity(self._config.granularity),
             ready_seconds=max(one.ready_seconds for one in told),  # a version goes out when all ranks have captured it
             device_bytes=min(one.device_bytes for one in told),
-            least_bytes=LEAST_BYTES,
+            least_bytes=least_bytes(carried if isinstance(carried, float) else min(carried.values())),
         )
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
         by_rate = bool(own.reason)

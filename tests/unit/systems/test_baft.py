@@ -146,6 +146,11 @@ def test_a_window_that_carries_less_than_is_worth_a_frame_is_left_alone_unless_t
     assert mixed is not None and [grant.bubble for grant in mixed.senders[0].every] == [1]
     only = Rank(0).baft.plan(idle(short, short))
     assert only is not None and [grant.bubble for grant in only.senders[0].every] == [0, 1]
+    slow = Rank(0, BaftConfig(link_mbps=8.0))  # 1 KB a millisecond
+    slow.baft.guard(slow.gate, plan_neighbours(NODES, STAGES, (50_000,) * 4))
+    patient = slow.baft.plan(idle(2e-3 + 1.1e-3, 0.02, 2e-3 + 0.9e-3))
+    assert patient is not None and [grant.bubble for grant in patient.senders[0].every] == [0, 1]
+    assert max(grant.nbytes for grant in patient.senders[0].every) < LEAST_BYTES
 
 
 @pytest.mark.parametrize(("granularity", "nbytes"), [("bytes", 398_000_000), ("layer", 300_000_000)])
