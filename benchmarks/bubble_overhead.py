@@ -3,8 +3,8 @@
     python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--dilation N] [--shapes d2m2p4 ...] [--plot FILE]
 
 Megatron's own schedule between 4 nodes with throttled links, compute replaced by sleeping; how it is scaled, and why
-time is stretched (--dilation), says ft_plugins/rig/cluster.py: a version takes 22 ms of two cores that all 16 ranks
-share, right after the update that all of them wait for (3 ms of each rank's own), in iterations of 1 s as of 3 s.
+time is stretched (--dilation), says ft_plugins/rig/cluster.py: a version takes 10 to 22 ms of two cores that all 16
+ranks share, right after the update that all of them wait for, in iterations of 1 s (d4m1p4) as of 3 s.
 Blocks of 5 iterations in one run, in random order, each after one that is not counted:
 
     on      captured after every iteration, copies in bubbles
