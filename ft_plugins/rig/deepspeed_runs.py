@@ -37,6 +37,7 @@ class Configuration:
     tp: int = 1
     axes: str = "pipe-data-model"
     clipping: float = 1.0
+    batch: int = 0  # global; 0: one that the ranks divide
     checked: bool = False  # bf16 with ZeRO: an update whose gradients overflow is skipped
 
     def __str__(self) -> str:
@@ -49,7 +50,7 @@ class Configuration:
     def json(self) -> dict[str, Any]:
         """DeepSpeed's configuration, without ours."""
         found: dict[str, Any] = {
-            "train_batch_size": 8 if 8 % self.ranks == 0 else 4 * self.ranks,
+            "train_batch_size": self.batch or (8 if 8 % self.ranks == 0 else 4 * self.ranks),
             "train_micro_batch_size_per_gpu": 1 if self.ranks == 4 and not self.pp else 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}},

@@ -35,11 +35,10 @@ def megatron_run(shape: JobShape, name: str, folder: Path, flags: Sequence[str] 
 def deepspeed_run(
     shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True
 ) -> DeepSpeedRun:
-    """On DeepSpeed, as a PipelineModule: bf16 with ZeRO-1, else fp32 without ZeRO. Raises ValueError."""
-    if shape.global_batch:
-        raise ValueError(f"global batch {shape.global_batch}: the DeepSpeed example has one of its own")
+    """On DeepSpeed, as a PipelineModule: bf16 with ZeRO-1, else fp32 without ZeRO."""
     configuration = deepspeed_runs.Configuration(
-        shape.ranks, 1 if shape.distributed else 0, bf16=shape.distributed, pp=shape.pp, tp=shape.tp
+        shape.ranks, 1 if shape.distributed else 0, bf16=shape.distributed, pp=shape.pp, tp=shape.tp,
+        batch=shape.global_batch or 0,
     )
     words = ["--reft", *flags] if protected else list(flags)
     block = Config.from_flags(words)[0].block() if words else {}
