@@ -369,7 +369,10 @@ class GatePacer:
                 room = min(room, due - (planned - self._left[place]))
             # a window that carries less than is worth a frame is taken where half of it gets through
             carried = min(planned, int(rate * (deadline - begin)))
-            if room > 0 and room >= min(nbytes, self._least, (carried + 1) // 2):
+            least = self._least
+            if opening.bubble != STEADY:  # on a slow link less is worth one, or much of small windows would be left
+                least = min(least, int(LEAST_SECONDS * 1e9 * rate))
+            if room > 0 and room >= min(nbytes, least, (carried + 1) // 2):
                 longest = max(self._least, int(rate * FRAME_SECONDS * 1e9))
                 allowed = min(nbytes, room, longest)
                 self._left[place] -= allowed

@@ -400,22 +400,37 @@ def test_the_second_window_of_a_bubble_has_bytes_of_its_own() -> None:
 
 def test_less_than_is_worth_a_frame_waits_unless_it_is_all_there_is() -> None:
     clock, gate = Clock(), Gate(empty())
-    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    gate.open([grant(1, 0, 0.010, 10_000)], 0, 0)
     pacer = GatePacer(gate, least_bytes=300, clock_ns=clock)
-    clock.now = 8 * MS  # 200 would get through
+    clock.now = 10 * MS - MS // 5  # 200 would get through
     assert pacer.take(150, Stop(clock, 9 * MS)).nbytes == 150
-    clock.now = 8 * MS
+    clock.now = 10 * MS - MS // 5
     assert pacer.take(1000, Stop(clock, 20 * MS)).nbytes == 0
+
+
+def test_on_a_slow_link_less_is_worth_a_frame_and_small_windows_are_filled() -> None:
+    """Each frame is kept short of the deadline by the margin: what is then left must not be too little for one more."""
+    clock, gate, link = Clock(), Gate(empty()), 1000 / (100 * MS)  # bytes per nanosecond
+    pacer = GatePacer(gate, least_bytes=600, clock_ns=clock)
+    for bubble in range(10):
+        begin = 200 * MS * bubble
+        clock.now = begin
+        gate.open([grant(bubble, 0, 0.100, 1000)], bubble, begin)
+        stop, before = Stop(clock, begin + 150 * MS), pacer.inside_bytes
+        while (allowed := pacer.take(100_000, stop)).nbytes:
+            clock.now += int(allowed.nbytes / link)
+            pacer.ended(allowed)
+        assert pacer.inside_bytes - before >= 980 and pacer.late_bytes == 0, bubble
 
 
 def test_a_window_of_less_than_is_worth_a_frame_is_taken_while_half_of_it_gets_through() -> None:
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, least_bytes=300, clock_ns=clock)
-    gate.open([grant(1, 0, 0.010, 100)], 0, 0)
-    clock.now = 1 * MS
+    gate.open([grant(1, 0, 0.001, 100)], 0, 0)
+    clock.now = MS // 10
     assert pacer.take(1000, Stop(clock, 9 * MS)).nbytes == 90, "bubbles that are all so small must not starve a copy"
-    gate.open([grant(2, 0, 0.010, 100)], 1, 20 * MS)
-    clock.now = 26 * MS  # 40 would get through
+    gate.open([grant(2, 0, 0.001, 100)], 1, 20 * MS)
+    clock.now = 20 * MS + 6 * MS // 10  # 40 would get through
     assert pacer.take(1000, Stop(clock, 40 * MS)).nbytes == 0
 
 
