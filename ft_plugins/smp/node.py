@@ -20,7 +20,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from ..bubbles.gate import Gate, GatePacer
+from ..bubbles.gate import Gate
+from ..bubbles.gate_pacer import GatePacer
 from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..redundancy.plan import ExchangePlan

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from ..bubbles.gate import GatePacer
+from ..bubbles.gate_pacer import GatePacer
 from ..snapshot.slots import Version
 
 _IN_A_ROW = 3  # distances by which it is judged

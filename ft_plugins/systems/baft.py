@@ -26,7 +26,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
-from ..bubbles.gate import STEADY, Gate, Gatekeeper, least_bytes
+from ..bubbles.gate import STEADY, Gate, Gatekeeper
+from ..bubbles.gate_pacer import least_bytes
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig

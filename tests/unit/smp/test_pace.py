@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.gate import GATE_BYTES, Gate, GatePacer
+from ft_plugins.bubbles.gate import GATE_BYTES, Gate
+from ft_plugins.bubbles.gate_pacer import GatePacer
 from ft_plugins.smp.pace import Pace, in_words
 from ft_plugins.snapshot.slots import Version
 

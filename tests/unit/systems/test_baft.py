@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.gate import GATE_BYTES, LEAST_BYTES, STEADY, Gate
+from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
+from ft_plugins.bubbles.gate_pacer import LEAST_BYTES
 from ft_plugins.config import BaftConfig
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Event, Events

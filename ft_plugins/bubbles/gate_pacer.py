@@ -1,0 +1,205 @@
+"""Lets go what an open gate allows: the SMP's side of the gate (bubbles.gate), for whoever sends by `model.pacer`.
+
+Invariant: in the window of a bubble no more is allowed than was planned for it, nor than gets through by its deadline
+at the pace of the frames before. In no bubble goes only what was granted as a rate, what goes before there is a plan or
+when no gate is opened any more (by another pacer), and a trickle of what would otherwise never go.
+
+In: openings of one gate. Out: allowances, and counts of what went within them, late, and by rate.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..model.pacer import NO_DEADLINE, Allowance, Pacer
+from .gate import STEADY, Gate
+
+LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
+LEAST_SECONDS = 0.001  # of the link: what takes as long is worth it, on a slow link too
+FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
+MOST_FILLED = 32  # bubbles of which is told how much went in them
+MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
+_FADES = 0.9  # what frames before still count for, one later
+STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
+TRICKLE = 0.01  # of the time
+PATIENCE_PERIODS = 3  # iterations: in each of them something is opened
+_UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
+OPENING_SECONDS = 0.02  # until a closed gate is looked at without having been told
+_UNTIL_OPEN = -1.0  # in the place of seconds
+
+
+def least_bytes(bytes_per_second: float) -> int:
+    """What a window has to carry, over a link of that speed, to be planned with."""
+    return min(LEAST_BYTES, int(LEAST_SECONDS * bytes_per_second))
+
+
+class GatePacer:
+    """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline: at
+    the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
+    of what was planned delays nothing but copies. What is granted in no bubble goes evenly over its time.
+
+    `otherwise` paces while there is no plan yet, and when no gate was opened for `patience_seconds` and for
+    PATIENCE_PERIODS planned iterations in which somebody wanted to send: a trainer that is dead, evaluation.
+    Where gates are opened and nothing goes (bubbles are shorter than planned, the machine is too busy to meet them), a
+    copy must not stop for ever: after STARVED_OPENINGS frames go all the same, in a TRICKLE of the time. Never while a
+    gate is held. `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was
+    closed; `rate_bytes` by a rate. `filled` has those of each bubble.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        otherwise: Pacer | None = None,
+        patience_seconds: float = 60.0,
+        least_bytes: int = LEAST_BYTES,
+        poll_seconds: float = 0.002,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._gate = gate
+        self._otherwise = otherwise
+        self._patience_ns = int(patience_seconds * 1e9)
+        self._least = least_bytes
+        self._poll = poll_seconds
+        self._clock_ns = clock_ns
+        self._by_kernel = clock_ns is time.monotonic_ns  # by another clock it is looked at again and again
+        self._lock = threading.Lock()
+        self._number: int | None = None  # the opening that was seen last
+        self._seen_ns = clock_ns()  # when one was open or had been since the look before, or nobody had wanted
+        self._seen_at = gate.openings  # how many there had been then
+        self._asked_ns = self._seen_ns  # when somebody wanted to send
+        self._fed_ns = self._seen_ns  # when the gate let something go, was held, or nobody had wanted
+        self._fed_at = gate.openings  # how many there had been then
+        self._trickle_ns = 0  # not before
+        self._before = self._fed_at  # openings of trainers before: those of this one come after
+        self._left: list[int] = []  # of it: bytes that may still go in each window
+        self._moved = 0.0  # bytes of the frames before, the last ones most
+        self._took = 0.0  # nanoseconds, likewise
+        self._idle = False  # nothing went in the opening that was seen last
+        self.inside_bytes = 0
+        self.late_bytes = 0
+        self.rate_bytes = 0
+        self._filled: dict[int, int] = {}  # of `inside_bytes`, by bubble
+
+    @property
+    def planned(self) -> int:
+        """As the trainer says: `Gate.planned`."""
+        return self._gate.planned
+
+    def take(self, nbytes: int, stop: threading.Event) -> Allowance:
+        """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
+        while not stop.is_set():
+            seen = self._gate.openings  # before it is looked at: none is missed
+            with self._lock:
+                self._listen(seen)
+                allowed, wait = self._look(nbytes)
+                if allowed is None and self._starved():
+                    allowed = Allowance(min(nbytes, self._least))
+                silent = self._silent()
+            if allowed is None and silent and self._otherwise is not None:
+                allowed = self._otherwise.take(nbytes, stop)
+            if allowed is not None:
+                with self._lock:
+                    self._gate.count_move()
+                return replace(allowed, began_ns=self._clock_ns())
+            if wait == _UNTIL_OPEN:
+                wait = self._gate.wait(seen, OPENING_SECONDS) if self._by_kernel else self._poll
+            if wait:
+                stop.wait(wait)
+        return Allowance(0)
+
+    def ended(self, allowed: Allowance) -> bool | None:
+        """Count a frame that is through."""
+        opening = self._gate.read()  # None when the bubble has ended before its time
+        stands = opening is not None and any(deadline == allowed.deadline_ns for _, deadline, _ in opening.windows)
+        with self._lock:
+            self._gate.count_move()
+            now = self._clock_ns()
+            if allowed.deadline_ns == NO_DEADLINE:
+                self.rate_bytes += allowed.nbytes
+                self._trickle_ns = now + int((now - allowed.began_ns) * (1 / TRICKLE - 1))
+                return None
+            self._moved = _FADES * self._moved + allowed.nbytes
+            self._took = _FADES * self._took + now - allowed.began_ns
+            inside = stands and now <= allowed.deadline_ns
+            if inside:
+                self.inside_bytes += allowed.nbytes
+                bubble = opening.bubble if opening is not None else STEADY
+                self._filled[bubble] = self._filled.get(bubble, 0) + allowed.nbytes
+            else:
+                self.late_bytes += allowed.nbytes
+            return inside
+
+    def _listen(self, openings: int) -> None:
+        """Somebody wants to send. Who has not for a while has missed nothing, and begins to wait now."""
+        now = self._clock_ns()
+        if now - self._asked_ns > _UNASKED_NS:
+            self._fed_ns, self._fed_at, self._seen_ns = now, openings, now
+        if openings != self._seen_at:
+            self._seen_ns, self._seen_at = now, openings
+        self._asked_ns = now
+
+    def _silent(self) -> bool:
+        """Whether nothing is to be expected of the gate."""
+        if self._number is None and self._gate.openings == self._before and not self._gate.planned:
+            return True  # there was no plan yet
+        patience = max(self._patience_ns, PATIENCE_PERIODS * self._gate.period_ns)
+        return self._clock_ns() - self._seen_ns > patience
+
+    def _starved(self) -> bool:
+        """Whether a frame may go although no window lets it."""
+        now, openings = self._clock_ns(), self._gate.openings
+        hungry = now - self._fed_ns > STARVED_SECONDS * 1e9 and openings - self._fed_at >= STARVED_OPENINGS
+        if not hungry or now < self._trickle_ns:
+            return False
+        self._trickle_ns = now + _UNASKED_NS  # until it is through
+        return True
+
+    def filled(self, most: int = MOST_FILLED) -> list[tuple[int, int]]:
+        """(bubble, bytes) of those in which most has gone, by bubble."""
+        with self._lock:
+            found = sorted(self._filled.items(), key=lambda one: -one[1])[:most]
+        return sorted(found)
+
+    def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
+        """What may go now, or for how many seconds there is nothing to look for."""
+        opening, now = self._gate.read(), self._clock_ns()
+        if opening is None or all(now >= deadline for _, deadline, _ in opening.windows):
+            return None, _UNTIL_OPEN  # closed, or left open by a trainer that is dead
+        self._seen_ns = now
+        if opening.number != self._number:
+            if self._idle:  # a frame that was stuck once must not be what all others are measured by
+                self._took /= 2
+            self._number, self._idle = opening.number, True
+            self._left = [window[2] for window in opening.windows]
+        if not any(window[2] for window in opening.windows):
+            self._fed_ns, self._fed_at = now, self._gate.openings  # it is held
+        for place, (begin, deadline, planned) in enumerate(opening.windows):
+            if now >= deadline:
+                continue
+            if now < begin:
+                return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
+            rate = planned / (deadline - begin)
+            if self._took > 0:  # the plan may have another link in mind
+                rate = min(rate, MARGIN * self._moved / self._took)
+            room = min(self._left[place], int(rate * (deadline - now) + 1e-6))
+            if opening.bubble == STEADY:  # a rate: as time passes, and no burst
+                due = planned * (now - begin) // (deadline - begin) + self._least
+                room = min(room, due - (planned - self._left[place]))
+            # a window that carries less than is worth a frame is taken where half of it gets through
+            carried = min(planned, int(rate * (deadline - begin)))
+            least = self._least
+            if opening.bubble != STEADY:  # on a slow link less is worth one, or much of small windows would be left
+                least = min(least, int(LEAST_SECONDS * 1e9 * rate))
+            if room > 0 and room >= min(nbytes, least, (carried + 1) // 2):
+                longest = max(self._least, int(rate * FRAME_SECONDS * 1e9))
+                allowed = min(nbytes, room, longest)
+                self._left[place] -= allowed
+                self._idle = False
+                self._fed_ns, self._fed_at = now, self._gate.openings
+                return Allowance(allowed, NO_DEADLINE if opening.bubble == STEADY else deadline), 0.0
+        if opening.bubble == STEADY:
+            return None, self._poll
+        return None, _UNTIL_OPEN  # of what stands nothing more is worth a frame: what may go only shrinks

@@ -1,0 +1,490 @@
+"""What goes while a gate is open, and what does not: the pacer's arithmetic by a clock of its own, then real processes.
+
+Trainers are real processes that are killed in the middle of what they do. Times that two processes measure are of one
+clock, CLOCK_MONOTONIC, so they are compared without tolerance.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from ft_plugins.bubbles.filling import Grant
+from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
+from ft_plugins.bubbles.gate_pacer import FRAME_SECONDS, GatePacer
+from ft_plugins.model.pacer import Allowance
+
+Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
+WAIT_SECONDS = 30.0  # for anything that takes milliseconds
+MS = 1_000_000  # nanoseconds
+
+
+def grant(bubble: int, begin: float, deadline: float, nbytes: int, after: int = 0) -> Grant:
+    return Grant(bubble, after, begin, deadline, nbytes)
+
+
+def empty() -> np.ndarray:
+    return np.zeros(GATE_BYTES, dtype=np.uint8)
+
+
+class Clock:
+    """Time that passes only where somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class Stop(threading.Event):
+    """Waiting moves the clock, and lets things happen at their time; it is set at `end`."""
+
+    def __init__(self, clock: Clock, end: int, events: dict[int, Callable[[], None]] | None = None) -> None:
+        super().__init__()
+        self._clock, self._end, self._events = clock, end, events or {}
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None and timeout > 0, "it does not wait at all"
+        self._clock.now += max(1, int(timeout * 1e9))
+        for at in sorted(at for at in self._events if at <= self._clock.now):
+            self._events.pop(at)()
+        if self._clock.now >= self._end:
+            self.set()
+        return self.is_set()
+
+
+class Free:
+    """Lets everything go at once."""
+
+    def take(self, nbytes: int, stop: threading.Event) -> Allowance:
+        return Allowance(nbytes)
+
+    def ended(self, allowed: Allowance) -> None:
+        raise AssertionError("who was not allowed by the gate is not counted there")
+
+
+def test_no_more_goes_than_was_planned_nor_than_gets_through_in_time() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0.010, 0.020, 1000)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
+    assert pacer.take(400, stop) == Allowance(400, 20 * MS) and clock.now == 10 * MS, "it waits for the window"
+    clock.now = 15 * MS
+    assert pacer.take(10_000, stop).nbytes == 500, "half of the window is left, and so half of its bytes"
+    assert pacer.take(10_000, stop).nbytes == 100, "1000 in all"
+    assert pacer.take(10_000, stop) == Allowance(0) and stop.is_set()
+
+
+def test_who_is_late_goes_on_in_the_next_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    stop = Stop(clock, 200 * MS, {50 * MS: lambda: gate.open([grant(2, 0.001, 0.011, 2000)], 0, 50 * MS)})
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    first = pacer.take(900, stop)
+    clock.now = 12 * MS  # the frame took longer than it should
+    pacer.ended(first)
+    second = pacer.take(900, stop)
+    assert second.deadline_ns == 61 * MS and 51 * MS <= clock.now < 52 * MS
+    assert 540 < second.nbytes <= 562, "at 75 a millisecond, three quarters of what would be through in 10"
+    pacer.ended(second)
+    assert (pacer.late_bytes, pacer.inside_bytes) == (900, second.nbytes)
+    assert pacer.filled() == [(2, second.nbytes)], "what was late was in no bubble"
+
+
+def test_what_went_in_which_bubble_is_told_of_the_fullest_ones() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer, stop = GatePacer(gate, least_bytes=1, clock_ns=clock), Stop(clock, 100_000 * MS)
+    for turn in range(2):
+        for bubble in range(5):
+            begin = 1000 * MS * (5 * turn + bubble)
+            clock.now = max(clock.now, begin)
+            gate.open([grant(bubble, 0, 0.5, 10_000)], turn, begin)
+            pacer.ended(pacer.take(10 + bubble % 3, stop))
+    assert pacer.filled() == [(bubble, 2 * (10 + bubble % 3)) for bubble in range(5)]
+    assert pacer.filled(2) == [(1, 22), (2, 24)]
+    assert pacer.inside_bytes == sum(nbytes for _, nbytes in pacer.filled())
+
+
+def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_get_slower() -> None:
+    """100 bytes a millisecond were planned; it is a tenth, and a round trip more for each frame."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    late_by, moved = [], []
+    for number in range(30):
+        begin = clock.now = 100 * MS * number
+        gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
+        stop = Stop(clock, begin + 10 * MS)
+        before = pacer.inside_bytes + pacer.late_bytes
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += MS // 20 + allowed.nbytes * MS // 10
+            pacer.ended(allowed)
+        late_by.append(max(0, clock.now - begin - 12 * MS))  # a wait may go on for one poll
+        moved.append(pacer.inside_bytes + pacer.late_bytes - before)
+    assert late_by[0] > 50 * MS, "nothing is known yet"
+    assert not any(late_by[1:]) and min(moved[10:]) >= 70, "of 100 that could be through"
+    for number in range(30, 60):  # it is as planned again
+        begin = clock.now = 100 * MS * number
+        gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
+        stop = Stop(clock, begin + 10 * MS)
+        before = pacer.inside_bytes
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += allowed.nbytes * MS // 100
+            pacer.ended(allowed)
+    assert pacer.inside_bytes - before >= 850
+
+
+def test_a_copy_that_meets_no_window_goes_on_in_a_trickle_of_the_time() -> None:
+    """A bubble of 10 ms every 500, which is over before its window begins: 100 bytes a millisecond, frames of 1000."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), least_bytes=10, clock_ns=clock)
+
+    def bubbles(first: int, last: int) -> list[int]:
+        """Milliseconds at which frames went."""
+        went, end = [], 500 * MS * last
+        opened = {500 * MS * number: lambda: gate.open([grant(1, 0.012, 0.022, 9000)], 0, clock.now)
+                  for number in range(first, last)}  # fmt: skip
+        closed = {at + 10 * MS: gate.close for at in opened}
+        stop = Stop(clock, end, {**opened, **closed})
+        while (allowed := pacer.take(1000, stop)).nbytes:
+            went.append(clock.now // MS)
+            assert allowed.deadline_ns == 0
+            clock.now += 10 * MS
+            stop.wait(1e-9)  # what was due meanwhile has happened
+            assert pacer.ended(allowed) is None
+        return went
+
+    gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
+    assert pacer.take(1000, Stop(clock, MS)).nbytes == 1000, "there is a plan"
+    went = bubbles(1, 31)
+    assert 5_000 < went[0] < 5_600 and len(went) in (9, 10, 11), "1,000 ms apart, 10 of which it moves"
+    assert all(1_000 <= later - sooner < 1_100 for sooner, later in pairwise(went))
+    clock.now = 20_000 * MS  # nothing to send for a while
+    assert bubbles(41, 50) == [], "it begins to wait anew"
+    gate.hold(600.0, clock.now)
+    assert pacer.take(1000, Stop(clock, clock.now + 60_000 * MS)) == Allowance(0), "held"
+
+
+def test_who_waits_for_a_rare_bubble_is_not_starved() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
+    assert pacer.take(1000, Stop(clock, MS)).nbytes == 1000
+    stop = Stop(clock, 40_000 * MS, {30_000 * MS: lambda: gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)})
+    assert pacer.take(1000, stop).deadline_ns >= 30_000 * MS
+
+
+def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    stuck = pacer.take(1000, Stop(clock, 10 * MS))
+    clock.now = 30_000 * MS
+    pacer.ended(stuck)
+    for _ in range(100):
+        gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)
+        before, stop = pacer.inside_bytes, Stop(clock, clock.now + 10 * MS)
+        while (allowed := pacer.take(10_000, stop)).nbytes:
+            clock.now += allowed.nbytes * MS // 100
+            pacer.ended(allowed)
+    assert pacer.inside_bytes - before >= 850
+
+
+def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 100), grant(1, 0.030, 0.040, 50)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
+    assert pacer.take(1000, stop) == Allowance(100, 10 * MS)
+    assert pacer.take(1000, stop) == Allowance(50, 40 * MS) and clock.now == 30 * MS
+
+
+def test_the_second_window_of_a_bubble_has_bytes_of_its_own() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 100), grant(1, 0.030, 0.040, 50)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
+    clock.now = 11 * MS
+    assert pacer.take(1000, stop) == Allowance(50, 40 * MS) and clock.now == 30 * MS
+
+
+def test_less_than_is_worth_a_frame_waits_unless_it_is_all_there_is() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 10_000)], 0, 0)
+    pacer = GatePacer(gate, least_bytes=300, clock_ns=clock)
+    clock.now = 10 * MS - MS // 5  # 200 would get through
+    assert pacer.take(150, Stop(clock, 9 * MS)).nbytes == 150
+    clock.now = 10 * MS - MS // 5
+    assert pacer.take(1000, Stop(clock, 20 * MS)).nbytes == 0
+
+
+def test_on_a_slow_link_less_is_worth_a_frame_and_small_windows_are_filled() -> None:
+    """Each frame is kept short of the deadline by the margin: what is then left must not be too little for one more."""
+    clock, gate, link = Clock(), Gate(empty()), 1000 / (100 * MS)  # bytes per nanosecond
+    pacer = GatePacer(gate, least_bytes=600, clock_ns=clock)
+    for bubble in range(10):
+        begin = 200 * MS * bubble
+        clock.now = begin
+        gate.open([grant(bubble, 0, 0.100, 1000)], bubble, begin)
+        stop, before = Stop(clock, begin + 150 * MS), pacer.inside_bytes
+        while (allowed := pacer.take(100_000, stop)).nbytes:
+            clock.now += int(allowed.nbytes / link)
+            pacer.ended(allowed)
+        assert pacer.inside_bytes - before >= 980 and pacer.late_bytes == 0, bubble
+
+
+def test_a_window_of_less_than_is_worth_a_frame_is_taken_while_half_of_it_gets_through() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=300, clock_ns=clock)
+    gate.open([grant(1, 0, 0.001, 100)], 0, 0)
+    clock.now = MS // 10
+    assert pacer.take(1000, Stop(clock, 9 * MS)).nbytes == 90, "bubbles that are all so small must not starve a copy"
+    gate.open([grant(2, 0, 0.001, 100)], 1, 20 * MS)
+    clock.now = 20 * MS + 6 * MS // 10  # 40 would get through
+    assert pacer.take(1000, Stop(clock, 40 * MS)).nbytes == 0
+
+
+def test_what_a_dead_trainer_left_open_does_not_hold_back_what_goes_by_rate() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
+    clock.now = 50 * MS
+    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now == 50 * MS
+
+
+def test_a_gate_that_is_closed_early_lets_nothing_more_go() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 1.0, 1000)], 0, 0)
+    pacer = GatePacer(gate, least_bytes=1, clock_ns=clock)
+    assert pacer.take(10, Stop(clock, 5 * MS)).nbytes == 10
+    gate.close()
+    assert pacer.take(10, Stop(clock, 50 * MS)) == Allowance(0)
+
+
+def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), patience_seconds=0.1, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now == 0, "there is no plan yet"
+    pacer.ended(Allowance(70))
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert pacer.take(70, Stop(clock, 1000 * MS)).nbytes == 50
+    began = clock.now
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now - began > 99 * MS
+
+
+def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 50)], 0, 0)  # by a trainer before
+    gate.close()
+    pacer = GatePacer(gate, Free(), patience_seconds=10.0, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70), "there is no plan yet"
+    gate.open([grant(2, 0, 0.010, 50)], 0, 0)
+    gate.close()  # nobody has looked meanwhile
+    reopened = {30 * MS: lambda: gate.open([grant(3, 0, 0.010, 60)], 0, 30 * MS)}
+    assert pacer.take(70, Stop(clock, 1000 * MS, reopened)).nbytes == 60 and clock.now >= 30 * MS
+
+
+def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    gate.open([grant(1, 0, 0.010, 50)], 0, 0)
+    assert pacer.take(50, Stop(clock, MS)).nbytes == 50
+    for number in range(70):  # a version every two minutes: bubbles come and go, and nobody looks at them
+        clock.now = (number + 1) * 1000 * MS
+        gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+        gate.close()
+    clock.now += 500 * MS
+    assert pacer.take(70, Stop(clock, clock.now + 400 * MS)) == Allowance(0)
+    assert pacer.take(70, Stop(clock, clock.now + 70_000 * MS)) == Allowance(70), "its trainer opens none any more"
+
+
+def test_bubbles_may_be_further_apart_than_patience_lasts_if_iterations_are_that_long() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.plan(1, 40.0)
+    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    reopened = {100_000 * MS: lambda: gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)}
+    assert pacer.take(70, Stop(clock, 200_000 * MS, reopened)).nbytes == 50 and clock.now >= 100_000 * MS
+    gate.close()
+    began = clock.now
+    assert pacer.take(70, Stop(clock, clock.now + 200_000 * MS)) == Allowance(70)
+    assert clock.now - began > 119_000 * MS
+
+
+def test_who_comes_where_there_is_a_plan_already_waits_for_its_bubbles() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 0.010, 50)], 0, 0)
+    gate.close()
+    gate.plan(1, 1.0)
+    pacer = GatePacer(gate, Free(), least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(0), "its SMP is a new one, training is not"
+
+
+def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_over() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), patience_seconds=0.1, least_bytes=1, clock_ns=clock)
+    assert pacer.take(70, Stop(clock, MS)).nbytes == 70, "there is no plan yet"
+    gate.hold(2.0, clock.now)
+    assert pacer.take(70, Stop(clock, 1900 * MS)) == Allowance(0), "longer than it has patience with a closed one"
+    assert pacer.take(70, Stop(clock, 9000 * MS)).nbytes == 70 and 2090 * MS < clock.now < 2200 * MS, "a dead trainer"
+    gate.hold(2.0, clock.now)
+    assert pacer.take(70, Stop(clock, clock.now + 50 * MS)) == Allowance(0)
+    gate.close()
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert pacer.take(70, Stop(clock, clock.now + 50 * MS)).nbytes == 50
+
+
+def test_a_trainer_sees_that_a_frame_has_begun_to_move_and_that_it_is_through() -> None:
+    clock, memory = Clock(), empty()
+    gate, pacer = Gate(memory), GatePacer(Gate(memory), Free(), least_bytes=1, clock_ns=clock)
+    seen = [gate.moved]
+    by_rate = pacer.take(70, Stop(clock, MS))
+    seen.append(gate.moved)
+    assert pacer.ended(by_rate) is None
+    seen.append(gate.moved)
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert gate.moved == seen[-1], "opening moves nothing"
+    first, second = (pacer.take(20, Stop(clock, MS)) for _ in range(2))
+    seen.append(gate.moved)
+    assert pacer.ended(first) is True
+    clock.now += 11 * MS
+    assert pacer.ended(second) is False, "late"
+    seen.append(gate.moved)
+    assert len(set(seen)) == len(seen)
+    assert (pacer.inside_bytes, pacer.late_bytes) == (20, 20)
+    assert pacer.take(70, Stop(clock, clock.now + MS)) == Allowance(0) and gate.moved == seen[-1]
+
+
+def test_what_is_through_after_the_bubble_has_ended_early_is_late() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 1.0, 100_000)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=1, clock_ns=clock), Stop(clock, 100 * MS)
+    first, second = pacer.take(10, stop), pacer.take(20, stop)
+    pacer.ended(first)
+    gate.close()
+    pacer.ended(second)
+    assert (pacer.inside_bytes, pacer.late_bytes) == (10, 20)
+    third = (gate.open([grant(2, 0, 1.0, 100_000)], 0, 0), pacer.take(30, stop))[1]
+    gate.open([grant(3, 0.5, 1.5, 100_000)], 0, 5 * MS)
+    pacer.ended(third)
+    assert (pacer.inside_bytes, pacer.late_bytes) == (10, 50), "another bubble is not the one it was planned for"
+
+
+def test_a_frame_is_no_longer_than_it_may_outlast_its_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(1, 0, 1.0, 100_000)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 2000 * MS)
+    assert pacer.take(50_000, stop).nbytes == 100_000 * FRAME_SECONDS
+
+
+def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late() -> None:
+    """A tenth of what was planned with: after a few frames no more is let go than gets through."""
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    link = 100 / MS / 10  # bytes per nanosecond
+    late = []
+    for bubble in range(20):
+        begin = bubble * 200 * MS
+        clock.now = max(clock.now, begin)
+        gate.open([grant(bubble, 0, 0.1, 10_000)], bubble, begin)
+        stop = Stop(clock, begin + 150 * MS, {begin + 100 * MS: gate.close})
+        while (allowed := pacer.take(100_000, stop)).nbytes:
+            clock.now += int(allowed.nbytes / link)
+            if clock.now > begin + 100 * MS:
+                gate.close()
+            pacer.ended(allowed)
+        late.append(pacer.late_bytes)
+    assert late[-1] == late[2], "once the link is known, nothing more is late"
+    assert pacer.inside_bytes >= 0.7 * 20 * 100 * MS * link, "and it is used"
+
+
+def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(STEADY, 0, 0.100, 1000)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=100, clock_ns=clock), Stop(clock, 1000 * MS)
+    went = []
+    while sum(one for _, one in went) < 1000 and not stop.is_set():
+        allowed = pacer.take(10_000, stop)
+        pacer.ended(allowed)
+        went.append((clock.now, allowed.nbytes))
+    assert sum(one for _, one in went) == 1000
+    for number, (now, _) in enumerate(went):
+        passed = sum(one for _, one in went[: number + 1])
+        assert passed <= 1000 * now // (100 * MS) + 100, "one frame ahead of its time at most"
+    assert (pacer.inside_bytes, pacer.late_bytes, pacer.rate_bytes) == (0, 0, 1000)
+# two processes
+
+
+def test_what_a_dead_trainer_left_open_ends_by_its_deadline(memory: np.ndarray, trainer: Trainer) -> None:
+    def act(tell: Connection) -> None:
+        Gate(memory).open([grant(1, 0, 0.3, 1 << 40)], 0, time.monotonic_ns())
+        tell.send(time.monotonic_ns())
+        signal.pause()
+
+    gate, stop = Gate(memory), threading.Event()
+    pacer, count = GatePacer(gate, least_bytes=1), 0
+    with trainer(act) as (told, pid):
+        opened = told()
+        assert isinstance(opened, int)
+        os.kill(pid, signal.SIGKILL)
+        deadline = gate.read().windows[0][1]  # type: ignore[union-attr]
+        assert opened < deadline <= opened + 300 * MS
+        timer = threading.Timer((deadline - time.monotonic_ns()) / 1e9 + 0.2, stop.set)
+        timer.start()
+        asked = time.monotonic_ns()
+        while (allowed := pacer.take(1000, stop)).nbytes:
+            assert asked < deadline and allowed.deadline_ns == deadline, "it goes on"
+            asked, count = time.monotonic_ns(), count + 1
+        timer.join(WAIT_SECONDS)
+    assert count > 0 and gate.read() is not None, "nobody has closed it"
+
+
+def test_the_pacer_of_one_process_follows_the_bubbles_of_another(memory: np.ndarray, trainer: Trainer) -> None:
+    """Twelve bubbles of 30 ms, of which 1,000 bytes may go each: no more goes, and only while the gate is open."""
+
+    def act(tell: Connection) -> None:
+        gate = Gate(memory)
+        for number in range(12):
+            begin = time.monotonic_ns()
+            gate.open([grant(number, 0, 0.03, 1000)], number, begin)
+            time.sleep(0.03)  # the bubble itself
+            gate.close()
+            tell.send((begin, time.monotonic_ns()))
+            time.sleep(0.01)  # compute
+        tell.send(None)
+
+    pacer, stop = GatePacer(Gate(memory), least_bytes=1), threading.Event()
+    taken: list[tuple[int, Allowance, int]] = []
+    with trainer(act) as (told, _):
+
+        def send() -> None:
+            while True:
+                asked = time.monotonic_ns()
+                allowed = pacer.take(300, stop)
+                if not allowed.nbytes:
+                    return
+                taken.append((asked, allowed, time.monotonic_ns()))
+                pacer.ended(allowed)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        bubbles = []
+        while (times := told()) is not None:
+            assert isinstance(times, tuple)
+            bubbles.append(times)
+        stop.set()
+        thread.join(WAIT_SECONDS)
+    assert len(bubbles) == 12 and taken
+    for begin, closed in bubbles:
+        # by its deadline a frame belongs to one bubble; when it was allowed lies between asking and having it
+        mine = [(asked, one, had) for asked, one, had in taken if one.deadline_ns == begin + 30 * MS]
+        assert sum(one.nbytes for _, one, _ in mine) <= 1000
+        assert all(asked < closed and had > begin for asked, _, had in mine)
+    deadlines = {begin + 30 * MS for begin, _ in bubbles}
+    assert all(one.deadline_ns in deadlines for _, one, _ in taken)
+    total = sum(one.nbytes for _, one, _ in taken)
+    assert pacer.inside_bytes + pacer.late_bytes == total and total > 0
