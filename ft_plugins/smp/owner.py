@@ -9,12 +9,10 @@ In: requests of `protocol`. Out: segments created, lineages opened, superseded t
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from ..snapshot.segment import Segment
 from ..snapshot.shape import Shape
 from ..snapshot.slots import SlotState, Version, void
 from . import liveness, protocol
+from .attaching import plain, require_same_job, shape_of
 from .former import Former
 from .former_storage import FormerStorage
 from .node import NodeTier
@@ -35,14 +34,13 @@ from .peers import read_version
 from .persister import Persister
 from .protection import Protection
 from .signals import Signal, signal
+from .sizes import Sizes
 from .spare import Asked, Spare
 from .turns import REQUEST
 
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
-_RELEASE_SECONDS = 10.0  # for a spare to answer that it has dropped what it held
 _RANKS = 1 << 32  # a number beyond is no rank
-_SHAPE_FIELDS = {field.name for field in fields(Shape)}
 
 
 class SnapshotProcess:
@@ -76,7 +74,6 @@ class SnapshotProcess:
             self._segments[adopted.rank] = adopted
             self.token = max(self.token, adopted.token)
         self.adopted = len(self._segments)
-        self._world_size = max((s.world_size for s in self._segments.values()), default=0)  # as trainers said last
         self._aside = Former(job, node)
         self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events)
         self.persister = Persister(run_dir, job, node, events)
@@ -85,6 +82,10 @@ class SnapshotProcess:
         self._spare_here = Spare(
             run_dir, node, lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
             self.persister.let_go, self._aside_storage.stop,
+        )  # fmt: skip
+        self._sizes = Sizes(
+            lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
+            self.persister.let_go, self._aside_storage, self._asked,
         )  # fmt: skip
         self._tier.serve_outside(self._spare_here.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
@@ -202,12 +203,8 @@ class SnapshotProcess:
 
     def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
         rank = self._check_token(request)
-        told = protocol.field(request, "shape", dict)
-        right = set(told) == _SHAPE_FIELDS and all(type(value) is int and value >= 0 for value in told.values())
-        if not right or told["parity_nbytes"] > told["nbytes"]:
-            raise ProtocolError(f"rank {rank}: attach with shape {told}")
-        shape = Shape(**told)
-        fingerprint = _plain(rank, protocol.field(request, "fingerprint", dict))
+        shape = shape_of(rank, protocol.field(request, "shape", dict))
+        fingerprint = plain(rank, protocol.field(request, "fingerprint", dict))
         pid = protocol.number(request, "pid")
         world_size = protocol.number(request, "world_size", _RANKS) if "world_size" in request else 0
         fresh = protocol.field(request, "fresh", bool)
@@ -244,7 +241,7 @@ class SnapshotProcess:
         if found is None:
             return None
         try:
-            _check_same_job(rank, found, shape, fingerprint)
+            require_same_job(rank, found, shape, fingerprint)
         except (ResumeError, SegmentError):
             if not fresh:
                 raise
@@ -294,7 +291,7 @@ class SnapshotProcess:
         if protocol.field(request, "former", bool):
             if rank >= len(told.shapes):
                 raise ProtocolError(f"rank {rank} was not in the former job of {len(told.shapes)} ranks")
-            fingerprint = _plain(rank, protocol.field(request, "fingerprint", dict))
+            fingerprint = plain(rank, protocol.field(request, "fingerprint", dict))
             into = self._aside.make(len(told.shapes), rank, told.shapes[rank], fingerprint)
         self._tier.rebuild(rank, self.token, told, request, into)
         return {}
@@ -304,22 +301,11 @@ class SnapshotProcess:
     def _resize(self, request: dict[str, Any]) -> dict[str, Any]:
         """The job has so many ranks now: what is of another size is set aside."""
         self._check_token(request)
-        world_size = protocol.number(request, "world_size", _RANKS)
-        self._aside_storage.stop()
-        with self._lock:
-            self._world_size = world_size
-            left = self._aside.exchange(self._segments, world_size)
-            self.persister.let_go(left)
-        if left:
-            self._events.emit("smp.resize", ranks=world_size, set_aside=sorted(left))
-        return {"former": bool(self._aside)}
+        return {"former": self._sizes.resize(protocol.number(request, "world_size", _RANKS))}
 
     def _former(self, request: dict[str, Any]) -> dict[str, Any]:
         """What of other sizes this node can hand out, and the parity that belongs to it."""
-        with self._lock:
-            told = {"sizes": self._aside.facts(), "fingerprints": self._aside.fingerprints()}
-            told["marks"] = self._aside.marks()
-            return {**told, **self._tier.parity()}
+        return self._sizes.told()
 
     def _spare(self, request: dict[str, Any]) -> dict[str, Any]:
         """What another node has of other sizes, which has no part in the job."""
@@ -332,48 +318,11 @@ class SnapshotProcess:
         """Of what is set aside keep that version of that size alone; nothing, if none is named."""
         self._check_token(request)
         self._asked.keep([_where(one) for one in protocol.field(request, "spares", list)])
-        self._aside_storage.stop()
-        with self._lock:
-            if request.get("version") is None:
-                self._aside.drop()
-            else:
-                self._aside.keep(protocol.number(request, "world_size", _RANKS), read_version(request["version"]))
+        taken = None
+        if request.get("version") is not None:
+            taken = protocol.number(request, "world_size", _RANKS), read_version(request["version"])
+        self._sizes.settle(taken)
         return {}
-
-    def _drop_former(self) -> None:
-        """Remove what was set aside once the state is safe without it: on several nodes when a version counts, on one
-        when every rank holds two versions of its own, the first of which all ranks must have."""
-        if not (self._aside or self._asked) or self._safe() is None:
-            return
-        self._aside_storage.stop()
-        with self._lock:
-            counted = self._safe()  # asked again: stopping takes seconds, another incarnation may have begun
-            if counted is None:
-                return
-            self._events.emit("smp.settled", segments=self._aside.drop())
-            if not self._protected:  # at this size nodes do not protect each other: parity of the other one is left
-                self._tier.unprotect()
-        self._asked.release(counted.lineage, _RELEASE_SECONDS)
-
-    @property
-    def _protected(self) -> bool:
-        """Whether what the tier tells is of this very incarnation."""
-        return self._tier.token == self.token and self._tier.ranks == self._world_size
-
-    def _safe(self) -> Version | None:
-        """The version of this incarnation by which its state is safe without what was set aside."""
-        return self._tier.counted if self._protected else self._went_on()
-
-    def _went_on(self) -> Version | None:
-        """The oldest version of this incarnation, where every rank has a newer one as well."""
-        held = [
-            [slot.version for slot in found.slots()
-             if slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == found.lineage]
-            for found in list(self._segments.values()) if found.lineage_token == self.token
-        ]  # fmt: skip
-        if len(held) < max(1, len(self._segments)) or min(map(len, held)) < 2:
-            return None
-        return min(version for versions in held for version in versions)
 
     def _protect(self, request: dict[str, Any]) -> dict[str, Any]:
         self._check_token(request)
@@ -411,7 +360,7 @@ class SnapshotProcess:
 
     def look_at_trainers(self) -> None:
         """A trainer that has been stopped for too long is lost: its peers wait for it in a collective."""
-        self._drop_former()
+        self._sizes.drop_if_safe()
         now = time.monotonic()
         stopped = {}
         for rank, segment in list(self._segments.items()):
@@ -466,39 +415,3 @@ def _in_words(name: str, request: dict[str, Any], error: OSError) -> FtError:
     if name == "attach":
         return SegmentError(f"rank {request.get('rank')}: no segment can be made ({reason}); remove what is in its way")
     return ProtocolError(f"the SMP could not carry out '{name}' ({reason})")
-
-
-def _plain(rank: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """The fingerprint as a segment's header gives it back. Raises ProtocolError for more than plain values."""
-    try:
-        return dict(json.loads(json.dumps(fingerprint)))
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"rank {rank}: the job's fingerprint holds more than plain values: {error}") from error
-
-
-def _check_same_job(rank: int, found: Segment, shape: Shape, fingerprint: dict[str, Any]) -> None:
-    """Raises ResumeError when a segment holds the state of another job, or of this job laid out otherwise."""
-    before = found.fingerprint
-    if before != fingerprint:
-        differing = ", ".join(
-            f"{key}: {before.get(key)!r} -> {fingerprint.get(key)!r}"
-            for key in sorted(before.keys() | fingerprint.keys())
-            if before.get(key) != fingerprint.get(key)
-        )
-        remedy = (
-            "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
-        )
-        raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
-    same = replace(found.shape, small_nbytes=0) == replace(shape, small_nbytes=0)
-    if same and 2 * found.shape.small_nbytes < shape.small_nbytes:  # twice what is needed is asked for
-        raise ResumeError(
-            f"rank {rank}: there is room for {found.shape.small_nbytes} bytes of small state in memory, now "
-            f"{shape.small_nbytes // 2} are needed at least; --ftp-resume fresh drops it"
-        )
-    if not same:
-        raise ResumeError(
-            f"rank {rank}: the state in memory was laid out otherwise ({found.shape.nbytes} bytes in "
-            f"{found.shape.buckets} buckets, {found.shape.slots} slots, "
-            f"now {shape.nbytes} in {shape.buckets}, {shape.slots} slots: nodes, bucket size or model changed); "
-            "--ftp-resume fresh drops it"
-        )

@@ -140,7 +140,7 @@ def counts(pair: Job, version: Version) -> None:
     """A version of the job as it is now counts on the member."""
     tier = pair.member.process._tier
     tier._told, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
-    tier._kept.counted, pair.member.process._world_size = version, 4
+    tier._kept.counted, pair.member.process._sizes._world_size = version, 4
     pair.member.process.look_at_trainers()
 
 
