@@ -266,7 +266,7 @@ def measure(
     with ForkServer(cluster.PRELOAD) as server:
         for each in chosen:
             one, slower = disturbed(each, how)
-            blocks = rounds(pairs, ONCE_ROUNDS, random.Random(seed))
+            blocks = rounds(pairs, 1 if how else ONCE_ROUNDS, random.Random(seed))
             with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(hosts) as places:
                 seconds = 4.0 * one.dilation * sum(count + 1 for _, count in blocks)
                 flags = ("--baft-reserve-ms", str(reserve_ms(one)))
