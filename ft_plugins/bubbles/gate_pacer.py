@@ -16,13 +16,13 @@ from dataclasses import replace
 
 from ..model.pacer import NO_DEADLINE, Allowance, Pacer
 from .gate import STEADY, Gate
+from .round_trips import RoundTrips
 
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 LEAST_SECONDS = 0.001  # of the link: what takes as long is worth it, on a slow link too
 FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
 MOST_FILLED = 32  # bubbles of which is told how much went in them
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
-_FADES = 0.9  # what frames before still count for, one later
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
 TRICKLE = 0.01  # of the time
 PATIENCE_PERIODS = 3  # iterations: in each of them something is opened
@@ -75,8 +75,7 @@ class GatePacer:
         self._trickle_ns = 0  # not before
         self._before = self._fed_at  # openings of trainers before: those of this one come after
         self._left: list[int] = []  # of it: bytes that may still go in each window
-        self._moved = 0.0  # bytes of the frames before, the last ones most
-        self._took = 0.0  # nanoseconds, likewise
+        self._trips = RoundTrips()
         self._idle = False  # nothing went in the opening that was seen last
         self.inside_bytes = 0
         self.late_bytes = 0
@@ -121,8 +120,7 @@ class GatePacer:
                 self.rate_bytes += allowed.nbytes
                 self._trickle_ns = now + int((now - allowed.began_ns) * (1 / TRICKLE - 1))
                 return None
-            self._moved = _FADES * self._moved + allowed.nbytes
-            self._took = _FADES * self._took + now - allowed.began_ns
+            self._trips.add(allowed.nbytes, now - allowed.began_ns)
             inside = stands and now <= allowed.deadline_ns
             if inside:
                 self.inside_bytes += allowed.nbytes
@@ -170,8 +168,8 @@ class GatePacer:
             return None, _UNTIL_OPEN  # closed, or left open by a trainer that is dead
         self._seen_ns = now
         if opening.number != self._number:
-            if self._idle:  # a frame that was stuck once must not be what all others are measured by
-                self._took /= 2
+            if self._idle:
+                self._trips.halve()
             self._number, self._idle = opening.number, True
             self._left = [window[2] for window in opening.windows]
         if not any(window[2] for window in opening.windows):
@@ -182,19 +180,16 @@ class GatePacer:
             if now < begin:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
             rate = planned / (deadline - begin)
-            if self._took > 0:  # the plan may have another link in mind
-                rate = min(rate, MARGIN * self._moved / self._took)
-            room = min(self._left[place], int(rate * (deadline - now) + 1e-6))
+            room = min(self._left[place], self._through(deadline - now, rate))
             if opening.bubble == STEADY:  # a rate: as time passes, and no burst
                 due = planned * (now - begin) // (deadline - begin) + self._least
                 room = min(room, due - (planned - self._left[place]))
             # a window that carries less than is worth a frame is taken where half of it gets through
-            carried = min(planned, int(rate * (deadline - begin)))
-            least = self._least
+            carried, least = self._through(deadline - begin, rate), self._least
             if opening.bubble != STEADY:  # on a slow link less is worth one, or much of small windows would be left
-                least = min(least, int(LEAST_SECONDS * 1e9 * rate))
+                least = min(least, self._worth(rate))
             if room > 0 and room >= min(nbytes, least, (carried + 1) // 2):
-                longest = max(self._least, int(rate * FRAME_SECONDS * 1e9))
+                longest = max(self._least, int(self._pace(rate) * FRAME_SECONDS * 1e9))
                 allowed = min(nbytes, room, longest)
                 self._left[place] -= allowed
                 self._idle = False
@@ -203,3 +198,17 @@ class GatePacer:
         if opening.bubble == STEADY:
             return None, self._poll
         return None, _UNTIL_OPEN  # of what stands nothing more is worth a frame: what may go only shrinks
+
+    def _pace(self, rate: float) -> float:
+        """Bytes in a nanosecond: the `rate` that was planned with, or less by the frames before, for the plan may have
+        another link in mind."""
+        return min(rate, 1 / self._trips.per_byte) if self._trips else rate
+
+    def _through(self, nanoseconds: float, rate: float) -> int:
+        """Bytes of one frame that gets through within so long."""
+        planned = rate * nanoseconds
+        return int((min(planned, self._trips.through(MARGIN * nanoseconds)) if self._trips else planned) + 1e-6)
+
+    def _worth(self, rate: float) -> int:
+        """Bytes that take LEAST_SECONDS of the link, and no less time than a frame takes beside its bytes."""
+        return int(max(LEAST_SECONDS * 1e9, self._trips.latency) * self._pace(rate))

@@ -56,7 +56,7 @@ PRELOAD = (*gpt_runs.PRELOAD, "ft_plugins.rig.emulated")
 _HIDDEN, _MICRO_BATCH = 64, 8
 _STATE_OF_PARAMETER = 12  # bytes: float32 parameter, two moments
 _PORT = 29750
-_BURST_BYTES = 64 << 10
+_BURST_BYTES, _QUEUE_MS = 64 << 10, 100
 _START = 120.0  # seconds beside iterations
 
 
@@ -199,7 +199,7 @@ def run(
     jobs: list[RunningJob] = []
     try:
         for number, place in enumerate(places):
-            place.throttle(one.link_mbps, _BURST_BYTES)
+            place.throttle(one.link_mbps, _BURST_BYTES, _QUEUE_MS)
             words = (
                 "--baft", "--baft-link-mbps", str(one.link_mbps), "--ftp-node-name", f"n{number}", "--ftp-secret-file",
                 str(secret), *flags,
@@ -210,7 +210,9 @@ def run(
             events = jobs[0].spec.run_dir / "events.jsonl"
             wait_for(events, lambda lines: any(event["name"] == "baft.plan" for event in lines), _START)
             for place in places:
-                place.throttle(one.link_mbps / slower, _BURST_BYTES)
+                # as short a burst and as many bytes of queue as before: else messages that follow a silence would be
+                # the faster the slower the link is, unless copies went before them, and what waits would be dropped
+                place.throttle(one.link_mbps / slower, _BURST_BYTES // slower, _QUEUE_MS * slower)
         for job in jobs:
             outcome = job.wait(_START + seconds)
             assert outcome["status"] == "succeeded", job.tail()

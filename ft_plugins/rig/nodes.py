@@ -53,10 +53,11 @@ class Place:
         """Bring the link back."""
         _ip("netns", "exec", self.namespace, "ip", "link", "set", self.device, "up")
 
-    def throttle(self, mbit: float, burst: int = 1 << 20) -> None:
-        """Let no more than `mbit` megabits per second leave the node, but for `burst` bytes after a silence."""
+    def throttle(self, mbit: float, burst: int = 1 << 20, queue_ms: int = 100) -> None:
+        """Let no more than `mbit` megabits per second leave the node, but for `burst` bytes after a silence; what would
+        wait for more than `queue_ms` is dropped."""
         rate = f"{round(1000 * mbit)}kbit"
-        limit = f"tc qdisc replace dev {self.device} root tbf rate {rate} burst {burst}b latency 100ms"
+        limit = f"tc qdisc replace dev {self.device} root tbf rate {rate} burst {burst}b latency {queue_ms}ms"
         _ip("netns", "exec", self.namespace, *limit.split())
 
 

@@ -402,6 +402,28 @@ def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late
     assert pacer.inside_bytes >= 0.7 * 20 * 100 * MS * link, "and it is used"
 
 
+def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_of_them() -> None:
+    """Ends of windows filled with ever smaller frames would teach that nothing gets through."""
+    clock, gate, link = Clock(), Gate(empty()), 10 / MS
+    pacer, frames = GatePacer(gate, least_bytes=1000, clock_ns=clock), 0
+    for bubble in range(40):
+        begin = bubble * 1000 * MS
+        clock.now = max(clock.now, begin)
+        gate.open([grant(bubble, 0, 0.1, 10_000)], bubble, begin)
+        stop = Stop(clock, begin + 900 * MS, {begin + 100 * MS: gate.close})
+        while (allowed := pacer.take(100_000, stop)).nbytes:
+            clock.now += 5 * MS + int(allowed.nbytes / link)
+            if clock.now > begin + 100 * MS:
+                gate.close()
+            pacer.ended(allowed)
+            frames += 1
+        if bubble == 9:
+            known = pacer.late_bytes, pacer.inside_bytes, frames
+    assert pacer.late_bytes == known[0], "once the link is known, nothing more is late"
+    # a first frame has three quarters of the window, 5 ms of it for nothing
+    assert pacer.inside_bytes - known[1] >= 30 * 700 and frames - known[2] <= 30 * 4
+
+
 def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(STEADY, 0, 0.100, 1000)], 0, 0)
