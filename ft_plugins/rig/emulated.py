@@ -74,9 +74,14 @@ class Sleeper:
         self, spec: StageSpec, seed: int, sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._spec, self._random, self._sleep, self._clock = spec, random.Random(seed), sleep, clock
+        self._spec, self._seed, self._sleep, self._clock = spec, seed, sleep, clock
+        self.draw_from(0)
         self._began = self._ended = clock()
         self._over = 0.0
+
+    def draw_from(self, number: int) -> None:
+        """From now on jitter is drawn from the sequence of that number: blocks that are compared have the same."""
+        self._random = random.Random(f"{self._seed} {number}")
 
     def sleep(self, seconds: float) -> None:
         spec = self._spec
@@ -138,7 +143,7 @@ def _stage_class() -> type[torch.nn.Module]:
             super().__init__(config)
             self.pre_process, self.post_process = first, last
             self._spec, self._shape = spec, shape
-            self._sleeper = Sleeper(spec, torch.distributed.get_rank())
+            self.sleeper = Sleeper(spec, torch.distributed.get_rank())
             self._input: torch.Tensor | None = None
             sizes = [spec.parameters // LAYERS + (number < spec.parameters % LAYERS) for number in range(LAYERS)]
             self.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.rand(size)) for size in sizes)
@@ -148,7 +153,7 @@ def _stage_class() -> type[torch.nn.Module]:
 
         def forward(self) -> torch.Tensor:
             hidden = torch.zeros(self._shape) if self.pre_process else self._input
-            return _Sleep.apply(hidden, self._spec, self._sleeper, *self.layers)  # type: ignore[no-any-return]
+            return _Sleep.apply(hidden, self._spec, self.sleeper, *self.layers)  # type: ignore[no-any-return]
 
     return SleepingStage
 
@@ -237,8 +242,10 @@ def _run(
     """Each block: its mode, seconds of its iterations and of the processor in them, the first included, how many were
     protected at its end."""
     found = []
-    for mode, count in blocks:
+    for number, (mode, count) in enumerate(blocks):
         seconds, processor = [], []
+        for chunk in job.chunks:
+            chunk.module.sleeper.draw_from((number + 1) // 2)  # the first one stands alone, the others in pairs
         switch.on = mode == ON
         at_once = _AtOnce(session) if mode == ONCE else None
         for _ in range(count + 1):
