@@ -20,7 +20,8 @@ from .round_trips import RoundTrips
 
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 LEAST_SECONDS = 0.001  # of the link: what takes as long is worth it, on a slow link too
-FRAME_SECONDS = 0.01  # of a frame, at most: so long it may outlast a bubble that ends before its time
+FRAME_SECONDS = 0.004  # of a frame, at most: so long the message that ends a bubble before its time may wait for it
+FRAME_BYTES = 16 << 10  # or so many, on a slow link: shorter ones take more of the processor than of the link
 MOST_FILLED = 32  # bubbles of which is told how much went in them
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
@@ -189,7 +190,7 @@ class GatePacer:
             if opening.bubble != STEADY:  # on a slow link less is worth one, or much of small windows would be left
                 least = min(least, self._worth(rate))
             if room > 0 and room >= min(nbytes, least, (carried + 1) // 2):
-                longest = max(self._least, int(self._pace(rate) * FRAME_SECONDS * 1e9))
+                longest = max(FRAME_BYTES, int(self._pace(rate) * FRAME_SECONDS * 1e9))
                 allowed = min(nbytes, room, longest)
                 self._left[place] -= allowed
                 self._idle = False

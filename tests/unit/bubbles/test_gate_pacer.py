@@ -19,7 +19,7 @@ import numpy as np
 
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
-from ft_plugins.bubbles.gate_pacer import FRAME_SECONDS, GatePacer
+from ft_plugins.bubbles.gate_pacer import FRAME_BYTES, FRAME_SECONDS, GatePacer
 from ft_plugins.model.pacer import Allowance
 
 Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
@@ -376,9 +376,11 @@ def test_what_is_through_after_the_bubble_has_ended_early_is_late() -> None:
 
 def test_a_frame_is_no_longer_than_it_may_outlast_its_bubble() -> None:
     clock, gate = Clock(), Gate(empty())
-    gate.open([grant(1, 0, 1.0, 100_000)], 0, 0)
-    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 2000 * MS)
-    assert pacer.take(50_000, stop).nbytes == 100_000 * FRAME_SECONDS
+    gate.open([grant(1, 0, 1.0, 10**9)], 0, 0)
+    pacer, stop = GatePacer(gate, clock_ns=clock), Stop(clock, 2000 * MS)
+    assert pacer.take(10**8, stop).nbytes == 10**9 * FRAME_SECONDS
+    gate.open([grant(2, 0, 1.0, 100_000)], 0, 0)
+    assert GatePacer(gate, clock_ns=clock).take(50_000, stop).nbytes == FRAME_BYTES, "a slow link"
 
 
 def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late() -> None:

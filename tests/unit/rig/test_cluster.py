@@ -87,6 +87,20 @@ def test_what_a_pass_took_too_long_the_next_one_takes_less() -> None:
     assert ends == [0.75, 1.0, 3.0, 3.0, 3.5]
 
 
+def test_jitter_of_one_number_is_the_same_again_and_another_ranks_is_not() -> None:
+    def drawn(seed: int, number: int) -> list[float]:
+        slept: list[float] = []
+        sleeper = Sleeper(StageSpec(0.5, 1.0, 1, jitter=0.3), seed, slept.append, lambda: sum(slept))
+        sleeper.sleep(1.0)  # of another block
+        sleeper.draw_from(number)
+        for _ in range(3):
+            sleeper.sleep(1.0)
+        return slept[1:]
+
+    assert drawn(1, 4) == drawn(1, 4) != drawn(2, 4) and drawn(1, 4) != drawn(1, 5)
+    assert all(0.7 <= one <= 1.3 for one in drawn(1, 4))
+
+
 def test_what_a_pass_took_too_long_is_made_up_for_by_a_pause_first() -> None:
     now, late = [0.0], iter([0.25, 0.0, 0.25, 0.0])
 
