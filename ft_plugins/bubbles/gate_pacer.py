@@ -15,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..model.pacer import NO_DEADLINE, Allowance, Pacer
+from .early_ends import EarlyEnds, Window
 from .gate import STEADY, Gate
 from .round_trips import RoundTrips
+from .windows import WINDOWS
 
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 LEAST_SECONDS = 0.001  # of the link: what takes as long is worth it, on a slow link too
@@ -29,6 +31,7 @@ TRICKLE = 0.01  # of the time
 PATIENCE_PERIODS = 3  # iterations: in each of them something is opened
 _UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
 OPENING_SECONDS = 0.02  # until a closed gate is looked at without having been told
+_GRANTED = 2 * WINDOWS  # windows of which frames may be on their way
 _UNTIL_OPEN = -1.0  # in the place of seconds
 
 
@@ -77,6 +80,8 @@ class GatePacer:
         self._before = self._fed_at  # openings of trainers before: those of this one come after
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self._trips = RoundTrips()
+        self._early = EarlyEnds()
+        self._granted: dict[int, tuple[Window, int]] = {}  # by deadline: what frames belong to, and its begin
         self._idle = False  # nothing went in the opening that was seen last
         self.inside_bytes = 0
         self.late_bytes = 0
@@ -123,6 +128,9 @@ class GatePacer:
                 return None
             self._trips.add(allowed.nbytes, now - allowed.began_ns)
             inside = stands and now <= allowed.deadline_ns
+            if not stands and now <= allowed.deadline_ns and allowed.deadline_ns in self._granted:
+                window, begin = self._granted[allowed.deadline_ns]
+                self._early.ended(window, allowed.deadline_ns - begin, allowed.began_ns - begin)
             if inside:
                 self.inside_bytes += allowed.nbytes
                 bubble = opening.bubble if opening is not None else STEADY
@@ -173,26 +181,32 @@ class GatePacer:
                 self._trips.halve()
             self._number, self._idle = opening.number, True
             self._left = [window[2] for window in opening.windows]
+            for place, (begin, deadline, _) in enumerate(opening.windows):
+                self._early.opened((opening.bubble, place), deadline - begin)
         if not any(window[2] for window in opening.windows):
             self._fed_ns, self._fed_at = now, self._gate.openings  # it is held
         for place, (begin, deadline, planned) in enumerate(opening.windows):
-            if now >= deadline:
+            window = opening.bubble, place
+            end = begin + self._early.used(window, deadline - begin)
+            if now >= end:
                 continue
             if now < begin:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
             rate = planned / (deadline - begin)
-            room = min(self._left[place], self._through(deadline - now, rate))
+            room = min(self._left[place], self._through(end - now, rate))
             if opening.bubble == STEADY:  # a rate: as time passes, and no burst
                 due = planned * (now - begin) // (deadline - begin) + self._least
                 room = min(room, due - (planned - self._left[place]))
             # a window that carries less than is worth a frame is taken where half of it gets through
-            carried, least = self._through(deadline - begin, rate), self._least
+            carried, least = self._through(end - begin, rate), self._least
             if opening.bubble != STEADY:  # on a slow link less is worth one, or much of small windows would be left
                 least = min(least, self._worth(rate))
             if room > 0 and room >= min(nbytes, least, (carried + 1) // 2):
                 longest = max(FRAME_BYTES, int(self._pace(rate) * FRAME_SECONDS * 1e9))
                 allowed = min(nbytes, room, longest)
                 self._left[place] -= allowed
+                if opening.bubble != STEADY:
+                    self._granted = {**dict(list(self._granted.items())[1 - _GRANTED :]), deadline: (window, begin)}
                 self._idle = False
                 self._fed_ns, self._fed_at = now, self._gate.openings
                 return Allowance(allowed, NO_DEADLINE if opening.bubble == STEADY else deadline), 0.0

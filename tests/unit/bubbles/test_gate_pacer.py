@@ -7,6 +7,7 @@ clock, CLOCK_MONOTONIC, so they are compared without tolerance.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -424,6 +425,25 @@ def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_o
     assert pacer.late_bytes == known[0], "once the link is known, nothing more is late"
     # a first frame has three quarters of the window, 5 ms of it for nothing
     assert pacer.inside_bytes - known[1] >= 30 * 700 and frames - known[2] <= 30 * 4
+
+
+def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mostly_lasts() -> None:
+    """100 ms by the plan, in fact 70 to 130: nobody is made to wait for a frame as often as it ends early."""
+    clock, gate, drawn = Clock(), Gate(empty()), random.Random(7)
+    pacer, link, waited, early = GatePacer(gate, clock_ns=clock), 1_000_000 / MS, 0, 0
+    for bubble in range(400):
+        begin, end = bubble * 1000 * MS, (bubble * 1000 + drawn.randint(70, 130)) * MS
+        clock.now = begin
+        gate.open([grant(3, 0, 0.1, 10**8)], bubble, begin)
+        stop = Stop(clock, begin + 900 * MS, {end: gate.close})
+        while (allowed := pacer.take(10**9, stop)).nbytes:
+            clock.now += int(allowed.nbytes / link)
+            if clock.now > end:
+                gate.close()
+            waited += pacer.ended(allowed) is False and bubble >= 200
+        early += end < begin + 100 * MS and bubble >= 200
+    assert waited < 0.5 * early, f"{waited} of {early}"
+    assert pacer.inside_bytes >= 400 * 0.7 * 0.9 * 10**8, "what is there in any case is used"
 
 
 def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
