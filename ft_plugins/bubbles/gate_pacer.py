@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..model.pacer import NO_DEADLINE, Allowance, Pacer
-from .early_ends import EarlyEnds, Window
 from .gate import STEADY, Gate
 from .round_trips import RoundTrips
+from .shortened import Shortened, Window
 from .windows import WINDOWS
 
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
@@ -80,7 +80,7 @@ class GatePacer:
         self._before = self._fed_at  # openings of trainers before: those of this one come after
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self._trips = RoundTrips()
-        self._early = EarlyEnds()
+        self._shortened = Shortened()
         self._granted: dict[int, tuple[Window, int]] = {}  # by deadline: what frames belong to, and its begin
         self._idle = False  # nothing went in the opening that was seen last
         self.inside_bytes = 0
@@ -126,11 +126,14 @@ class GatePacer:
                 self.rate_bytes += allowed.nbytes
                 self._trickle_ns = now + int((now - allowed.began_ns) * (1 / TRICKLE - 1))
                 return None
+            known = bool(self._trips)  # the first frame on a slow link is late for another reason
             self._trips.add(allowed.nbytes, now - allowed.began_ns)
             inside = stands and now <= allowed.deadline_ns
-            if not stands and now <= allowed.deadline_ns and allowed.deadline_ns in self._granted:
+            if known and not inside and allowed.deadline_ns in self._granted:
                 window, begin = self._granted[allowed.deadline_ns]
-                self._early.ended(window, allowed.deadline_ns - begin, allowed.began_ns - begin)
+                whole, over = allowed.deadline_ns - begin, now - allowed.deadline_ns
+                # a bubble that was over before its time was there when the frame began
+                self._shortened.late(window, whole, whole - over if over > 0 else allowed.began_ns - begin)
             if inside:
                 self.inside_bytes += allowed.nbytes
                 bubble = opening.bubble if opening is not None else STEADY
@@ -182,12 +185,12 @@ class GatePacer:
             self._number, self._idle = opening.number, True
             self._left = [window[2] for window in opening.windows]
             for place, (begin, deadline, _) in enumerate(opening.windows):
-                self._early.opened((opening.bubble, place), deadline - begin)
+                self._shortened.opened((opening.bubble, place), deadline - begin)
         if not any(window[2] for window in opening.windows):
             self._fed_ns, self._fed_at = now, self._gate.openings  # it is held
         for place, (begin, deadline, planned) in enumerate(opening.windows):
             window = opening.bubble, place
-            end = begin + self._early.used(window, deadline - begin)
+            end = begin + self._shortened.used(window, deadline - begin)
             if now >= end:
                 continue
             if now < begin:
