@@ -36,10 +36,14 @@ def test_copies_of_all_ranks_go_in_bubbles_and_only_while_protection_is_on(
     assert len(outcome.profile.timelines) == 16
     plans = [event for events in outcome.events for event in events if event.name == "baft.plan"]
     assert sorted(event.rank for event in plans) == list(range(16)) and not any(e.fields["reason"] for e in plans)
-    last = [[event for event in events if event.name == "node.counts"][-1] for events in outcome.events]
-    assert len({event.fields["iteration"] for event in last}) == 1, "a version counts on all nodes"
-    for event in last:
-        assert event.fields["in_bubbles"] > event.fields["late"], event.fields
+    counted = [[event for event in events if event.name == "node.counts"] for events in outcome.events]
+    least = min(len(events) for events in counted)
+    # the job ended between what one node told and what the next one did, at most
+    assert least > 0 and max(len(events) for events in counted) <= least + 1
+    versions = {tuple(event.fields["iteration"] for event in events[:least]) for events in counted}
+    assert len(versions) == 1, "a version counts on all nodes"
+    for events in counted:
+        assert events[-1].fields["in_bubbles"] > events[-1].fields["late"], events[-1].fields
 
 
 def test_without_throttled_links_it_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
