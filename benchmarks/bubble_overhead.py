@@ -54,6 +54,7 @@ from typing import Any
 import numpy as np
 
 from ft_plugins.bubbles.filling import Granularity, Transfer
+from ft_plugins.bubbles.messages import message_seconds
 from ft_plugins.bubbles.plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
@@ -175,12 +176,13 @@ def counts(outcome: Outcome, begun: int, through: int) -> list[int]:
 
 
 def in_bubble(outcome: Outcome, begun: int, through: int) -> float:
-    """Of all bytes of copies."""
+    """Of all bytes of copies that were through by then: the last one may have been sent at once, in the next block."""
     inside = total = 0
     for events in outcome.events:
+        counted = [event.fields for event in events if event.name == "node.counts"]
         told = [
-            event.fields for event in events
-            if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
+            each for each in counted
+            if begun <= each["iteration"] and each["iteration"] + (each["iterations"] or 0) <= through
         ]  # fmt: skip
         first, last = told[0], told[-1]
         inside += last["in_bubbles"] - first["in_bubbles"]
@@ -199,9 +201,10 @@ def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int =
         Transfer(copy.rank, copy.source, copy.receiver, copy.target, copy.nbytes, (layer,) * LAYERS) for copy in copies
     ]
     ranks = range(len(nodes))
+    reserved = max(reserve_ms(one) / 1e3, message_seconds(profile.timelines, pipelines(topology)))
     return plan_bubbles(
         transfers, dict(enumerate(profile.timelines)), {rank: profile.bubbles(rank) for rank in ranks},
-        one.link_mbps * 1e6 / 8, Reserve(reserve_ms(one) / 1e3, reserve_ms(one) / 1e3), granularity,
+        one.link_mbps * 1e6 / 8, Reserve(reserved, reserved), granularity,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from .events import Event, Events, file_sink
 from .model.host import Edges, Host
 from .model.timeline import Profile, SenderFacts
 from .recovery.collective import Collective
+from .redundancy import neighbour
 from .snapshot.layout import layer_bytes
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
@@ -87,7 +88,9 @@ class Session:
         recorder = Recorder(self._host.rank, clock_of(self._device))
         self.edges = recorder
         if self._config.baft is not None:
-            self.baft = Baft(self._host.rank, self._config.baft, self._events)
+            self.baft = Baft(
+                self._host.rank, self._config.baft, self._events, neighbour.pipelines(self._host.topology())
+            )
             self.edges = Several(self.baft, recorder)
         self.profiler = Profiler(
             self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile,

@@ -71,7 +71,8 @@ class Grant:
 
     `after` is the compute span after whose end the bubble begins, of all spans of the timeline, -1 for the begin of the
     iteration: by counting spans a trainer knows it, also where a reduction lies between it and the bubble. `parts` are
-    the layers, of a plan that goes by layers.
+    the layers, of a plan that goes by layers. `edge`: when the host tells of that end, in seconds since it told of the
+    begin of the iteration.
     """
 
     bubble: int
@@ -80,6 +81,7 @@ class Grant:
     deadline: float
     nbytes: int
     parts: tuple[Part, ...] = ()
+    edge: float = 0.0
 
 
 Grants = tuple[Grant, ...]  # of one iteration, in the order of time
@@ -96,6 +98,7 @@ class Offer:
     transfer: Transfer
     own: Sequence[Bubble]
     edges: Sequence[float]  # when the host tells of the spans after which they begin
+    told: float  # when it tells of the begin of the iteration
     windows: Windows
     first: list[int]
     every: list[int]
@@ -167,7 +170,8 @@ class Offer:
             if nbytes:
                 bubble, taken = self.own[number], parts[place] if parts is not None else ()
                 begin, deadline = begins[place] - self.edges[number], ends[place] - self.edges[number]
-                found.append(Grant(bubble.index, bubble.after, begin, deadline, nbytes, taken))
+                edge = self.edges[number] - self.told
+                found.append(Grant(bubble.index, bubble.after, begin, deadline, nbytes, taken, edge))
         return tuple(found)
 
 
@@ -199,8 +203,9 @@ def offers(
             late = rates.carried(len(windows.begin), ready_seconds).tolist() if ready_seconds else every
             first = _worth(late, worth) if ready_seconds else every
             seconds = sum(needs) / links[pair]
-            edges = [timelines[transfers[at].sender].opens(bubble.after) for bubble in own]
-            found[at] = Offer(transfers[at], own, edges, windows, first, every, most, seconds)
+            timeline = timelines[transfers[at].sender]
+            edges = [timeline.opens(bubble.after) for bubble in own]
+            found[at] = Offer(transfers[at], own, edges, timeline.opens(-1), windows, first, every, most, seconds)
     return [found[at] for at in range(len(transfers))]
 
 

@@ -25,6 +25,7 @@ In: grants of a plan (bubbles.plan), spans as they begin and end. Out: `Opening`
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -146,15 +147,26 @@ class Gatekeeper:
 
     It counts all spans, as a timeline does: what begins inside another belongs to it. A bubble is over where the next
     compute span begins. `steady`: what is granted at the begin of an iteration is for all of it, not for a bubble.
+
+    Where a bubble begins more than `tolerance` seconds sooner or later in its iteration than was planned, what the
+    receiver and the links are at is another thing than was planned: its gate is opened and closed again at once. So
+    whoever waits knows that this trainer lives, and nothing goes.
     """
 
     def __init__(
-        self, gate: Gate, plan: SenderPlan, clock_ns: Callable[[], int] = time.monotonic_ns, steady: bool = False
+        self,
+        gate: Gate,
+        plan: SenderPlan,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        steady: bool = False,
+        tolerance: float = math.inf,
     ) -> None:
         self._gate = gate
         self._plan = plan
         self._clock_ns = clock_ns
         self._steady = steady
+        self._tolerance = tolerance
+        self._began_ns = 0  # the iteration
         self._span = -1  # the span that ended last; -1 before the first
         self._depth = 0
         self._iteration = 0
@@ -163,7 +175,7 @@ class Gatekeeper:
 
     def iteration_begin(self, iteration: int) -> None:
         """The iteration of a period, from 0, has begun; beyond the last one, bubbles are open for what was late."""
-        self._iteration, self._span, self._depth = iteration, -1, 0
+        self._iteration, self._span, self._depth, self._began_ns = iteration, -1, 0, self._clock_ns()
         self._open()
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
@@ -192,5 +204,8 @@ class Gatekeeper:
     def _open(self) -> None:
         grants = self._plan.after(self._iteration, self._span)
         if grants:
-            self._gate.open(grants, self._iteration, self._clock_ns())
+            now = self._clock_ns()
+            self._gate.open(grants, self._iteration, now)
             self._is_open = True
+            if abs((now - self._began_ns) / 1e9 - grants[0].edge) > self._tolerance:
+                self._close()

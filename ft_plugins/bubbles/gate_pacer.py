@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,12 +19,12 @@ from ..model.pacer import NO_DEADLINE, Allowance, Pacer
 from .gate import STEADY, Gate
 from .round_trips import RoundTrips
 from .shortened import Shortened, Window
-from .windows import WINDOWS
 
 LEAST_BYTES = 64 << 10  # of a frame: less is not worth a round trip, and waits for the next window
 LEAST_SECONDS = 0.001  # of the link: what takes as long is worth it, on a slow link too
 FRAME_SECONDS = 0.004  # of a frame, at most: so long the message that ends a bubble before its time may wait for it
-FRAME_BYTES = 16 << 10  # or so many, on a slow link: shorter ones take more of the processor than of the link
+FRAME_BYTES = 16 << 10  # or so many: shorter ones take more of the processor than of the link
+SLOW_FRAME_SECONDS = 0.016  # but no longer than that: on a slow link short ones take long enough
 MOST_FILLED = 32  # bubbles of which is told how much went in them
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
@@ -31,7 +32,6 @@ TRICKLE = 0.01  # of the time
 PATIENCE_PERIODS = 3  # iterations: in each of them something is opened
 _UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
 OPENING_SECONDS = 0.02  # until a closed gate is looked at without having been told
-_GRANTED = 2 * WINDOWS  # windows of which frames may be on their way
 _UNTIL_OPEN = -1.0  # in the place of seconds
 
 
@@ -43,7 +43,8 @@ def least_bytes(bytes_per_second: float) -> int:
 class GatePacer:
     """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline: at
     the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
-    of what was planned delays nothing but copies. What is granted in no bubble goes evenly over its time.
+    of what was planned delays nothing but copies. A window in which frames were late is used less far from then on
+    (`shortened`). What is granted in no bubble goes evenly over its time.
 
     `otherwise` paces while there is no plan yet, and when no gate was opened for `patience_seconds` and for
     PATIENCE_PERIODS planned iterations in which somebody wanted to send: a trainer that is dead, evaluation.
@@ -81,7 +82,8 @@ class GatePacer:
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self._trips = RoundTrips()
         self._shortened = Shortened()
-        self._granted: dict[int, tuple[Window, int]] = {}  # by deadline: what frames belong to, and its begin
+        # by deadline, its window and when that began: of the opening that was seen last, and of the one before
+        self._ends: ChainMap[int, tuple[Window, int]] = ChainMap({}, {})
         self._idle = False  # nothing went in the opening that was seen last
         self.inside_bytes = 0
         self.late_bytes = 0
@@ -129,8 +131,8 @@ class GatePacer:
             known = bool(self._trips)  # the first frame on a slow link is late for another reason
             self._trips.add(allowed.nbytes, now - allowed.began_ns)
             inside = stands and now <= allowed.deadline_ns
-            if known and not inside and allowed.deadline_ns in self._granted:
-                window, begin = self._granted[allowed.deadline_ns]
+            if known and not inside and allowed.deadline_ns in self._ends:
+                window, begin = self._ends[allowed.deadline_ns]
                 whole, over = allowed.deadline_ns - begin, now - allowed.deadline_ns
                 # a bubble that was over before its time was there when the frame began
                 self._shortened.late(window, whole, whole - over if over > 0 else allowed.began_ns - begin)
@@ -184,15 +186,16 @@ class GatePacer:
                 self._trips.halve()
             self._number, self._idle = opening.number, True
             self._left = [window[2] for window in opening.windows]
+            self._ends = ChainMap({}, self._ends.maps[0])
             for place, (begin, deadline, _) in enumerate(opening.windows):
+                self._ends[deadline] = (opening.bubble, place), begin
                 self._shortened.opened((opening.bubble, place), deadline - begin)
         if not any(window[2] for window in opening.windows):
             self._fed_ns, self._fed_at = now, self._gate.openings  # it is held
         for place, (begin, deadline, planned) in enumerate(opening.windows):
-            window = opening.bubble, place
-            end = begin + self._shortened.used(window, deadline - begin)
+            end = begin + self._shortened.used((opening.bubble, place), deadline - begin)
             if now >= end:
-                continue
+                continue  # this one is over
             if now < begin:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
             rate = planned / (deadline - begin)
@@ -205,11 +208,8 @@ class GatePacer:
             if opening.bubble != STEADY:  # on a slow link less is worth one, or much of small windows would be left
                 least = min(least, self._worth(rate))
             if room > 0 and room >= min(nbytes, least, (carried + 1) // 2):
-                longest = max(FRAME_BYTES, int(self._pace(rate) * FRAME_SECONDS * 1e9))
-                allowed = min(nbytes, room, longest)
+                allowed = min(nbytes, room, self._longest(rate))
                 self._left[place] -= allowed
-                if opening.bubble != STEADY:
-                    self._granted = {**dict(list(self._granted.items())[1 - _GRANTED :]), deadline: (window, begin)}
                 self._idle = False
                 self._fed_ns, self._fed_at = now, self._gate.openings
                 return Allowance(allowed, NO_DEADLINE if opening.bubble == STEADY else deadline), 0.0
@@ -221,6 +221,11 @@ class GatePacer:
         """Bytes in a nanosecond: the `rate` that was planned with, or less by the frames before, for the plan may have
         another link in mind."""
         return min(rate, 1 / self._trips.per_byte) if self._trips else rate
+
+    def _longest(self, rate: float) -> int:
+        """Bytes of a frame."""
+        pace = self._pace(rate) * 1e9
+        return max(1, int(pace * FRAME_SECONDS), min(FRAME_BYTES, int(pace * SLOW_FRAME_SECONDS)))
 
     def _through(self, nanoseconds: float, rate: float) -> int:
         """Bytes of one frame that gets through within so long."""

@@ -125,7 +125,8 @@ class BaftConfig(SystemConfig):
     reserve_ms: float = Field(
         1.0,
         ge=0,
-        description="at both ends of a bubble nothing is sent for so long: the pipeline's own messages come first",
+        description="at both ends of a bubble nothing is sent for so long, or as long as a message between stages is "
+        "measured to take: the pipeline's own messages come first",
         json_schema_extra=_more("milliseconds"),
     )
     granularity: Literal["bytes", "layer"] = Field(

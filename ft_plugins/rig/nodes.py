@@ -55,10 +55,12 @@ class Place:
 
     def throttle(self, mbit: float, burst: int = 1 << 20, queue_ms: int = 100) -> None:
         """Let no more than `mbit` megabits per second leave the node, but for `burst` bytes after a silence; what would
-        wait for more than `queue_ms` is dropped."""
-        rate = f"{round(1000 * mbit)}kbit"
-        limit = f"tc qdisc replace dev {self.device} root tbf rate {rate} burst {burst}b latency {queue_ms}ms"
-        _ip("netns", "exec", self.namespace, *limit.split())
+        wait for more than `queue_ms` is dropped. What waits when it is called again is dropped too."""
+        tc, limit = f"netns exec {self.namespace} tc qdisc", f"burst {burst}b latency {queue_ms}ms"
+        with suppress(subprocess.CalledProcessError):  # there is none yet
+            # not changed in its place: one packet that waits and is longer than the new burst would block it for ever
+            _ip(*f"{tc} del dev {self.device} root".split())
+        _ip(*f"{tc} add dev {self.device} root tbf rate {round(1000 * mbit)}kbit {limit}".split())
 
 
 @contextmanager

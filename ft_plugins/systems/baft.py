@@ -13,7 +13,8 @@ other; and where one of them takes longer than HOLD_SECONDS, copies go on in it 
 
 Invariant: in the step path there is no send, no lock and no process group: a count at each edge, and at the edges of
 bubbles a few stores into shared memory. A plan changes nothing but when bytes go. While a plan no longer fits, the gate
-is open when the host is at the edges that were planned, for no longer than was planned: late, or less, never more.
+is open when the host is at the edges that were planned, for no longer than was planned, and not at those that are
+EDGE_TOLERANCE or more sooner or later: less goes, or later, never more.
 
 In: the spans of this rank as the host tells them, the job's profile, its copies, what links carry. Out: openings of the
 gate; a `baft.plan` event for each plan.
@@ -22,12 +23,13 @@ gate; a `baft.plan` event for each plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import STEADY, Gate, Gatekeeper
 from ..bubbles.gate_pacer import least_bytes
+from ..bubbles.messages import message_seconds
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig
@@ -36,17 +38,28 @@ from ..model.timeline import Kind, Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan
 
 HOLD_SECONDS = 120.0  # a trainer that dies meanwhile leaves its gate held for so long
+EDGE_TOLERANCE = 0.05  # of an iteration: a bubble that begins so much sooner or later than planned is left alone
+EDGE_SECONDS = 0.05  # or so much, where iterations are short: a host may be late by that any time
 USUAL_MBPS = 10_000.0  # of a link that was neither named nor could be measured
 _ANY = 1 << 30  # an iteration beyond those that are planned one by one: which version is under way, only SMPs know
 
 
 class Baft:
-    """One rank's. `begin` and `end` are `model.host.Edges`."""
+    """One rank's. `begin` and `end` are `model.host.Edges`. `pipelines`: ranks in the order of their stages."""
 
-    def __init__(self, rank: int, config: BaftConfig, events: Events) -> None:
+    def __init__(
+        self,
+        rank: int,
+        config: BaftConfig,
+        events: Events,
+        pipelines: Sequence[Sequence[int]] = (),
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._rank = rank
         self._config = config
         self._events = events
+        self._pipelines = pipelines
+        self._clock_ns = clock_ns
         self._gate: Gate | None = None
         self.copies: NeighbourPlan | None = None  # of all ranks, while they are guarded
         self._keeper: Gatekeeper | None = None
@@ -80,12 +93,14 @@ class Baft:
         ranks, carried = range(len(profile.timelines)), self._carried()
         known = dict(enumerate(profile.senders))
         told = [known.get(copy.rank, SenderFacts()) for copy in self.copies.copies]  # all ranks plan with the same
+        message = message_seconds(profile.timelines, self._pipelines)
+        reserved = max(self._config.reserve_ms / 1e3, message)
         found = plan_bubbles(
             transfers_of(self.copies, [one.beside_bytes for one in told], [one.layers for one in told]),
             dict(enumerate(profile.timelines)),
             {rank: profile.bubbles(rank) for rank in ranks},
             carried,
-            Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3),
+            Reserve(reserved, reserved),
             Granularity(self._config.granularity),
             ready_seconds=max(one.ready_seconds for one in told),  # a version goes out when all ranks have captured it
             device_bytes=min(one.device_bytes for one in told),
@@ -93,12 +108,16 @@ class Baft:
         )
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
         by_rate = bool(own.reason)
-        self._keeper = Gatekeeper(self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate)
+        self._keeper = Gatekeeper(
+            self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate,
+            clock_ns=self._clock_ns, tolerance=max(EDGE_SECONDS, EDGE_TOLERANCE * found.seconds),
+        )  # fmt: skip
         self._gate.plan(found.iterations, found.seconds)
         self._events.emit(
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,
             fill_layers=found.fill_layers, granularity=found.granularity.value, reason=own.reason,
+            message_seconds=message,
             link_mbps=round(8e-6 * (carried if isinstance(carried, float) else carried[own.transfer.source]), 1),
         )  # fmt: skip
         return found
@@ -115,7 +134,7 @@ class Baft:
         """An iteration begins; `held`: nothing is to go in it."""
         self._held = held and self._gate is not None
         if self._held and self._gate is not None:
-            self._gate.hold(HOLD_SECONDS, time.monotonic_ns())
+            self._gate.hold(HOLD_SECONDS, self._clock_ns())
         elif self._keeper is not None:
             self._keeper.iteration_begin(_ANY)
 

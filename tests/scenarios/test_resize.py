@@ -1,7 +1,7 @@
 """No substitute comes for a lost node: the job goes on with fewer, from memory, and with all of them when one is back.
 
-Real megatron-core at TP2 x PP2 on emulated nodes, each one replica: DP4 -> DP3 -> DP4. It ends as jobs of these sizes
-end, bit for bit, that go on from each other by checkpoints of Megatron's own at the same iterations.
+Real megatron-core at PP2, with and without TP2, on emulated nodes, each one replica: DP4 -> DP3 -> DP4. It ends as jobs
+of these sizes end, bit for bit, that go on from each other by checkpoints of Megatron's own at the same iterations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp")
 BATCH = ("--global-batch", "24")  # the least that both 3 and 4 replicas share equally, by micro-batches of 2
 ITERATIONS = 30
-PER_NODE = 4
+PP = 2
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +36,25 @@ def resized(job: RunningJob) -> int:
     return int(next(e for e in reversed(found) if e["name"] == "restore.resized")["iteration"])
 
 
-@pytest.mark.timeout(900)  # seven starts of 12 or 16 ranks, one after another: four minutes on two idle cores
+@pytest.mark.timeout(900)  # seven starts of all ranks, one after another: four minutes for 16 on two idle cores
 @pytest.mark.parametrize(
-    "distributed",
-    [pytest.param(True, id="distopt"), pytest.param(False, id="replicated", marks=pytest.mark.all_configurations)],
+    ("distributed", "tp"),
+    [
+        pytest.param(True, 1, id="distopt"),
+        pytest.param(True, 2, id="distopt-tp2", marks=pytest.mark.all_configurations),
+        pytest.param(False, 2, id="replicated-tp2", marks=pytest.mark.all_configurations),
+    ],
 )
 def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place], distributed: bool
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place], distributed: bool, tp: int
 ) -> None:
     configuration = Configuration(bf16=True, distributed_optimizer=distributed, interleaved=False)
-    argv = (*ARGV, *BATCH)
+    argv, per_node = (*ARGV, *BATCH, "--tp", str(tp)), tp * PP
+    most, fewer = 4 * per_node, 3 * per_node
     killed = "resize.filling@rank=5,restart=1:kill"  # in the middle of being taken over: it is begun anew
     run = GptRun("resize", tmp_path, configuration, protected=True, kills=killed, argv=argv, iterations=ITERATIONS)
     endpoint = ",".join(f"{place.address}:29430" for place in places[:4])
-    job = MultiNodeJob(megatron_server, jobs, run, 4 * PER_NODE, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=3)
+    job = MultiNodeJob(megatron_server, jobs, run, most, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=3)
     for index in range(4):
         job.start(f"n{index}", places[index])
     job.until_counts(4)
@@ -73,7 +78,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
         return found
 
     four, three = tmp_path / "four", tmp_path / "three"
-    reference("r1", 16, "--stop-at", str(first), "--to-checkpoint", str(four))
-    reference("r2", 12, "--from-checkpoint", str(four), "--stop-at", str(second), "--to-checkpoint", str(three))
-    last = reference("r3", 16, "--from-checkpoint", str(three))
-    assert_identical(run, last, 16)
+    reference("r1", most, "--stop-at", str(first), "--to-checkpoint", str(four))
+    reference("r2", fewer, "--from-checkpoint", str(four), "--stop-at", str(second), "--to-checkpoint", str(three))
+    last = reference("r3", most, "--from-checkpoint", str(three))
+    assert_identical(run, last, most)

@@ -17,10 +17,11 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 
 import numpy as np
+import pytest
 
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
-from ft_plugins.bubbles.gate_pacer import FRAME_BYTES, FRAME_SECONDS, GatePacer
+from ft_plugins.bubbles.gate_pacer import FRAME_BYTES, FRAME_SECONDS, SLOW_FRAME_SECONDS, GatePacer
 from ft_plugins.model.pacer import Allowance
 
 Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
@@ -61,6 +62,20 @@ class Stop(threading.Event):
         if self._clock.now >= self._end:
             self.set()
         return self.is_set()
+
+
+def send(
+    pacer: GatePacer, stop: Stop, clock: Clock, takes: Callable[[int], float], over: tuple[Gate, int] | None = None
+) -> list[bool | None]:
+    """Frames go until no more may: how each ended. One of so many bytes `takes` so many nanoseconds. The trainer closes
+    its gate at a time, when the bubble is `over`."""
+    ended = []
+    while (allowed := pacer.take(10**9, stop)).nbytes:
+        clock.now += int(takes(allowed.nbytes))
+        if over is not None and clock.now > over[1]:
+            over[0].close()
+        ended.append(pacer.ended(allowed))
+    return ended
 
 
 class Free:
@@ -124,9 +139,7 @@ def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_g
         gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
         stop = Stop(clock, begin + 10 * MS)
         before = pacer.inside_bytes + pacer.late_bytes
-        while (allowed := pacer.take(10_000, stop)).nbytes:
-            clock.now += MS // 20 + allowed.nbytes * MS // 10
-            pacer.ended(allowed)
+        send(pacer, stop, clock, lambda nbytes: MS // 20 + nbytes * MS // 10)
         late_by.append(max(0, clock.now - begin - 12 * MS))  # a wait may go on for one poll
         moved.append(pacer.inside_bytes + pacer.late_bytes - before)
     assert late_by[0] > 50 * MS, "nothing is known yet"
@@ -134,11 +147,8 @@ def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_g
     for number in range(30, 60):  # it is as planned again
         begin = clock.now = 100 * MS * number
         gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
-        stop = Stop(clock, begin + 10 * MS)
         before = pacer.inside_bytes
-        while (allowed := pacer.take(10_000, stop)).nbytes:
-            clock.now += allowed.nbytes * MS // 100
-            pacer.ended(allowed)
+        send(pacer, Stop(clock, begin + 10 * MS), clock, lambda nbytes: nbytes * MS // 100)
     assert pacer.inside_bytes - before >= 850
 
 
@@ -191,10 +201,8 @@ def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
     pacer.ended(stuck)
     for _ in range(100):
         gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)
-        before, stop = pacer.inside_bytes, Stop(clock, clock.now + 10 * MS)
-        while (allowed := pacer.take(10_000, stop)).nbytes:
-            clock.now += allowed.nbytes * MS // 100
-            pacer.ended(allowed)
+        before = pacer.inside_bytes
+        send(pacer, Stop(clock, clock.now + 10 * MS), clock, lambda nbytes: nbytes * MS // 100)
     assert pacer.inside_bytes - before >= 850
 
 
@@ -232,10 +240,8 @@ def test_on_a_slow_link_less_is_worth_a_frame_and_small_windows_are_filled() -> 
         begin = 200 * MS * bubble
         clock.now = begin
         gate.open([grant(bubble, 0, 0.100, 1000)], bubble, begin)
-        stop, before = Stop(clock, begin + 150 * MS), pacer.inside_bytes
-        while (allowed := pacer.take(100_000, stop)).nbytes:
-            clock.now += int(allowed.nbytes / link)
-            pacer.ended(allowed)
+        before = pacer.inside_bytes
+        send(pacer, Stop(clock, begin + 150 * MS), clock, lambda nbytes: nbytes / link)
         assert pacer.inside_bytes - before >= 980 and pacer.late_bytes == 0, bubble
 
 
@@ -375,13 +381,14 @@ def test_what_is_through_after_the_bubble_has_ended_early_is_late() -> None:
     assert (pacer.inside_bytes, pacer.late_bytes) == (10, 50), "another bubble is not the one it was planned for"
 
 
-def test_a_frame_is_no_longer_than_it_may_outlast_its_bubble() -> None:
+@pytest.mark.parametrize(
+    ("carried", "frame"),
+    [(10**9, 10**9 * FRAME_SECONDS), (2_000_000, FRAME_BYTES), (100_000, 100_000 * SLOW_FRAME_SECONDS), (10, 1)],
+)
+def test_a_frame_is_no_longer_than_it_may_outlast_its_bubble(carried: int, frame: float) -> None:
     clock, gate = Clock(), Gate(empty())
-    gate.open([grant(1, 0, 1.0, 10**9)], 0, 0)
-    pacer, stop = GatePacer(gate, clock_ns=clock), Stop(clock, 2000 * MS)
-    assert pacer.take(10**8, stop).nbytes == 10**9 * FRAME_SECONDS
-    gate.open([grant(2, 0, 1.0, 100_000)], 0, 0)
-    assert GatePacer(gate, clock_ns=clock).take(50_000, stop).nbytes == FRAME_BYTES, "a slow link"
+    gate.open([grant(1, 0, 1.0, carried)], 0, 0)
+    assert GatePacer(gate, clock_ns=clock).take(10**8, Stop(clock, 2000 * MS)).nbytes == frame
 
 
 def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late() -> None:
@@ -394,12 +401,8 @@ def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late
         begin = bubble * 200 * MS
         clock.now = max(clock.now, begin)
         gate.open([grant(bubble, 0, 0.1, 10_000)], bubble, begin)
-        stop = Stop(clock, begin + 150 * MS, {begin + 100 * MS: gate.close})
-        while (allowed := pacer.take(100_000, stop)).nbytes:
-            clock.now += int(allowed.nbytes / link)
-            if clock.now > begin + 100 * MS:
-                gate.close()
-            pacer.ended(allowed)
+        end = begin + 100 * MS
+        send(pacer, Stop(clock, begin + 150 * MS, {end: gate.close}), clock, lambda nbytes: nbytes / link, (gate, end))
         late.append(pacer.late_bytes)
     assert late[-1] == late[2], "once the link is known, nothing more is late"
     assert pacer.inside_bytes >= 0.7 * 20 * 100 * MS * link, "and it is used"
@@ -413,18 +416,14 @@ def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_o
         begin = bubble * 1000 * MS
         clock.now = max(clock.now, begin)
         gate.open([grant(bubble, 0, 0.1, 10_000)], bubble, begin)
-        stop = Stop(clock, begin + 900 * MS, {begin + 100 * MS: gate.close})
-        while (allowed := pacer.take(100_000, stop)).nbytes:
-            clock.now += 5 * MS + int(allowed.nbytes / link)
-            if clock.now > begin + 100 * MS:
-                gate.close()
-            pacer.ended(allowed)
-            frames += 1
+        end = begin + 100 * MS
+        stop = Stop(clock, begin + 900 * MS, {end: gate.close})
+        frames += len(send(pacer, stop, clock, lambda nbytes: 5 * MS + nbytes / link, (gate, end)))
         if bubble == 9:
             known = pacer.late_bytes, pacer.inside_bytes, frames
     assert pacer.late_bytes == known[0], "once the link is known, nothing more is late"
-    # a first frame has three quarters of the window, 5 ms of it for nothing
-    assert pacer.inside_bytes - known[1] >= 30 * 700 and frames - known[2] <= 30 * 4
+    # a first frame has three quarters of the window, 5 ms of it for nothing; frames are of 16 ms, and 5
+    assert pacer.inside_bytes - known[1] >= 30 * 700 and frames - known[2] <= 30 * 6
 
 
 def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mostly_lasts() -> None:
@@ -436,11 +435,8 @@ def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mo
         clock.now = begin
         gate.open([grant(3, 0, 0.1, 10**8)], bubble, begin)
         stop = Stop(clock, begin + 900 * MS, {end: gate.close})
-        while (allowed := pacer.take(10**9, stop)).nbytes:
-            clock.now += int(allowed.nbytes / link)
-            if clock.now > end:
-                gate.close()
-            waited += pacer.ended(allowed) is False and bubble >= 200
+        ended = send(pacer, stop, clock, lambda nbytes: nbytes / link, (gate, end))
+        waited += ended.count(False) if bubble >= 200 else 0
         early += end < begin + 100 * MS and bubble >= 200
     assert waited < 0.5 * early, f"{waited} of {early}"
     assert pacer.inside_bytes >= 400 * 0.7 * 0.9 * 10**8, "what is there in any case is used"

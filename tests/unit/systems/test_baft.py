@@ -47,11 +47,14 @@ def idle_together() -> Profile:
 class Rank:
     """One rank's BAFT, with its gate in memory of its own."""
 
-    def __init__(self, rank: int, config: BaftConfig = CONFIG) -> None:
+    def __init__(
+        self, rank: int, config: BaftConfig = CONFIG, pipelines: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
         self.written: list[Event] = []
+        self.now = 0.0  # seconds
         events = Events("n", rank)
         events.subscribe(self.written.append)
-        self.baft = Baft(rank, config, events)
+        self.baft = Baft(rank, config, events, pipelines, lambda: round(1e9 * self.now))
         self.gate = Gate(np.zeros(ROOM, dtype=np.uint8))
         self.baft.guard(self.gate, copies())
 
@@ -59,18 +62,27 @@ class Rank:
     def open(self) -> bool:
         return self.gate.read() is not None
 
-    def play(self) -> list[bool]:
-        """Whether the gate is open after each edge of an iteration as profiled."""
-        seen = []
+    def play(self, late: float = 0.0) -> list[bool]:
+        """Whether the gate is open after each edge of an iteration as profiled, but for what is `late` in forward."""
+        seen, began = [], self.now
         self.baft.iteration_begin()
         seen.append(self.open)
-        for kind in (Kind.FORWARD, Kind.RECV, Kind.BACKWARD, Kind.UPDATE):
-            self.baft.begin(kind)
+        for span in idle_together().timelines[0].spans:
+            self.now = began + span.begin + (late if span.begin else 0.0)
+            self.baft.begin(span.kind)
             seen.append(self.open)
-            self.baft.end(kind)
+            self.now = began + span.end + late
+            self.baft.end(span.kind)
             seen.append(self.open)
         self.baft.iteration_end()
         return [*seen, self.open]
+
+    def forward(self) -> None:
+        """The first pass of an iteration, as profiled."""
+        self.baft.iteration_begin()
+        self.baft.begin(Kind.FORWARD)
+        self.now += 0.2
+        self.baft.end(Kind.FORWARD)
 
 
 def test_a_gate_is_open_in_its_bubble_and_nowhere_else() -> None:
@@ -82,12 +94,37 @@ def test_a_gate_is_open_in_its_bubble_and_nowhere_else() -> None:
     assert rank.play() == [False, False, True, True, True, False, False, False, False, False]
 
 
+def test_a_bubble_that_begins_at_another_time_than_planned_is_left_alone() -> None:
+    rank = Rank(2)
+    rank.baft.plan(idle_together())
+    used = [False, False, True, True, True, False, False, False, False, False]
+    assert rank.play(late=0.049) == rank.play(late=-0.049) == used, "in an iteration of 1 s"
+    openings = rank.gate.openings
+    assert rank.play(late=0.051) == rank.play(late=-0.051) == [False] * 10
+    assert rank.gate.openings == openings + 2, "its SMP sees that it lives"
+    assert rank.play() == used, "one iteration tells nothing of the next"
+
+
+def test_what_a_message_is_measured_to_take_is_reserved_where_it_is_more() -> None:
+    """Ranks 2 and 3 are the second stage. Their backward pass ends at 0.58 s, that of the first one begins at 0.6."""
+    quick = idle_together().timelines[:2]
+    later = [
+        timeline(rank, (Kind.FORWARD, 0.0, 0.2), (Kind.BACKWARD, 0.55, 0.58), (Kind.UPDATE, 0.9, 1.0))
+        for rank in (2, 3)
+    ]
+    for pipelines, reserved in (((), 0.001), (STAGES, 0.02)):
+        rank = Rank(2, pipelines=pipelines)
+        plan = rank.baft.plan(Profile((*quick, *later)))
+        assert plan is not None
+        window, *_ = plan.senders[2].every
+        assert (window.begin, window.deadline) == pytest.approx((reserved, 0.35 - reserved))
+        assert rank.written[-1].fields["message_seconds"] == pytest.approx(0.02 if pipelines else 0.0)
+
+
 def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends() -> None:
     rank = Rank(2)
     rank.baft.plan(idle_together())
-    rank.baft.iteration_begin()
-    rank.baft.begin(Kind.FORWARD)
-    rank.baft.end(Kind.FORWARD)
+    rank.forward()
     found = rank.gate.read()
     assert found is not None and len(found.windows) == 1
     ((begin, deadline, nbytes),) = found.windows
@@ -162,9 +199,7 @@ def test_by_layers_the_gate_lets_through_what_whole_layers_have(granularity: str
     rank.baft.guard(rank.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
     plan = rank.baft.plan(replace(idle_together(), senders=(SenderFacts(layers=layers),) * 4))
     assert plan is not None and not plan.paced_by_rate and plan.granularity.value == granularity
-    rank.baft.iteration_begin()
-    rank.baft.begin(Kind.FORWARD)
-    rank.baft.end(Kind.FORWARD)
+    rank.forward()
     found = rank.gate.read()
     assert found is not None and found.windows[0][2] == pytest.approx(nbytes, abs=1)
     (event,) = rank.written
@@ -207,9 +242,7 @@ def test_while_iterations_are_recorded_nothing_goes_whatever_was_planned_before(
 def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
     rank = Rank(2)
     rank.baft.plan(idle_together())
-    rank.baft.iteration_begin()
-    rank.baft.begin(Kind.FORWARD)
-    rank.baft.end(Kind.FORWARD)
+    rank.forward()
     assert rank.open
     rank.baft.let_go()
     assert not rank.open and rank.play() == [False] * 10 and rank.gate.planned == 0
