@@ -18,10 +18,11 @@ Blocks of 5 iterations in one run, in random order, each after one that is not c
     unplanned     once / off - 1
     processor     what protection takes of a rank's own processor, as a share of the iteration, whether training waits
                   for it or not; ranks queue for it here, as they have no core each
-    in_bubble     of all bytes of copies: what was through within the bubble that it was planned for
+    in_bubble     of all bytes of copies: what was through within the bubble that it was planned for; 0 where disturbed
+                  links let fewer than two versions through
     fill          how full the planned windows are: by bytes, and by whole layers
-    iterations    per checkpoint: from one version that counted to the next, mean; `full_state` as planned for the whole
-                  state of mixed precision, six times the bytes
+    iterations    per checkpoint: from one version that counted to the next, mean (of fewer than two: all there were);
+                  `full_state` as planned for the whole state of mixed precision, six times the bytes
     rarer         whether the SMPs have said that checkpoints get rarer than planned (`rarer_said`)
 
 Claims: overhead_worst <= 0.01, null_difference <= 0.005, unplanned_overhead_worst >= 0.1, in_bubble_share >= 0.9,
@@ -48,6 +49,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +160,7 @@ def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
         (outcome.processor(ON) - outcome.processor(OFF)) / off,
         in_bubble(outcome, begun, through),
         planned.fill_bytes or 0.0, by_layers.fill_layers or 0.0,
-        statistics.mean(b - a for a, b in zip(counted, counted[1:], strict=False)),
+        statistics.mean(b - a for a, b in pairwise(counted)) if len(counted) > 1 else through - begun,
         plan(one, outcome.profile, Granularity.BYTES, FULL_STATE).iterations,
         1 - statistics.mean(busy_share(each, outcome.profile.reduce_work) for each in outcome.profile.timelines),
         any(event.name == "checkpoints.rarer" for event in outcome.events[0]),
@@ -166,13 +168,11 @@ def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
 
 
 def counts(outcome: Outcome, begun: int, through: int) -> list[int]:
-    """The versions that counted between these."""
-    found = sorted(
+    """The versions that counted between these; where links are disturbed there may be none."""
+    return sorted(
         event.fields["iteration"] for event in outcome.events[0]
         if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
     )  # fmt: skip
-    assert len(found) > 1, f"{len(found)} versions counted of {through - begun} iterations"
-    return found
 
 
 def in_bubble(outcome: Outcome, begun: int, through: int) -> float:
@@ -184,9 +184,9 @@ def in_bubble(outcome: Outcome, begun: int, through: int) -> float:
             each for each in counted
             if begun <= each["iteration"] and each["iteration"] + (each["iterations"] or 0) <= through
         ]  # fmt: skip
-        first, last = told[0], told[-1]
-        inside += last["in_bubbles"] - first["in_bubbles"]
-        total += sum(last[name] - first[name] for name in ("in_bubbles", "late", "by_rate"))
+        for first, last in zip(told[:1], told[-1:], strict=True):
+            inside += last["in_bubbles"] - first["in_bubbles"]
+            total += sum(last[name] - first[name] for name in ("in_bubbles", "late", "by_rate"))
     return inside / total if total else 0.0
 
 
@@ -274,16 +274,18 @@ def measure(
                 seconds = 4.0 * one.dilation * sum(count + 1 for _, count in blocks)
                 flags = ("--baft-reserve-ms", str(reserve_ms(one)))
                 outcome = cluster.run(server, one, places, Path(folder), blocks, seconds, *flags, slower=slower)
+            append(raw, {"shape": one.name, "blocks": [asdict(block) for block in outcome.blocks]})
             found.append(evaluate(one, outcome, pairs))
+            append(written, for_simulator(one, outcome, found[-1].seconds))
             print(found[-1].row(), flush=True)
-            for file, told in (
-                (written, for_simulator(one, outcome, found[-1].seconds)),
-                (raw, {"shape": one.name, "blocks": [asdict(block) for block in outcome.blocks]}),
-            ):
-                if file is not None:
-                    with file.open("a") as lines:
-                        lines.write(json.dumps(told) + "\n")
     return found
+
+
+def append(file: Path | None, told: dict[str, Any]) -> None:
+    """One line more, where one is wanted."""
+    if file is not None:
+        with file.open("a") as lines:
+            lines.write(json.dumps(told) + "\n")
 
 
 def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
