@@ -60,7 +60,7 @@ class Profiling:
     warmup: int = 2
     iterations: int = 6
     watch_every: int = 4
-    ask_every: int = 64
+    ask_every: int = 32  # as many as have to be watched for `misses`
     tolerance: float = 0.1  # of an edge, as a share of the iteration
     misses: int = 8  # more than fits, among those watched
 
