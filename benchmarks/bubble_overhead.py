@@ -56,7 +56,7 @@ from typing import Any
 import numpy as np
 
 from ft_plugins.bubbles.filling import Granularity, Transfer
-from ft_plugins.bubbles.messages import message_seconds
+from ft_plugins.bubbles.messages import traffic
 from ft_plugins.bubbles.plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
@@ -201,10 +201,10 @@ def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int =
         Transfer(copy.rank, copy.source, copy.receiver, copy.target, copy.nbytes, (layer,) * LAYERS) for copy in copies
     ]
     ranks = range(len(nodes))
-    reserved = max(reserve_ms(one) / 1e3, message_seconds(profile.timelines, pipelines(topology)))
     return plan_bubbles(
         transfers, dict(enumerate(profile.timelines)), {rank: profile.bubbles(rank) for rank in ranks},
-        one.link_mbps * 1e6 / 8, Reserve(reserved, reserved), granularity,
+        one.link_mbps * 1e6 / 8, Reserve(reserve_ms(one) / 1e3, reserve_ms(one) / 1e3), granularity,
+        messages=traffic(profile.timelines, pipelines(topology)),
     )  # fmt: skip
 
 

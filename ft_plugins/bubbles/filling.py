@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..model.timeline import Bubble, Timeline
 from ..redundancy.neighbour import NeighbourPlan
 from .layers import Part, fill
+from .messages import Traffic, left_free
 from .share import share
 from .windows import Reserve, Windows, shared
 
@@ -184,16 +185,23 @@ def offers(
     ready_seconds: float,
     least: int,
     most: int,
+    messages: Mapping[int, Traffic],
 ) -> list[Offer]:
     """What the windows of each transfer carry, in the order of `transfers`. The arguments are those of the plan."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for place, one in enumerate(transfers):
         pairs.setdefault((one.source, one.target), []).append(place)
     links = _links(transfers, bytes_per_second)
+
+    def free(rank: int) -> Sequence[Bubble]:
+        """Its bubbles without what is under way between stages."""
+        return left_free(bubbles[rank], timelines[rank], messages[rank], reserve) if rank in messages else bubbles[rank]
+
     found: dict[int, Offer] = {}
     for pair, members in pairs.items():
         owns = [_open(timelines[transfers[at].sender], bubbles[transfers[at].sender]) for at in members]
-        times = [shared(own, bubbles[transfers[at].receiver], reserve) for own, at in zip(owns, members, strict=True)]
+        ways = [(transfers[at].sender, transfers[at].receiver) for at in members]
+        times = [shared(_open(timelines[ours], free(ours)), free(theirs), reserve) for ours, theirs in ways]
         needs = [transfers[at].nbytes for at in members]
         for at, own, windows, rates in zip(members, owns, times, share(times, needs, links[pair]), strict=True):
             room = rates.carried(len(windows.begin)).tolist()

@@ -29,6 +29,7 @@ MOST_FILLED = 32  # bubbles of which is told how much went in them
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
 TRICKLE = 0.01  # of the time
+STEADY_SHARE = 0.1  # of the time, at most, frames go by a rate: ranks of a node share a link, with training
 PATIENCE_PERIODS = 3  # iterations: in each of them something is opened
 _UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
 OPENING_SECONDS = 0.02  # until a closed gate is looked at without having been told
@@ -44,7 +45,7 @@ class GatePacer:
     """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline: at
     the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
     of what was planned delays nothing but copies. A window in which frames were late is used less far from then on
-    (`shortened`). What is granted in no bubble goes evenly over its time.
+    (`shortened`). What is granted in no bubble goes evenly over its time, and in STEADY_SHARE of it at most.
 
     `otherwise` paces while there is no plan yet, and when no gate was opened for `patience_seconds` and for
     PATIENCE_PERIODS planned iterations in which somebody wanted to send: a trainer that is dead, evaluation.
@@ -77,7 +78,7 @@ class GatePacer:
         self._asked_ns = self._seen_ns  # when somebody wanted to send
         self._fed_ns = self._seen_ns  # when the gate let something go, was held, or nobody had wanted
         self._fed_at = gate.openings  # how many there had been then
-        self._trickle_ns = 0  # not before
+        self._trickle_ns = self._steady_ns = 0  # not before
         self._before = self._fed_at  # openings of trainers before: those of this one come after
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self._trips = RoundTrips()
@@ -126,7 +127,9 @@ class GatePacer:
             now = self._clock_ns()
             if allowed.deadline_ns == NO_DEADLINE:
                 self.rate_bytes += allowed.nbytes
-                self._trickle_ns = now + int((now - allowed.began_ns) * (1 / TRICKLE - 1))
+                took = now - allowed.began_ns
+                self._trickle_ns = now + int(took * (1 / TRICKLE - 1))
+                self._steady_ns = now + int(took * (1 / STEADY_SHARE - 1))
                 return None
             known = bool(self._trips)  # the first frame on a slow link is late for another reason
             self._trips.add(allowed.nbytes, now - allowed.began_ns)
@@ -202,7 +205,7 @@ class GatePacer:
             room = min(self._left[place], self._through(end - now, rate))
             if opening.bubble == STEADY:  # a rate: as time passes, and no burst
                 due = planned * (now - begin) // (deadline - begin) + self._least
-                room = min(room, due - (planned - self._left[place]))
+                room = min(room, due - (planned - self._left[place])) if now >= self._steady_ns else 0
             # a window that carries less than is worth a frame is taken where half of it gets through
             carried, least = self._through(end - begin, rate), self._least
             if opening.bubble != STEADY:  # on a slow link less is worth one, or much of small windows would be left

@@ -1,4 +1,4 @@
-"""How long a message between stages is under way, as told by those that have waited for one. Pure.
+"""How long the messages between stages are under way, as told by those that have waited for them. Pure.
 
     stage 1   |forward 0   |.......|forward 1 ...
     stage 2   .................|forward 0 ...         stage 2 has waited for what stage 1 had computed
@@ -6,74 +6,123 @@
 
 While it is, the link is not idle, though both stages are: what a copy sends then delays the message, or the word that
 a part of it has come. On a link that has become slow this is most of such a bubble. So BAFT reserves it, as the paper
-does (section 4.2.2, figure 6); here it is measured.
+does (section 4.2.2, figure 6); here it is measured, message by message. One that nobody has waited for is taken to be
+under way as long as others on the same way.
 
 A message is taken to have left when the stage that computed it was last through with a pass before it arrived: also
-where a schedule sends the output of one pass after another one. What has not been waited for tells nothing.
+where a schedule sends the output of one pass after another one.
 
 Invariant: never longer than a wait. Where ranks do not agree, for medians of jittering passes are no iteration that
-ever was, and a message would have arrived before it was sent, it took no time.
+ever was, and a message would have arrived before it was sent, it took no time. What is left free of a bubble lies in
+it.
 
-In: the timelines of all ranks, which ranks are a pipeline. Out: seconds.
+In: the timelines of all ranks, which ranks are a pipeline. Out: `Traffic` by rank; bubbles without it.
 """
 
 from __future__ import annotations
 
 import statistics
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from ..model.timeline import COMPUTE, LEAST, Kind, Timeline
+from ..model.timeline import COMPUTE, LEAST, Bubble, Kind, Timeline
+from .windows import Reserve
 
 _STEP = {Kind.FORWARD: -1, Kind.BACKWARD: 1}  # from a virtual stage to the one that it waits for
 
 
-def message_seconds(timelines: Sequence[Timeline], pipelines: Sequence[Sequence[int]]) -> float:
-    """Of the slowest rank to be reached, what its messages take in the median; 0 where nobody waits for one.
+@dataclass(frozen=True)
+class Traffic:
+    """The messages of one rank: seconds that the input of a pass was under way when it began, and that its output is,
+    by the place of the pass among all spans of the timeline. What is not known is left out."""
 
-    `timelines` by rank; `pipelines`: ranks in the order of their stages. A rank's chunks are the virtual stages pp,
-    pp + PP, pp + 2 PP, ... as `Topology.stages` has them.
-    """
-    chunks = 1 + max((span.chunk for one in timelines for span in one.spans), default=0)
-    found = []
-    for pipeline in pipelines:
-        stages = [_Passes.of(timelines[rank]) for rank in pipeline]
-        for place, rank in enumerate(pipeline):
-            took = list(_waits(timelines[rank], place, stages, chunks))
-            if took:
-                found.append(statistics.median(took))
-    return max(found, default=0.0)
+    received: dict[int, float] = field(default_factory=dict)
+    sent: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Of a message that it waits for, the median; 0 where it waits for none."""
+        return statistics.median(self.received.values()) if self.received else 0.0
 
 
 @dataclass(frozen=True)
-class _Passes:
-    """When a rank was through with what: by kind, microbatch and chunk, and ascending."""
+class _Message:
+    """What the pass `span` of the rank at `place` needs, and `computed` at `source` has made."""
 
-    end: dict[tuple[Kind, int, int], float]
-    ends: list[float]
+    place: int
+    span: int
+    source: int
+    computed: int
 
-    @staticmethod
-    def of(timeline: Timeline) -> _Passes:
-        spans = [span for span in timeline.spans if span.kind in COMPUTE]
+
+def traffic(timelines: Sequence[Timeline], pipelines: Sequence[Sequence[int]]) -> dict[int, Traffic]:
+    """The messages of each rank of the `pipelines`: ranks in the order of their stages.
+
+    `timelines` by rank. A rank's chunks are the virtual stages pp, pp + PP, pp + 2 PP, ... (`Topology.stages`).
+    """
+    chunks = 1 + max((span.chunk for one in timelines for span in one.spans), default=0)
+    found: dict[int, Traffic] = {}
+    for pipeline in pipelines:
+        lines = [timelines[rank] for rank in pipeline]
+        found |= zip(pipeline, _of_pipeline(lines, chunks), strict=True)
+    return found
+
+
+def left_free(bubbles: Sequence[Bubble], timeline: Timeline, own: Traffic, reserve: Reserve) -> tuple[Bubble, ...]:
+    """The bubbles without the times at their ends in which messages are under way, as far as those are longer than
+    `reserve`, which is kept in any case."""
+    ends = {span.end: index for index, span in enumerate(timeline.spans) if span.kind in COMPUTE}
+    begins = {span.begin: index for index, span in enumerate(timeline.spans) if span.kind in COMPUTE}
+    found = []
+    for bubble in bubbles:
+        sent = own.sent.get(ends.get(bubble.begin, -1), 0.0)
+        received = own.received.get(begins.get(bubble.end, -1), 0.0)
+        begin = min(bubble.end, bubble.begin + max(0.0, sent - reserve.begin))
+        found.append(replace(bubble, begin=begin, end=max(begin, bubble.end - max(0.0, received - reserve.end))))
+    return tuple(found)
+
+
+def _of_pipeline(lines: Sequence[Timeline], chunks: int) -> list[Traffic]:
+    ends = [[span.end for span in line.spans if span.kind in COMPUTE] for line in lines]
+    found = [Traffic() for _ in lines]
+    usual: dict[tuple[int, int], list[float]] = defaultdict(list)  # by source and place
+    met = []
+    for message, waited in _messages(lines, chunks):
+        arrived = lines[message.place].spans[message.span].begin
+        way = message.source, message.place
+        if waited < LEAST:
+            met.append(message)
+            continue
+        theirs, computed = ends[message.source], lines[message.source].spans[message.computed].end
+        left = theirs[bisect_right(theirs, arrived) - 1] if computed <= arrived else arrived
+        took = min(waited, arrived - left)
+        found[message.place].received[message.span] = found[message.source].sent[message.computed] = took
+        usual[way].append(took)
+    for message in met:
+        way = message.source, message.place
+        if usual[way]:
+            found[message.source].sent[message.computed] = statistics.median(usual[way])
+    return found
+
+
+def _messages(lines: Sequence[Timeline], chunks: int) -> Iterator[tuple[_Message, float]]:
+    """Each message, and how long the rank that needs it was idle before."""
+    passes = []
+    for line in lines:
+        spans = reversed(list(enumerate(line.spans)))
         # backwards: of a backward pass in two parts, the first one is what others wait for
-        first = {(span.kind, span.microbatch, span.chunk): span.end for span in reversed(spans)}
-        return _Passes(first, [span.end for span in spans])
-
-
-def _waits(timeline: Timeline, place: int, stages: Sequence[_Passes], chunks: int) -> Iterator[float]:
-    """Of each message that the rank at `place` has waited for, how long that was under way."""
-    idle_since = 0.0
-    for span in timeline.spans:
-        if span.kind not in COMPUTE:
-            continue
-        waited, idle_since = span.begin - idle_since, span.end
-        virtual = span.chunk * len(stages) + place + _STEP.get(span.kind, 0)
-        if waited < LEAST or span.kind not in _STEP or not 0 <= virtual < chunks * len(stages):
-            continue
-        chunk, source = divmod(virtual, len(stages))
-        computed = stages[source].end.get((span.kind, span.microbatch, chunk))
-        if computed is not None:
-            ends = stages[source].ends
-            left = ends[bisect_right(ends, span.begin) - 1] if computed <= span.begin else span.begin
-            yield min(waited, span.begin - left)
+        passes.append({(s.kind, s.microbatch, s.chunk): index for index, s in spans if s.kind in _STEP})
+    for place, line in enumerate(lines):
+        idle_since = 0.0
+        for index, span in enumerate(line.spans):
+            if span.kind not in COMPUTE:
+                continue
+            waited, idle_since = span.begin - idle_since, span.end
+            virtual = span.chunk * len(lines) + place + _STEP.get(span.kind, 0)
+            chunk, source = divmod(virtual, len(lines))
+            if span.kind in _STEP and 0 <= chunk < chunks:
+                computed = passes[source].get((span.kind, span.microbatch, chunk))
+                if computed is not None and passes[place][span.kind, span.microbatch, span.chunk] == index:
+                    yield _Message(place, index, source, computed), waited

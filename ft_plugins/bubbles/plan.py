@@ -26,6 +26,7 @@ from math import ceil
 from ..errors import ConfigError
 from ..model.timeline import Bubble, Timeline
 from .filling import Grant, Grants, Granularity, Transfer, offers
+from .messages import Traffic
 from .windows import Reserve
 
 MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
@@ -139,13 +140,15 @@ def plan_bubbles(
     device_bytes: int = 0,
     least_bytes: int = 0,
     most_iterations: int = MOST_ITERATIONS,
+    messages: Mapping[int, Traffic] | None = None,
 ) -> BubblePlan:
     """The plan of a job, from one iteration of each rank.
 
     `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: into the first
     iteration, until the version that is to be sent has been captured. `device_bytes`: memory of a device, 0 where a
     snapshot on the device is not to be had. `least_bytes`: a window that carries less, and not all there is, is left
-    alone, unless all of them are such. Times of all ranks count from one moment: they begin an iteration together, as
+    alone, unless all of them are such. `messages`: of each rank what is sent between stages, and is reserved where it
+    takes longer than `reserve`. Times of all ranks count from one moment: they begin an iteration together, as
     far as they meet before each update. Raises ConfigError for a rank without timeline or layers.
     """
     if not transfers:
@@ -158,7 +161,8 @@ def plan_bubbles(
         raise ConfigError(f"rank {bare[0]}: its layers are not known; choose granularity: bytes, or name them")
     seconds = max(timeline.seconds for timeline in timelines.values())
     found = offers(
-        transfers, timelines, bubbles, bytes_per_second, reserve, ready_seconds, least_bytes, most_iterations
+        transfers, timelines, bubbles, bytes_per_second, reserve, ready_seconds, least_bytes, most_iterations,
+        messages or {},
     )
     planned = [offer.plan(granularity) for offer in found]
     slowest = max(

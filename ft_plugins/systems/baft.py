@@ -29,7 +29,7 @@ from dataclasses import replace
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import STEADY, Gate, Gatekeeper
 from ..bubbles.gate_pacer import least_bytes
-from ..bubbles.messages import message_seconds
+from ..bubbles.messages import traffic
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..config import BaftConfig
@@ -93,18 +93,18 @@ class Baft:
         ranks, carried = range(len(profile.timelines)), self._carried()
         known = dict(enumerate(profile.senders))
         told = [known.get(copy.rank, SenderFacts()) for copy in self.copies.copies]  # all ranks plan with the same
-        message = message_seconds(profile.timelines, self._pipelines)
-        reserved = max(self._config.reserve_ms / 1e3, message)
+        messages = traffic(profile.timelines, self._pipelines)
         found = plan_bubbles(
             transfers_of(self.copies, [one.beside_bytes for one in told], [one.layers for one in told]),
             dict(enumerate(profile.timelines)),
             {rank: profile.bubbles(rank) for rank in ranks},
             carried,
-            Reserve(reserved, reserved),
+            Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3),
             Granularity(self._config.granularity),
             ready_seconds=max(one.ready_seconds for one in told),  # a version goes out when all ranks have captured it
             device_bytes=min(one.device_bytes for one in told),
             least_bytes=least_bytes(carried if isinstance(carried, float) else min(carried.values())),
+            messages=messages,
         )
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
         by_rate = bool(own.reason)
@@ -117,7 +117,7 @@ class Baft:
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,
             fill_layers=found.fill_layers, granularity=found.granularity.value, reason=own.reason,
-            message_seconds=message,
+            message_seconds=messages[self._rank].seconds if self._rank in messages else 0.0,
             link_mbps=round(8e-6 * (carried if isinstance(carried, float) else carried[own.transfer.source]), 1),
         )  # fmt: skip
         return found

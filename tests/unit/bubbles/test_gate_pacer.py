@@ -21,7 +21,7 @@ import pytest
 
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
-from ft_plugins.bubbles.gate_pacer import FRAME_BYTES, FRAME_SECONDS, SLOW_FRAME_SECONDS, GatePacer
+from ft_plugins.bubbles.gate_pacer import FRAME_BYTES, FRAME_SECONDS, SLOW_FRAME_SECONDS, STEADY_SHARE, GatePacer
 from ft_plugins.model.pacer import Allowance
 
 Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
@@ -456,6 +456,17 @@ def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
         passed = sum(one for _, one in went[: number + 1])
         assert passed <= 1000 * now // (100 * MS) + 100, "one frame ahead of its time at most"
     assert (pacer.inside_bytes, pacer.late_bytes, pacer.rate_bytes) == (0, 0, 1000)
+
+
+def test_by_a_rate_a_slow_link_is_left_to_training_most_of_the_time() -> None:
+    """10 bytes a millisecond were planned, and are all that the link carries."""
+    clock, gate = Clock(), Gate(empty())
+    gate.open([grant(STEADY, 0, 10.0, 100_000)], 0, 0)
+    pacer, stop = GatePacer(gate, least_bytes=100, clock_ns=clock), Stop(clock, 10_000 * MS)
+    send(pacer, stop, clock, lambda nbytes: nbytes * MS / 10)
+    assert 0.09 * 100_000 <= pacer.rate_bytes <= STEADY_SHARE * 100_000
+
+
 # two processes
 
 

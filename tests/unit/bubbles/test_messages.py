@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ft_plugins.bubbles.messages import message_seconds
-from ft_plugins.model.timeline import Kind, Span, Timeline
+from ft_plugins.bubbles.messages import Traffic, left_free, traffic
+from ft_plugins.bubbles.windows import Reserve
+from ft_plugins.model.timeline import Kind, Span, Timeline, bubbles
 from ft_plugins.planner.pipeline import Pipeline, Schedule
 from ft_plugins.planner.simulate import Link, Times, simulate
 
@@ -24,37 +25,66 @@ def played(schedule: Schedule, latencies: Sequence[float], chunks: int = 1) -> t
 
 
 @pytest.mark.parametrize("schedule", PLAIN)
-@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.03])
-def test_what_a_message_takes_is_found_in_every_schedule(schedule: Schedule, seconds: float) -> None:
-    # DeepSpeed's stages send only when they have received, so that two are on their way one after another
-    expected = 2 * seconds if schedule is Schedule.DEEPSPEED else seconds
-    assert message_seconds(played(schedule, [seconds]), ONE) == pytest.approx(expected)  # sums are rounded
+@pytest.mark.parametrize("seconds", [0.002, 0.03])
+def test_what_messages_take_is_found_in_every_schedule(schedule: Schedule, seconds: float) -> None:
+    found = traffic(played(schedule, [seconds]), ONE)
+    assert sorted(found) == list(range(STAGES)) and all(own.received and own.sent for own in found.values())
+    # DeepSpeed's stages send only when they have received, so that two may be on their way one after another
+    most = 2 * seconds if schedule is Schedule.DEEPSPEED else seconds
+    assert max(own.seconds for own in found.values()) == pytest.approx(most)  # sums are rounded
+    assert min(own.seconds for own in found.values()) == pytest.approx(seconds)
+    assert all(max(*own.received.values(), *own.sent.values()) <= most + 1e-9 for own in found.values())
 
 
 def test_of_an_interleaved_schedule_too_where_messages_wait_for_other_passes() -> None:
-    assert message_seconds(played(Schedule.INTERLEAVED, [0.01], 2), ONE) == pytest.approx(0.01)
+    found = traffic(played(Schedule.INTERLEAVED, [0.01], 2), ONE)
+    assert all(own.seconds == pytest.approx(0.01) for own in found.values())
 
 
-def test_of_links_that_differ_the_slowest_decides() -> None:
-    found = message_seconds(played(Schedule.ONE_F_ONE_B, [0.001, 0.03, 0.002, 0.0]), ONE)
-    assert found == pytest.approx(0.03)
-
-
-def test_of_several_pipelines_too() -> None:
-    quick, slow = (played(Schedule.ONE_F_ONE_B, [seconds]) for seconds in (0.001, 0.02))
+def test_links_are_told_apart_and_pipelines_too() -> None:
+    quick, slow = played(Schedule.ONE_F_ONE_B, [0.001]), played(Schedule.ONE_F_ONE_B, [0.001, 0.03, 0.002, 0.0])
     both = (*quick, *(replace(one, rank=STAGES + one.rank) for one in slow))
-    assert message_seconds(both, (*ONE, tuple(range(STAGES, 2 * STAGES)))) == pytest.approx(0.02)
-    assert message_seconds(both, ONE) == pytest.approx(0.001)
+    found = traffic(both, (*ONE, tuple(range(STAGES, 2 * STAGES))))
+    assert sorted(found) == list(range(2 * STAGES))
+    assert all(found[rank].seconds == pytest.approx(0.001) for rank in range(STAGES))
+    first = slow[2].spans.index(next(span for span in slow[2].spans if span.kind is Kind.FORWARD))
+    assert found[STAGES + 2].received[first] == pytest.approx(0.03), "from the stage before"
+    last = max(place for place, span in enumerate(slow[2].spans) if span.kind is Kind.BACKWARD)
+    assert found[STAGES + 2].received[last] == pytest.approx(0.002), "from the stage behind"
+    assert found[STAGES + 2].sent[last] == pytest.approx(0.03)
 
 
 def line(rank: int, *spans: tuple[Kind, float, float, int]) -> Timeline:
     return Timeline(rank, 1.0, tuple(Span(kind, begin, end, microbatch) for kind, begin, end, microbatch in spans))
 
 
-def test_who_has_not_waited_tells_nothing_nor_does_what_came_before_it_was_sent() -> None:
-    first = line(0, (Kind.FORWARD, 0.0, 0.1, 0), (Kind.FORWARD, 0.1, 0.2, 1))
-    assert message_seconds((first, line(1, (Kind.FORWARD, 0.104, 0.2, 0), (Kind.FORWARD, 0.2, 0.3, 1))), ((0, 1),)) == (
-        pytest.approx(0.004)
-    )
-    assert message_seconds((first, line(1, (Kind.FORWARD, 0.05, 0.15, 0))), ((0, 1),)) == 0
-    assert message_seconds((first,), ((0,),)) == message_seconds((first,), ()) == 0
+FIRST = line(0, (Kind.FORWARD, 0.0, 0.1, 0), (Kind.FORWARD, 0.1, 0.2, 1), (Kind.FORWARD, 0.2, 0.3, 2))
+SECOND = line(1, (Kind.FORWARD, 0.104, 0.25, 0), (Kind.FORWARD, 0.25, 0.5, 1), (Kind.FORWARD, 0.6, 0.9, 2))
+
+
+def test_what_nobody_has_waited_for_takes_as_long_as_others_on_its_way() -> None:
+    found = traffic((FIRST, SECOND), ((0, 1),))
+    assert found[1].received == {0: pytest.approx(0.004), 2: pytest.approx(0.1)}, "no longer than it has waited"
+    assert found[0].sent == {0: pytest.approx(0.004), 1: pytest.approx(0.052), 2: pytest.approx(0.1)}
+    assert found[1].sent == found[0].received == {}, "what was received in no pass of this rank is not known"
+
+
+def test_what_would_have_come_before_it_was_sent_took_no_time_and_who_is_alone_has_no_messages() -> None:
+    assert traffic((FIRST, line(1, (Kind.FORWARD, 0.05, 0.15, 0))), ((0, 1),))[1].received == {0: 0.0}
+    assert traffic((FIRST,), ((0,),)) == {0: Traffic()}
+    assert traffic((FIRST,), ()) == {}
+
+
+def test_a_bubble_is_left_free_where_no_message_is_under_way() -> None:
+    spans = [(Kind.FORWARD, 0.1, 0.2, 0), (Kind.FORWARD, 0.5, 0.6, 1), (Kind.REDUCE, 0.7, 0.8, -1)]
+    timeline = line(0, *spans)
+    idle = bubbles(timeline)
+    assert [(one.begin, one.end) for one in idle] == [(0.0, 0.1), (0.2, 0.5), (0.6, 0.7), (0.8, 1.0)]
+    own = Traffic(received={0: 0.03, 1: 0.1}, sent={0: 0.05, 1: 0.2})
+    free = left_free(idle, timeline, own, Reserve(0.01, 0.04))
+    # what is reserved in any case is taken off later: at begins 0.01, at ends 0.04
+    assert [(one.begin, one.end) for one in free] == [
+        (0.0, 0.1), pytest.approx((0.24, 0.44)), pytest.approx((0.7, 0.7)), (0.8, 1.0),
+    ]  # fmt: skip
+    assert [(one.index, one.after) for one in free] == [(one.index, one.after) for one in idle]
+    assert left_free(idle, timeline, Traffic(), Reserve(0.01, 0.04)) == idle

@@ -105,20 +105,19 @@ def test_a_bubble_that_begins_at_another_time_than_planned_is_left_alone() -> No
     assert rank.play() == used, "one iteration tells nothing of the next"
 
 
-def test_what_a_message_is_measured_to_take_is_reserved_where_it_is_more() -> None:
+def test_while_a_message_is_under_way_between_stages_nothing_goes() -> None:
     """Ranks 2 and 3 are the second stage. Their backward pass ends at 0.58 s, that of the first one begins at 0.6."""
     quick = idle_together().timelines[:2]
     later = [
         timeline(rank, (Kind.FORWARD, 0.0, 0.2), (Kind.BACKWARD, 0.55, 0.58), (Kind.UPDATE, 0.9, 1.0))
         for rank in (2, 3)
     ]
-    for pipelines, reserved in (((), 0.001), (STAGES, 0.02)):
-        rank = Rank(2, pipelines=pipelines)
-        plan = rank.baft.plan(Profile((*quick, *later)))
+    for pipelines, used, seconds in (((), [(0.2, 0.55), (0.58, 0.6)], 0.0), (STAGES, [(0.2, 0.55)], 0.02)):
+        plan = (rank := Rank(0, pipelines=pipelines)).baft.plan(Profile((*quick, *later)))
         assert plan is not None
-        window, *_ = plan.senders[2].every
-        assert (window.begin, window.deadline) == pytest.approx((reserved, 0.35 - reserved))
-        assert rank.written[-1].fields["message_seconds"] == pytest.approx(0.02 if pipelines else 0.0)
+        found = [(0.2 + one.begin - 0.001, 0.2 + one.deadline + 0.001) for one in plan.senders[0].every]
+        assert found == [pytest.approx(window) for window in used]
+        assert rank.written[-1].fields["message_seconds"] == pytest.approx(seconds)
 
 
 def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends() -> None:
