@@ -9,6 +9,7 @@ In: openings of one gate. Out: allowances, and counts of what went within them, 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import ChainMap
@@ -104,7 +105,7 @@ class GatePacer:
                 self._listen(seen)
                 allowed, wait = self._look(nbytes)
                 if allowed is None and self._starved():
-                    allowed = Allowance(min(nbytes, self._least))
+                    allowed = Allowance(min(nbytes, self._longest(math.inf) if self._trips else FRAME_BYTES))
                 silent = self._silent()
             if allowed is None and silent and self._otherwise is not None:
                 allowed = self._otherwise.take(nbytes, stop)
@@ -128,6 +129,7 @@ class GatePacer:
             if allowed.deadline_ns == NO_DEADLINE:
                 self.rate_bytes += allowed.nbytes
                 took = now - allowed.began_ns
+                self._trips.add(allowed.nbytes, took)
                 self._trickle_ns = now + int(took * (1 / TRICKLE - 1))
                 self._steady_ns = now + int(took * (1 / STEADY_SHARE - 1))
                 return None
