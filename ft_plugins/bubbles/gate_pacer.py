@@ -9,7 +9,6 @@ In: openings of one gate. Out: allowances, and counts of what went within them, 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import ChainMap
@@ -30,6 +29,7 @@ MOST_FILLED = 32  # bubbles of which is told how much went in them
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
 TRICKLE = 0.01  # of the time
+_SHORTEST = 1 << 10  # bytes of a frame of it: shorter ones tell of latency alone
 STEADY_SHARE = 0.1  # of the time, at most, frames go by a rate: ranks of a node share a link, with training
 PATIENCE_PERIODS = 3  # iterations: in each of them something is opened
 _UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
@@ -80,6 +80,7 @@ class GatePacer:
         self._fed_ns = self._seen_ns  # when the gate let something go, was held, or nobody had wanted
         self._fed_at = gate.openings  # how many there had been then
         self._trickle_ns = self._steady_ns = 0  # not before
+        self._crawls = FRAME_BYTES  # of a frame of the trickle, by what the one before took
         self._before = self._fed_at  # openings of trainers before: those of this one come after
         self._left: list[int] = []  # of it: bytes that may still go in each window
         self._trips = RoundTrips()
@@ -105,7 +106,7 @@ class GatePacer:
                 self._listen(seen)
                 allowed, wait = self._look(nbytes)
                 if allowed is None and self._starved():
-                    allowed = Allowance(min(nbytes, self._longest(math.inf) if self._trips else FRAME_BYTES))
+                    allowed = Allowance(min(nbytes, self._crawls))
                 silent = self._silent()
             if allowed is None and silent and self._otherwise is not None:
                 allowed = self._otherwise.take(nbytes, stop)
@@ -128,8 +129,8 @@ class GatePacer:
             now = self._clock_ns()
             if allowed.deadline_ns == NO_DEADLINE:
                 self.rate_bytes += allowed.nbytes
-                took = now - allowed.began_ns
-                self._trips.add(allowed.nbytes, took)
+                took = max(1, now - allowed.began_ns)
+                self._crawls = min(FRAME_BYTES, max(_SHORTEST, int(allowed.nbytes / took * SLOW_FRAME_SECONDS * 1e9)))
                 self._trickle_ns = now + int(took * (1 / TRICKLE - 1))
                 self._steady_ns = now + int(took * (1 / STEADY_SHARE - 1))
                 return None

@@ -184,7 +184,7 @@ def test_a_copy_that_meets_no_window_goes_on_in_a_trickle_of_the_time() -> None:
 
 
 def test_a_trickle_on_a_slow_link_goes_in_frames_that_nobody_waits_for_long() -> None:
-    """10 bytes a millisecond, and bubbles that are over before their windows begin."""
+    """100 bytes a millisecond, and bubbles that are over before their windows begin."""
     clock, gate = Clock(), Gate(empty())
     pacer, went = GatePacer(gate, clock_ns=clock), []
     opened = {500 * MS * number: lambda: gate.open([grant(1, 0.4, 0.5, 10**6)], 0, clock.now) for number in range(500)}
@@ -192,11 +192,10 @@ def test_a_trickle_on_a_slow_link_goes_in_frames_that_nobody_waits_for_long() ->
     stop = Stop(clock, 250_000 * MS, {**opened, **closed})
     while (allowed := pacer.take(10**6, stop)).nbytes:
         went.append(allowed.nbytes)
-        clock.now += allowed.nbytes * MS // 10
+        clock.now += allowed.nbytes * MS // 100
         pacer.ended(allowed)
     assert went[0] == FRAME_BYTES, "nothing is known yet"
-    # a first frame of 1.6 s is followed by a hundred times as long of nothing, then come those of 16 ms
-    assert set(went[1:]) == {160}
+    assert len(went) > 50 and set(went[1:]) == {100 * 16}, "of 16 ms, in a hundredth of the time"
 
 
 def test_who_waits_for_a_rare_bubble_is_not_starved() -> None:
