@@ -1,6 +1,7 @@
 Two nodes are killed at once, of different sharding groups: 0 and 2 share groups, and so do 1 and 3
 
 job   megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer
+runs  with all configurations
 when  version 2 counts on every node
 do    kill n0
 do    kill n1
