@@ -6,15 +6,16 @@
 
 While it is, the link is not idle, though both stages are: what a copy sends then delays the message, or the word that
 a part of it has come. On a link that has become slow this is most of such a bubble. So BAFT reserves it, as the paper
-does (section 4.2.2, figure 6); here it is measured, message by message. One that nobody has waited for is taken to be
-under way as long as others on the same way.
+does (section 4.2.2, figure 6); here it is measured, for each way from a rank to a neighbour, in the median: what
+one message takes longer may be its ranks', a host that was busy. One that nobody has waited for is taken to be under
+way as long.
 
 A message is taken to have left when the stage that computed it was last through with a pass before it arrived: also
 where a schedule sends the output of one pass after another one.
 
-Invariant: never longer than a wait. Where ranks do not agree, for medians of jittering passes are no iteration that
-ever was, and a message would have arrived before it was sent, it took no time. What is left free of a bubble lies in
-it.
+Invariant: never longer than the waits for it, in the median. Where ranks do not agree, for medians of jittering passes
+are no iteration that ever was, and a message would have arrived before it was sent, it took no time. What is left free
+of a bubble lies in it, and is half of it at least: on a crowded machine all of a short one may look like a message.
 
 In: the timelines of all ranks, which ranks are a pipeline. Out: `Traffic` by rank; bubbles without it.
 """
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from ..model.timeline import COMPUTE, LEAST, Bubble, Kind, Timeline
 from .windows import Reserve
 
+_MOST = 0.25  # of a bubble, at each of its ends
 _STEP = {Kind.FORWARD: -1, Kind.BACKWARD: 1}  # from a virtual stage to the one that it waits for
 
 
@@ -77,8 +79,9 @@ def left_free(bubbles: Sequence[Bubble], timeline: Timeline, own: Traffic, reser
     begins = {span.begin: index for index, span in enumerate(timeline.spans) if span.kind in COMPUTE}
     found = []
     for bubble in bubbles:
-        sent = own.sent.get(ends.get(bubble.begin, -1), 0.0)
-        received = own.received.get(begins.get(bubble.end, -1), 0.0)
+        most = _MOST * bubble.seconds
+        sent = min(most, own.sent.get(ends.get(bubble.begin, -1), 0.0))
+        received = min(most, own.received.get(begins.get(bubble.end, -1), 0.0))
         begin = min(bubble.end, bubble.begin + max(0.0, sent - reserve.begin))
         found.append(replace(bubble, begin=begin, end=max(begin, bubble.end - max(0.0, received - reserve.end))))
     return tuple(found)
@@ -86,24 +89,21 @@ def left_free(bubbles: Sequence[Bubble], timeline: Timeline, own: Traffic, reser
 
 def _of_pipeline(lines: Sequence[Timeline], chunks: int) -> list[Traffic]:
     ends = [[span.end for span in line.spans if span.kind in COMPUTE] for line in lines]
-    found = [Traffic() for _ in lines]
-    usual: dict[tuple[int, int], list[float]] = defaultdict(list)  # by source and place
-    met = []
+    waits: dict[tuple[int, int], list[tuple[_Message, float]]] = defaultdict(list)  # by source and place
+    sends: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for message, waited in _messages(lines, chunks):
-        arrived = lines[message.place].spans[message.span].begin
         way = message.source, message.place
-        if waited < LEAST:
-            met.append(message)
-            continue
-        theirs, computed = ends[message.source], lines[message.source].spans[message.computed].end
-        left = theirs[bisect_right(theirs, arrived) - 1] if computed <= arrived else arrived
-        took = min(waited, arrived - left)
-        found[message.place].received[message.span] = found[message.source].sent[message.computed] = took
-        usual[way].append(took)
-    for message in met:
-        way = message.source, message.place
-        if usual[way]:
-            found[message.source].sent[message.computed] = statistics.median(usual[way])
+        sends[way].append(message)
+        if waited >= LEAST:
+            arrived = lines[message.place].spans[message.span].begin
+            theirs, computed = ends[message.source], lines[message.source].spans[message.computed].end
+            left = theirs[bisect_right(theirs, arrived) - 1] if computed <= arrived else arrived
+            waits[way].append((message, min(waited, arrived - left)))
+    found = [Traffic() for _ in lines]
+    for way, met in waits.items():
+        took = statistics.median(seconds for _, seconds in met)
+        found[way[1]].received.update({message.span: took for message, _ in met})
+        found[way[0]].sent.update({message.computed: took for message in sends[way]})
     return found
 
 

@@ -31,9 +31,9 @@ def test_what_messages_take_is_found_in_every_schedule(schedule: Schedule, secon
     assert sorted(found) == list(range(STAGES)) and all(own.received and own.sent for own in found.values())
     # DeepSpeed's stages send only when they have received, so that two may be on their way one after another
     most = 2 * seconds if schedule is Schedule.DEEPSPEED else seconds
-    assert max(own.seconds for own in found.values()) == pytest.approx(most)  # sums are rounded
-    assert min(own.seconds for own in found.values()) == pytest.approx(seconds)
-    assert all(max(*own.received.values(), *own.sent.values()) <= most + 1e-9 for own in found.values())
+    for own in found.values():
+        for took in (*own.received.values(), *own.sent.values()):
+            assert seconds - 1e-9 <= took <= most + 1e-9  # sums are rounded
 
 
 def test_of_an_interleaved_schedule_too_where_messages_wait_for_other_passes() -> None:
@@ -47,11 +47,13 @@ def test_links_are_told_apart_and_pipelines_too() -> None:
     found = traffic(both, (*ONE, tuple(range(STAGES, 2 * STAGES))))
     assert sorted(found) == list(range(2 * STAGES))
     assert all(found[rank].seconds == pytest.approx(0.001) for rank in range(STAGES))
-    first = slow[2].spans.index(next(span for span in slow[2].spans if span.kind is Kind.FORWARD))
-    assert found[STAGES + 2].received[first] == pytest.approx(0.03), "from the stage before"
-    last = max(place for place, span in enumerate(slow[2].spans) if span.kind is Kind.BACKWARD)
-    assert found[STAGES + 2].received[last] == pytest.approx(0.002), "from the stage behind"
-    assert found[STAGES + 2].sent[last] == pytest.approx(0.03)
+    own = found[STAGES + 2]
+    forwards, backwards = (
+        {own.received[place] for place, span in enumerate(slow[2].spans) if span.kind is kind and place in own.received}
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+    assert [*forwards] == [pytest.approx(0.03)], "from the stage before"
+    assert [*backwards] == [pytest.approx(0.002)], "from the stage behind"
 
 
 def line(rank: int, *spans: tuple[Kind, float, float, int]) -> Timeline:
@@ -62,10 +64,10 @@ FIRST = line(0, (Kind.FORWARD, 0.0, 0.1, 0), (Kind.FORWARD, 0.1, 0.2, 1), (Kind.
 SECOND = line(1, (Kind.FORWARD, 0.104, 0.25, 0), (Kind.FORWARD, 0.25, 0.5, 1), (Kind.FORWARD, 0.6, 0.9, 2))
 
 
-def test_what_nobody_has_waited_for_takes_as_long_as_others_on_its_way() -> None:
+def test_what_nobody_has_waited_for_takes_as_long_as_others_on_its_way_and_all_as_the_median_of_them() -> None:
     found = traffic((FIRST, SECOND), ((0, 1),))
-    assert found[1].received == {0: pytest.approx(0.004), 2: pytest.approx(0.1)}, "no longer than it has waited"
-    assert found[0].sent == {0: pytest.approx(0.004), 1: pytest.approx(0.052), 2: pytest.approx(0.1)}
+    assert found[1].received == {0: pytest.approx(0.052), 2: pytest.approx(0.052)}, "4 and 100 ms"
+    assert found[0].sent == {span: pytest.approx(0.052) for span in range(3)}
     assert found[1].sent == found[0].received == {}, "what was received in no pass of this rank is not known"
 
 
@@ -80,11 +82,11 @@ def test_a_bubble_is_left_free_where_no_message_is_under_way() -> None:
     timeline = line(0, *spans)
     idle = bubbles(timeline)
     assert [(one.begin, one.end) for one in idle] == [(0.0, 0.1), (0.2, 0.5), (0.6, 0.7), (0.8, 1.0)]
-    own = Traffic(received={0: 0.03, 1: 0.1}, sent={0: 0.05, 1: 0.2})
+    own = Traffic(received={0: 0.025, 1: 0.06}, sent={0: 0.05, 1: 0.2})
     free = left_free(idle, timeline, own, Reserve(0.01, 0.04))
     # what is reserved in any case is taken off later: at begins 0.01, at ends 0.04
     assert [(one.begin, one.end) for one in free] == [
-        (0.0, 0.1), pytest.approx((0.24, 0.44)), pytest.approx((0.7, 0.7)), (0.8, 1.0),
-    ]  # fmt: skip
+        (0.0, 0.1), pytest.approx((0.24, 0.48)), pytest.approx((0.615, 0.7)), (0.8, 1.0),
+    ], "of the third one no more than a quarter"  # fmt: skip
     assert [(one.index, one.after) for one in free] == [(one.index, one.after) for one in idle]
     assert left_free(idle, timeline, Traffic(), Reserve(0.01, 0.04)) == idle
