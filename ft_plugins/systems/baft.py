@@ -39,7 +39,7 @@ from ..redundancy.neighbour import NeighbourPlan
 
 HOLD_SECONDS = 120.0  # a trainer that dies meanwhile leaves its gate held for so long
 EDGE_TOLERANCE = 0.05  # of an iteration: a bubble that begins so much sooner or later than planned is left alone
-EDGE_SECONDS = 0.15  # or so much, where iterations are short: a busy host may be late by that any time
+EDGE_SECONDS = 0.25  # or so much, where iterations are short: a busy host may be late by that any time
 USUAL_MBPS = 10_000.0  # of a link that was neither named nor could be measured
 _ANY = 1 << 30  # an iteration beyond those that are planned one by one: which version is under way, only SMPs know
 

@@ -1,6 +1,6 @@
 Two nodes are killed at once that keep each other's copies; parity, which the same snapshots fed, has what they held
 
-job   megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer, 40 iterations
+job   megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer, 80 iterations
 flags --baft --reft-redundancy both
 when  version 14 counts on every node
 do    kill n0
