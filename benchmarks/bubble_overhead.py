@@ -19,7 +19,7 @@ Blocks of 5 iterations in one run, in random order, each after one that is not c
     processor     what protection takes of a rank's own processor, as a share of the iteration, whether training waits
                   for it or not; ranks queue for it here, as they have no core each
     in_bubble     of all bytes of copies: what was through within the bubble that it was planned for; 0 where disturbed
-                  links let fewer than two versions through
+                  links let fewer than three versions through
     fill          how full the planned windows are: by bytes, and by whole layers
     iterations    per checkpoint: from one version that counted to the next, mean (of fewer than two: all there were);
                   `full_state` as planned for the whole state of mixed precision, six times the bytes
@@ -176,14 +176,14 @@ def counts(outcome: Outcome, begun: int, through: int) -> list[int]:
 
 
 def in_bubble(outcome: Outcome, begun: int, through: int) -> float:
-    """Of all bytes of copies that were through by then: the last one may have been sent at once, in the next block."""
+    """Of all bytes of copies of versions that were followed by another one by then, so were through: the last one may
+    have gone in the blocks that send at once, where no gate is opened."""
     inside = total = 0
     for events in outcome.events:
-        counted = [event.fields for event in events if event.name == "node.counts"]
         told = [
-            each for each in counted
-            if begun <= each["iteration"] and each["iteration"] + (each["iterations"] or 0) <= through
-        ]  # fmt: skip
+            event.fields for event in events
+            if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
+        ][:-1]  # fmt: skip
         for first, last in zip(told[:1], told[-1:], strict=True):
             inside += last["in_bubbles"] - first["in_bubbles"]
             total += sum(last[name] - first[name] for name in ("in_bubbles", "late", "by_rate"))

@@ -98,7 +98,7 @@ def test_a_bubble_that_begins_at_another_time_than_planned_is_left_alone() -> No
     rank = Rank(2)
     rank.baft.plan(idle_together())
     used = [False, False, True, True, True, False, False, False, False, False]
-    assert rank.play(late=0.199) == rank.play(late=-0.199) == used, "in an iteration of 1 s"
+    assert rank.play(late=0.249) == rank.play(late=-0.199) == used, "in an iteration of 1 s"
     openings = rank.gate.openings
     assert rank.play(late=0.251) == rank.play(late=0.3) == [False] * 10
     assert rank.gate.openings == openings + 2, "its SMP sees that it lives"
