@@ -8,7 +8,7 @@ ranks share, right after the update that all of them wait for, in iterations of 
 Blocks of 5 iterations in one run, in random order, each after one that is not counted:
 
     on      captured after every iteration, copies in bubbles
-    off     nothing of this package is called
+    off     nothing is protected (ft_plugins/rig/emulated.py says what is there all the same)
     once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for
             them, by torch.distributed (the last rounds): what FTPipeHD does
 
@@ -18,15 +18,17 @@ Blocks of 5 iterations in one run, in random order, each after one that is not c
     unplanned     once / off - 1
     processor     what protection takes of a rank's own processor, as a share of the iteration, whether training waits
                   for it or not; ranks queue for it here, as they have no core each
-    in_bubble     of all bytes of copies: what was through within the bubble that it was planned for; 0 where disturbed
-                  links let fewer than three versions through
-    fill          how full the planned windows are: by bytes, and by whole layers
+    in_bubble     of all bytes of copies: what was through within the bubble that it was planned for; left out where
+                  disturbed links let fewer than three versions through
+    filled        how full planned windows got in which there was something to send (bubbles/fullness.py)
+    fill          how full they are planned: by bytes (as full as can be: all, where bubbles carry anything), and by
+                  whole layers
     iterations    per checkpoint: from one version that counted to the next, mean (of fewer than two: all there were);
                   `full_state` as planned for the whole state of mixed precision, six times the bytes
     rarer         whether the SMPs have said that checkpoints get rarer than planned (`rarer_said`)
 
 Claims: overhead_worst <= 0.01, null_difference <= 0.005, unplanned_overhead_worst >= 0.1, in_bubble_share >= 0.9,
-fill_share_bytes >= 0.95, iterations_per_checkpoint_worst <= 3.
+filled_share >= 0.95, iterations_per_checkpoint_worst <= 3.
 
 --disturb: the same, for `overhead` and `iterations`, when what was planned with is no longer so: `slow`: links carry a
 tenth from the first plan on; `jitter`: each pass of the second stage takes up to 30% more or less; `drift`: two
@@ -56,6 +58,7 @@ from typing import Any
 import numpy as np
 
 from ft_plugins.bubbles.filling import Granularity, Transfer
+from ft_plugins.bubbles.gate_pacer import least_bytes
 from ft_plugins.bubbles.messages import traffic
 from ft_plugins.bubbles.plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
@@ -80,7 +83,7 @@ FULL_STATE = 6  # times the bytes that the paper sends
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 120.0
 EACH = (
     "overhead", "overhead_upper", "overhead_mean", "overhead_mean_upper", "null", "unplanned", "processor",
-    "in_bubble", "iterations", "bubbles", "seconds",
+    "in_bubble", "filled", "iterations", "bubbles", "seconds",
 )  # fmt: skip
 
 
@@ -97,7 +100,8 @@ class Measured:
     null: float
     unplanned: float
     processor: float
-    in_bubble: float
+    in_bubble: float | None
+    filled: float | None
     fill_bytes: float
     fill_layers: float
     iterations: float
@@ -108,18 +112,18 @@ class Measured:
     def row(self) -> str:
         shares = (
             self.overhead, self.overhead_upper, self.overhead_mean, self.overhead_mean_upper, self.null,
-            self.unplanned, self.processor, self.in_bubble, self.fill_bytes, self.fill_layers,
+            self.unplanned, self.processor, self.in_bubble, self.filled, self.fill_bytes, self.fill_layers,
         )  # fmt: skip
         return (
             f"{self.name:<12} {self.seconds:6.3f} s {self.bubbles:8.1%} "
-            + " ".join(f"{share:9.2%}" for share in shares)
+            + " ".join(f"{share:9.2%}" if share is not None else f"{'-':>9}" for share in shares)
             + f" {self.iterations:10.2f} {self.full_state:10d}"
         )
 
 
 HEAD = (
     f"{'':<12} {'off':>8} {'bubbles':>8} {'overhead':>9} {'upper':>9} {'mean':>9} {'upper':>9} {'null':>9} "
-    f"{'unplanned':>9} {'processor':>9} {'in bubble':>9} {'bytes':>9} {'layers':>9} {'iterations':>10} "
+    f"{'unplanned':>9} {'processor':>9} {'in bubble':>9} {'filled':>9} {'bytes':>9} {'layers':>9} {'iterations':>10} "
     f"{'full state':>10}"
 )
 
@@ -158,7 +162,8 @@ def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
         statistics.median(one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)),
         once / beside - 1,
         (outcome.processor(ON) - outcome.processor(OFF)) / off,
-        in_bubble(outcome, begun, through),
+        sent_share(outcome, begun, through, ("in_bubbles",), ("in_bubbles", "late", "by_rate")),
+        sent_share(outcome, begun, through, ("taken",), ("offered",)),
         planned.fill_bytes or 0.0, by_layers.fill_layers or 0.0,
         statistics.mean(b - a for a, b in pairwise(counted)) if len(counted) > 1 else through - begun,
         plan(one, outcome.profile, Granularity.BYTES, FULL_STATE).iterations,
@@ -175,23 +180,25 @@ def counts(outcome: Outcome, begun: int, through: int) -> list[int]:
     )  # fmt: skip
 
 
-def in_bubble(outcome: Outcome, begun: int, through: int) -> float:
-    """Of all bytes of copies of versions that were followed by another one by then, so were through: the last one may
-    have gone in the blocks that send at once, where no gate is opened."""
-    inside = total = 0
+def sent_share(outcome: Outcome, begun: int, through: int, part: Sequence[str], whole: Sequence[str]) -> float | None:
+    """Of `whole`, sums of bytes that nodes tell with each version, `part`; None where there was nothing. Of versions
+    that were followed by another one by then, so were through: the last one may have gone in the blocks that send at
+    once, where no gate is opened."""
+    sums = [0, 0]
     for events in outcome.events:
         told = [
             event.fields for event in events
             if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
         ][:-1]  # fmt: skip
         for first, last in zip(told[:1], told[-1:], strict=True):
-            inside += last["in_bubbles"] - first["in_bubbles"]
-            total += sum(last[name] - first[name] for name in ("in_bubbles", "late", "by_rate"))
-    return inside / total if total else 0.0
+            for place, names in enumerate((part, whole)):
+                sums[place] += sum(last[name] - first[name] for name in names)
+    return sums[0] / sums[1] if sums[1] else None
 
 
 def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int = 1) -> BubblePlan:
-    """What the ranks have planned, also by layers; or of a state so many times as large."""
+    """What the ranks have planned, also by layers, but for the time of capture and what goes out beside a slot; or of a
+    state so many times as large."""
     job = one.job
     nodes = tuple(f"n{rank // RANKS_OF_NODE}" for rank in range(NODES * RANKS_OF_NODE))
     topology = Topology(tp=job.tp, pp=job.pp, dp=job.dp, nodes=nodes)
@@ -204,7 +211,7 @@ def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int =
     return plan_bubbles(
         transfers, dict(enumerate(profile.timelines)), {rank: profile.bubbles(rank) for rank in ranks},
         one.link_mbps * 1e6 / 8, Reserve(reserve_ms(one) / 1e3, reserve_ms(one) / 1e3), granularity,
-        messages=traffic(profile.timelines, pipelines(topology)),
+        least_bytes=least_bytes(one.link_mbps * 1e6 / 8), messages=traffic(profile.timelines, pipelines(topology)),
     )  # fmt: skip
 
 
@@ -290,13 +297,14 @@ def append(file: Path | None, told: dict[str, Any]) -> None:
 
 def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
     """For the last line."""
-    told: dict[str, float | bool] = {
+    told: dict[str, float | bool | None] = {
         "overhead_worst": max(one.overhead_upper for one in found),
         "overhead_mean_worst": max(one.overhead_mean_upper for one in found),
         "unplanned_overhead_worst": min(one.unplanned for one in found),
         "processor_share_worst": max(one.processor for one in found),
         "null_difference": max(abs(one.null) for one in found),
-        "in_bubble_share": min(one.in_bubble for one in found),
+        "in_bubble_share": min((one.in_bubble for one in found if one.in_bubble is not None), default=None),
+        "filled_share": min((one.filled for one in found if one.filled is not None), default=None),
         "fill_share_bytes": min(one.fill_bytes for one in found),
         "fill_share_layers": min(one.fill_layers for one in found),
         "iterations_per_checkpoint_worst": max(one.iterations for one in found),
@@ -306,7 +314,7 @@ def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
     for one in found:
         for name in EACH:
             told[f"{name}_{one.name}"] = getattr(one, name)
-    return told
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def main() -> None:

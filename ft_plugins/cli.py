@@ -314,9 +314,9 @@ def _on_nodes(tier: Mapping[str, Any]) -> str:
     """Which version could be rebuilt if another node were lost now."""
     if not tier or not tier["nodes"]:
         return "no"
-    if not tier["counts"]:
-        return "not yet"
     every = in_words(tier)
+    if not tier["counts"]:
+        return every or "not yet"
     return f"iteration {tier['counts'][1]}, lineage {tier['counts'][0]}" + (f"; {every}" if every else "")
 
 

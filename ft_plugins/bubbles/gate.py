@@ -48,6 +48,7 @@ GATE_BYTES = 8 * (_PERIOD + 1)
 _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
 STEADY = _NUMBERS - 1  # in the place of a bubble: what is granted is a rate, and in no bubble
+HELD = _NUMBERS - 2  # nothing is granted
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -88,7 +89,7 @@ class Gate:
 
     def hold(self, seconds: float, now_ns: int) -> None:
         """Nothing may go until it is closed, for so long at most: an opening for no bytes."""
-        self.open((Grant(0, -1, 0.0, seconds, 0),), 0, now_ns)
+        self.open((Grant(HELD, -1, 0.0, seconds, 0),), 0, now_ns)
 
     def close(self) -> None:
         """The bubble is over, or a trainer has come that has not opened anything yet."""
@@ -149,7 +150,7 @@ class Gatekeeper:
     compute span begins. `steady`: what is granted at the begin of an iteration is for all of it, not for a bubble.
 
     Where a bubble begins more than `tolerance` seconds sooner or later in its iteration than was planned, what the
-    receiver and the links are at is another thing than was planned: its gate is opened and closed again at once. So
+    receiver and the links are at is another thing than was planned: its gate is opened without a window, and closed. So
     whoever waits knows that this trainer lives, and nothing goes.
     """
 
@@ -205,7 +206,8 @@ class Gatekeeper:
         grants = self._plan.after(self._iteration, self._span)
         if grants:
             now = self._clock_ns()
-            self._gate.open(grants, self._iteration, now)
+            fits = abs((now - self._began_ns) / 1e9 - grants[0].edge) <= self._tolerance
+            self._gate.open(grants if fits else (), self._iteration, now)
             self._is_open = True
-            if abs((now - self._began_ns) / 1e9 - grants[0].edge) > self._tolerance:
+            if not fits:
                 self._close()

@@ -16,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..model.pacer import NO_DEADLINE, Allowance, Pacer
-from .gate import STEADY, Gate
+from .fullness import Fullness
+from .gate import STEADY, Gate, Opening
+from .plan import BY_RATE
 from .round_trips import RoundTrips
 from .shortened import Shortened, Window
 
@@ -30,9 +32,9 @@ MARGIN = 0.75  # of what would be through by the deadline, at the pace of the fr
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
 TRICKLE = 0.01  # of the time
 _SHORTEST = 1 << 10  # bytes of a frame of it: shorter ones tell of latency alone
-STEADY_SHARE = 0.5  # of the time, at most, frames go by a rate: one that a slow link cannot carry leaves some of it
 PATIENCE_PERIODS = 3  # iterations: in each of them something is opened
 _UNASKED_NS = 1_000_000_000  # who has not asked for so long has nothing to send
+_UNPLANNED_NS = 1_000_000_000  # where there is no plan, and was no gate held for so long, none is to be expected
 OPENING_SECONDS = 0.02  # until a closed gate is looked at without having been told
 _UNTIL_OPEN = -1.0  # in the place of seconds
 
@@ -46,14 +48,16 @@ class GatePacer:
     """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline: at
     the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
     of what was planned delays nothing but copies. A window in which frames were late is used less far from then on
-    (`shortened`). What is granted in no bubble goes evenly over its time, and in STEADY_SHARE of it at most.
+    (`shortened`). What is granted in no bubble goes evenly over its time, and in `by_rate_share` of it at most: of
+    BY_RATE, what is left to each rank of its node.
 
-    `otherwise` paces while there is no plan yet, and when no gate was opened for `patience_seconds` and for
-    PATIENCE_PERIODS planned iterations in which somebody wanted to send: a trainer that is dead, evaluation.
+    `otherwise` paces while there is no plan, and when no gate was opened for `patience_seconds` and for
+    PATIENCE_PERIODS planned iterations in which somebody wanted to send (a trainer that is dead, evaluation) until
+    there is one again.
     Where gates are opened and nothing goes (bubbles are shorter than planned, the machine is too busy to meet them), a
     copy must not stop for ever: after STARVED_OPENINGS frames go all the same, in a TRICKLE of the time. Never while a
     gate is held. `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was
-    closed; `rate_bytes` by a rate. `filled` has those of each bubble.
+    closed; `rate_bytes` by a rate. `filled` has those of each bubble, `fullness` how full windows were.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class GatePacer:
         patience_seconds: float = 60.0,
         least_bytes: int = LEAST_BYTES,
         poll_seconds: float = 0.002,
+        by_rate_share: float = BY_RATE,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._gate = gate
@@ -70,24 +75,27 @@ class GatePacer:
         self._patience_ns = int(patience_seconds * 1e9)
         self._least = least_bytes
         self._poll = poll_seconds
+        self._by_rate_share = by_rate_share
         self._clock_ns = clock_ns
         self._by_kernel = clock_ns is time.monotonic_ns  # by another clock it is looked at again and again
         self._lock = threading.Lock()
         self._number: int | None = None  # the opening that was seen last
         self._seen_ns = clock_ns()  # when one was open or had been since the look before, or nobody had wanted
         self._seen_at = gate.openings  # how many there had been then
+        self._silent_at: int | None = None  # how many there had been when there was no more patience
         self._asked_ns = self._seen_ns  # when somebody wanted to send
         self._fed_ns = self._seen_ns  # when the gate let something go, was held, or nobody had wanted
         self._fed_at = gate.openings  # how many there had been then
         self._trickle_ns = self._steady_ns = 0  # not before
-        self._crawls = FRAME_BYTES  # of a frame of the trickle, by what the one before took
+        self._crawls = FRAME_BYTES  # of a frame in no bubble, by what the one before took
         self._before = self._fed_at  # openings of trainers before: those of this one come after
-        self._left: list[int] = []  # of it: bytes that may still go in each window
+        self.fullness = Fullness()
         self._trips = RoundTrips()
+        self._halved_ns = 0  # when frames were last taken to be faster than they were
+        self._plan = gate.planned, gate.period_ns  # whose bubbles `_shortened` knows
         self._shortened = Shortened()
         # by deadline, its window and when that began: of the opening that was seen last, and of the one before
         self._ends: ChainMap[int, tuple[Window, int]] = ChainMap({}, {})
-        self._idle = False  # nothing went in the opening that was seen last
         self.inside_bytes = 0
         self.late_bytes = 0
         self.rate_bytes = 0
@@ -100,11 +108,12 @@ class GatePacer:
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until some of `nbytes` may go; how many of them, none only when stopped."""
+        asking_ns = self._clock_ns()
         while not stop.is_set():
             seen = self._gate.openings  # before it is looked at: none is missed
             with self._lock:
                 self._listen(seen)
-                allowed, wait = self._look(nbytes)
+                allowed, wait = self._look(nbytes, asking_ns)
                 if allowed is None and self._starved():
                     allowed = Allowance(min(nbytes, self._crawls))
                 silent = self._silent()
@@ -126,13 +135,13 @@ class GatePacer:
         stands = opening is not None and any(deadline == allowed.deadline_ns for _, deadline, _ in opening.windows)
         with self._lock:
             self._gate.count_move()
-            now = self._clock_ns()
+            now = self._asked_ns = self._clock_ns()
             if allowed.deadline_ns == NO_DEADLINE:
                 self.rate_bytes += allowed.nbytes
                 took = max(1, now - allowed.began_ns)
                 self._crawls = min(FRAME_BYTES, max(_SHORTEST, int(allowed.nbytes / took * SLOW_FRAME_SECONDS * 1e9)))
                 self._trickle_ns = now + int(took * (1 / TRICKLE - 1))
-                self._steady_ns = now + int(took * (1 / STEADY_SHARE - 1))
+                self._steady_ns = now + int(took * (1 / self._by_rate_share - 1))
                 return None
             known = bool(self._trips)  # the first frame on a slow link is late for another reason
             self._trips.add(allowed.nbytes, now - allowed.began_ns)
@@ -142,10 +151,9 @@ class GatePacer:
                 whole, over = allowed.deadline_ns - begin, now - allowed.deadline_ns
                 # a bubble that was over before its time was there when the frame began
                 self._shortened.late(window, whole, whole - over if over > 0 else allowed.began_ns - begin)
-            if inside:
+            if inside and opening is not None:
                 self.inside_bytes += allowed.nbytes
-                bubble = opening.bubble if opening is not None else STEADY
-                self._filled[bubble] = self._filled.get(bubble, 0) + allowed.nbytes
+                self._filled[opening.bubble] = self._filled.get(opening.bubble, 0) + allowed.nbytes
             else:
                 self.late_bytes += allowed.nbytes
             return inside
@@ -161,10 +169,14 @@ class GatePacer:
 
     def _silent(self) -> bool:
         """Whether nothing is to be expected of the gate."""
-        if self._number is None and self._gate.openings == self._before and not self._gate.planned:
+        openings, planned = self._gate.openings, self._gate.planned
+        if self._number is None and openings == self._before and not planned:
             return True  # there was no plan yet
-        patience = max(self._patience_ns, PATIENCE_PERIODS * self._gate.period_ns)
-        return self._clock_ns() - self._seen_ns > patience
+        periods = PATIENCE_PERIODS * self._gate.period_ns
+        patience = max(self._patience_ns, periods) if planned else min(self._patience_ns, _UNPLANNED_NS)
+        if self._silent_at != openings and self._clock_ns() - self._seen_ns > patience:
+            self._silent_at = openings  # until there is another one, whether somebody asks meanwhile or not
+        return self._silent_at == openings
 
     def _starved(self) -> bool:
         """Whether a frame may go although no window lets it."""
@@ -181,23 +193,18 @@ class GatePacer:
             found = sorted(self._filled.items(), key=lambda one: -one[1])[:most]
         return sorted(found)
 
-    def _look(self, nbytes: int) -> tuple[Allowance | None, float]:
+    def _look(self, nbytes: int, asking_ns: int) -> tuple[Allowance | None, float]:
         """What may go now, or for how many seconds there is nothing to look for."""
         opening, now = self._gate.read(), self._clock_ns()
         if opening is None or all(now >= deadline for _, deadline, _ in opening.windows):
             return None, _UNTIL_OPEN  # closed, or left open by a trainer that is dead
         self._seen_ns = now
         if opening.number != self._number:
-            if self._idle:
-                self._trips.halve()
-            self._number, self._idle = opening.number, True
-            self._left = [window[2] for window in opening.windows]
-            self._ends = ChainMap({}, self._ends.maps[0])
-            for place, (begin, deadline, _) in enumerate(opening.windows):
-                self._ends[deadline] = (opening.bubble, place), begin
-                self._shortened.opened((opening.bubble, place), deadline - begin)
+            self._opened(opening, now, asking_ns)
         if not any(window[2] for window in opening.windows):
             self._fed_ns, self._fed_at = now, self._gate.openings  # it is held
+        if opening.bubble == STEADY:
+            return self._by_rate(*opening.windows[0], nbytes, now), self._poll
         for place, (begin, deadline, planned) in enumerate(opening.windows):
             end = begin + self._shortened.used((opening.bubble, place), deadline - begin)
             if now >= end:
@@ -205,23 +212,44 @@ class GatePacer:
             if now < begin:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
             rate = planned / (deadline - begin)
-            room = min(self._left[place], self._through(end - now, rate))
-            if opening.bubble == STEADY:  # a rate: as time passes, and no burst
-                due = planned * (now - begin) // (deadline - begin) + self._least
-                room = min(room, due - (planned - self._left[place])) if now >= self._steady_ns else 0
-            # a window that carries less than is worth a frame is taken where half of it gets through
-            carried, least = self._through(end - begin, rate), self._least
-            if opening.bubble != STEADY:  # on a slow link less is worth one, or much of small windows would be left
-                least = min(least, self._worth(rate))
-            if room > 0 and room >= min(nbytes, least, (carried + 1) // 2):
-                allowed = min(nbytes, room, self._longest(rate))
-                self._left[place] -= allowed
-                self._idle = False
-                self._fed_ns, self._fed_at = now, self._gate.openings
-                return Allowance(allowed, NO_DEADLINE if opening.bubble == STEADY else deadline), 0.0
-        if opening.bubble == STEADY:
-            return None, self._poll
+            room = min(self.fullness.left[place], self._through(end - now, rate))
+            # a window that carries less than is worth a frame is taken where half of it gets through; on a slow link
+            # less is worth one, or much of small windows would be left
+            carried = self._through(end - begin, rate)
+            if room > 0 and room >= min(nbytes, self._least, self._worth(rate), (carried + 1) // 2):
+                return self._take(place, nbytes, min(room, self._longest(rate)), deadline, now), 0.0
         return None, _UNTIL_OPEN  # of what stands nothing more is worth a frame: what may go only shrinks
+
+    def _opened(self, opening: Opening, now: int, asking_ns: int) -> None:
+        """It is another one than was seen before."""
+        plan = self._gate.planned, self._gate.period_ns
+        if plan != self._plan:
+            self._plan, self._shortened = plan, Shortened()  # its bubbles are others
+        # Frames are taken to be faster than they were where none was worth it for a whole iteration: not in each bubble
+        # that is too short for one.
+        if self._trips and plan[1] and now - max(self._fed_ns, self._halved_ns) > plan[1]:
+            self._trips.halve()
+            self._halved_ns = now
+        self._number = opening.number
+        self.fullness.opened(opening.windows, asking_ns, counts=opening.bubble != STEADY)
+        self._ends = ChainMap({}, self._ends.maps[0])
+        for place, (begin, deadline, _) in enumerate(opening.windows):
+            self._ends[deadline] = (opening.bubble, place), begin
+            self._shortened.opened((opening.bubble, place), deadline - begin)
+
+    def _by_rate(self, begin: int, deadline: int, planned: int, nbytes: int, now: int) -> Allowance | None:
+        """What may go of what is granted in no bubble: as time passes, and no burst."""
+        left, least = self.fullness.left[0], min(self._least, self._crawls)
+        due = planned * (now - begin) // (deadline - begin) + least - (planned - left)
+        if now < self._steady_ns or now < begin or min(left, due) < max(1, min(nbytes, least, left)):
+            return None
+        return self._take(0, nbytes, min(left, due, self._crawls), NO_DEADLINE, now)
+
+    def _take(self, window: int, nbytes: int, most: int, deadline_ns: int, now: int) -> Allowance:
+        allowed = min(nbytes, most)
+        self.fullness.take(window, allowed, more=allowed < nbytes)
+        self._fed_ns, self._fed_at = now, self._gate.openings
+        return Allowance(allowed, deadline_ns)
 
     def _pace(self, rate: float) -> float:
         """Bytes in a nanosecond: the `rate` that was planned with, or less by the frames before, for the plan may have

@@ -15,7 +15,8 @@ where a schedule sends the output of one pass after another one.
 
 Invariant: never longer than the waits for it, in the median. Where ranks do not agree, for medians of jittering passes
 are no iteration that ever was, and a message would have arrived before it was sent, it took no time. What is left free
-of a bubble lies in it, and is half of it at least: on a crowded machine all of a short one may look like a message.
+of a bubble lies in it, and for messages is half of it at least: on a crowded machine all of a short one may look like a
+message.
 
 In: the timelines of all ranks, which ranks are a pipeline. Out: `Traffic` by rank; bubbles without it.
 """

@@ -31,6 +31,7 @@ from .windows import Reserve
 
 MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
 DEVICE_MARGIN = 0.05  # of the device's memory that a snapshot leaves free: what a profile has not seen
+BY_RATE = 0.5  # of the time, at most, a link carries copies in no bubble: the rest of it is training's
 TABLE_SENDERS = 64
 
 
@@ -165,10 +166,8 @@ def plan_bubbles(
         messages or {},
     )
     planned = [offer.plan(granularity) for offer in found]
-    slowest = max(
-        1, *(len(grants) for grants, _ in planned),
-        *(ceil(offer.link_seconds / seconds) for offer, (_, reason) in zip(found, planned, strict=True) if reason),
-    )  # fmt: skip
+    rates = [offer.link_seconds / BY_RATE for offer, (_, reason) in zip(found, planned, strict=True) if reason]
+    slowest = max(1, *(len(grants) for grants, _ in planned), *(ceil(one / seconds) for one in rates))
     senders = []
     for offer, (grants, reason) in zip(found, planned, strict=True):
         one = offer.transfer

@@ -126,7 +126,7 @@ class BaftConfig(SystemConfig):
         1.0,
         ge=0,
         description="at both ends of a bubble nothing is sent for so long, or as long as a message between stages is "
-        "measured to take: the pipeline's own messages come first",
+        "measured to take, up to a quarter of the bubble: the pipeline's own messages come first",
         json_schema_extra=_more("milliseconds"),
     )
     granularity: Literal["bytes", "layer"] = Field(

@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -217,8 +218,9 @@ def run(
             outcome = job.wait(_START + seconds)
             assert outcome["status"] == "succeeded", job.tail()
     except BaseException:
-        for job in jobs:
-            destroy(job)  # SMPs outlive their job
+        with ExitStack() as taken_down:  # all of them, also where one cannot be
+            for job in jobs:
+                taken_down.callback(destroy, job)  # SMPs outlive their job
         raise
     told = [json.loads((folder / f"rank-{rank:05d}.json").read_text()) for rank in range(NODES * RANKS_OF_NODE)]
     return Outcome(

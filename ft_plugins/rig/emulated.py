@@ -8,7 +8,8 @@ float32.
 Iterations are run in blocks, each in one mode, so that modes are compared within one run:
 
     on      protected: captured after each iteration, copies go in bubbles
-    off     nothing of this package is called: no spans, no capture, and the gate stays closed
+    off     nothing is protected: no spans, no capture, and the gate stays closed; the SMPs are there, and around each
+            update is what a job with `--ftp` alone has, a look whether another rank has lost its protection
     once    as off, and after each update every rank sends the same bytes to the same rank at once, and waits for them:
             what FTPipeHD does
 

@@ -110,7 +110,8 @@ def destroy(job: RunningJob) -> None:
         if left:
             raise TimeoutError(f"the SMP with pid {pid} was not gone {_GONE_SECONDS:.0f} s after SIGKILL")
     paths.remove(job.spec.name, job.spec.node)
-    shutil.rmtree(run_dir)
+    if run_dir.exists():  # not yet, when it is lost in the first moments
+        shutil.rmtree(run_dir)
 
 
 def freeze(job: RunningJob) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
+from ..bubbles.plan import BY_RATE
 from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..redundancy.plan import ExchangePlan
@@ -385,7 +386,10 @@ class NodeTier:
             rate = RatePacer(self._told.exchange_mbps * 1e6 / 8)
             ranks = self._plan.ranks[self._told.position]
             if self._told.stages and not self._pace.pacers:
-                self._pace.pacers = {rank: GatePacer(Gate(self._segments[rank].gate), rate) for rank in ranks}
+                share = BY_RATE / len(ranks)  # of the link of this node
+                self._pace.pacers = {
+                    rank: GatePacer(Gate(self._segments[rank].gate), rate, by_rate_share=share) for rank in ranks
+                }
             self._exchange = Exchange(
                 self._plan, self._told.position, version, self._told.lineage,
                 {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events, self._vault.alike,

@@ -32,12 +32,14 @@ class Pace:
         self.pacers: dict[int, GatePacer] = {}  # of this node's ranks, where copies go out in bubbles
         self._interval = interval
         self._last = last
+        self._base = last  # what came before all that is waited for
         self._distances: deque[int] = deque(maxlen=_IN_A_ROW)
         self.rarer = False
 
     def counted(self, version: Version) -> bool:
         """`version` counts now. Whether `rarer` has changed by it."""
-        before, self._last, was = self._last, version, self.rarer
+        before, was = self._last, self.rarer
+        self._last = self._base = version
         if before is not None and before.lineage == version.lineage:
             self._distances.append(version.iteration - before.iteration)
         planned = self.planned
@@ -49,10 +51,11 @@ class Pace:
 
     def captured(self, newest: Version) -> bool:
         """There is `newest` now, whether it counts or not. Whether `rarer` has changed by it."""
-        planned, last = self.planned, self._last
-        if planned is None or last is None or newest.lineage != last.lineage:
-            return False
-        if self.rarer or newest.iteration - last.iteration <= _IN_A_ROW * (_RARER * planned + 1) + _HELD:
+        planned = self.planned
+        if self._base is None or newest.lineage != self._base.lineage:
+            self._base = newest  # the first one of its lineage: none of it counts yet
+        waits = newest.iteration - self._base.iteration
+        if planned is None or self.rarer or waits <= _IN_A_ROW * (_RARER * planned + 1) + _HELD:
             return False
         self.rarer = True
         return True
@@ -70,13 +73,15 @@ class Pace:
 
     def fields(self) -> dict[str, Any]:
         """For an event: iterations per version, bytes that went in their bubble, were through after it, or went by a
-        rate."""
+        rate; and of windows in which there was something to send, bytes that they took and offered."""
         return {
             "iterations": self.iterations,
             "planned": self.planned,
             "in_bubbles": sum(pacer.inside_bytes for pacer in self.pacers.values()),
             "late": sum(pacer.late_bytes for pacer in self.pacers.values()),
             "by_rate": sum(pacer.rate_bytes for pacer in self.pacers.values()),
+            "taken": sum(pacer.fullness.taken for pacer in self.pacers.values()),
+            "offered": sum(pacer.fullness.offered for pacer in self.pacers.values()),
         }
 
     def status(self) -> dict[str, Any]:
@@ -93,7 +98,7 @@ class Pace:
 def in_words(tier: Mapping[str, Any]) -> str:
     """What a status says of it, in a few words; '' where it says nothing."""
     if not tier.get("iterations"):
-        return ""
+        return f"none yet, planned every {tier['planned']}: rarer than planned" if tier.get("rarer") else ""
     every = f"every {tier['iterations']} iteration{'s' * (tier['iterations'] > 1)}"
     if not tier.get("planned"):
         return every

@@ -14,7 +14,7 @@ other; and where one of them takes longer than HOLD_SECONDS, copies go on in it 
 Invariant: in the step path there is no send, no lock and no process group: a count at each edge, and at the edges of
 bubbles a few stores into shared memory. A plan changes nothing but when bytes go. While a plan no longer fits, the gate
 is open when the host is at the edges that were planned, for no longer than was planned, and not at those that are
-EDGE_TOLERANCE or more sooner or later: less goes, or later, never more.
+EDGE_TOLERANCE of an iteration, and EDGE_SECONDS, or more sooner or later: less goes, or later, never more.
 
 In: the spans of this rank as the host tells them, the job's profile, its copies, what links carry. Out: openings of the
 gate; a `baft.plan` event for each plan.

@@ -21,7 +21,8 @@ import pytest
 
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
-from ft_plugins.bubbles.gate_pacer import FRAME_BYTES, FRAME_SECONDS, SLOW_FRAME_SECONDS, STEADY_SHARE, GatePacer
+from ft_plugins.bubbles.gate_pacer import FRAME_BYTES, FRAME_SECONDS, SLOW_FRAME_SECONDS, GatePacer
+from ft_plugins.bubbles.plan import BY_RATE
 from ft_plugins.model.pacer import Allowance
 
 Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
@@ -214,11 +215,86 @@ def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
     stuck = pacer.take(1000, Stop(clock, 10 * MS))
     clock.now = 30_000 * MS
     pacer.ended(stuck)
+    gate.plan(1, 0.010)
     for _ in range(100):
         gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)
         before = pacer.inside_bytes
         send(pacer, Stop(clock, clock.now + 10 * MS), clock, lambda nbytes: nbytes * MS // 100)
     assert pacer.inside_bytes - before >= 850
+
+
+@pytest.mark.parametrize("short", [0.003, 0.006, 0.020])
+def test_bubbles_in_which_nothing_can_go_do_not_make_a_slow_link_look_faster(short: float) -> None:
+    """A tenth of what was planned, and 5 ms besides for each frame. An iteration of a second has a bubble of 100 ms and
+    three short ones, of which those of 20 ms can carry a frame. Then a profile is taken: nothing goes for a while."""
+    clock, gate, link = Clock(), Gate(empty()), 125 / MS
+    pacer = GatePacer(gate, clock_ns=clock)
+    gate.plan(1, 1.0)
+    late, moved = [], []
+    for iteration in range(40):
+        before = pacer.inside_bytes
+        for bubble, length in enumerate((0.1, short, short, short)):
+            begin = (1000 * iteration + 200 * bubble) * MS
+            clock.now = max(clock.now, begin)
+            end = begin + int(length * 1e9)
+            if 20 <= iteration < 26:
+                gate.hold(1.0, begin)
+            else:
+                gate.open([grant(bubble, 0, length, int(length * 1_250_000))], iteration, begin)
+            stop = Stop(clock, begin + 190 * MS, {end: gate.close})
+            send(pacer, stop, clock, lambda nbytes: 5 * MS + nbytes / link, (gate, end))
+        late.append(pacer.late_bytes)
+        moved.append(pacer.inside_bytes - before)
+    assert late[-1] == late[4], "once the link is known, nothing more is late"
+    assert min(moved[10:20] + moved[27:]) >= 0.6 * 100 * MS * link, "and it is used"
+
+
+def test_windows_of_another_plan_are_used_whole_though_a_bubble_of_that_number_was_shortened() -> None:
+    clock, gate, link = Clock(), Gate(empty()), 1000 / MS
+    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    gate.plan(1, 1.0)
+    for iteration in range(20):  # 5 ms by the plan, 1 ms in fact
+        clock.now = begin = 1000 * iteration * MS
+        gate.open([grant(3, 0, 0.005, 5_000)], iteration, begin)
+        stop = Stop(clock, begin + 900 * MS, {begin + MS: gate.close})
+        send(pacer, stop, clock, lambda nbytes: nbytes / link, (gate, begin + MS))
+    gate.plan(1, 1.1)
+    clock.now = begin = 20_000 * MS
+    gate.open([grant(3, 0, 0.2, 200_000)], 20, begin)
+    before = pacer.inside_bytes
+    send(pacer, Stop(clock, begin + 200 * MS), clock, lambda nbytes: nbytes / link)
+    assert pacer.inside_bytes - before > 0.9 * 200_000
+
+
+def test_how_full_windows_were_is_told_of_those_in_which_there_was_something_to_send() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, least_bytes=1, clock_ns=clock)
+
+    def begins(at: int) -> Callable[[], None]:
+        return lambda: gate.open([grant(1, 0.001, 0.011, 1000)], 0, at * MS)
+
+    opened = {at * MS: begins(at) for at in range(0, 600, 100)}
+    closed = {at * MS: gate.close for at in (12, 112, 212, 306, 412, 512)}  # the fourth one before its time
+    stop, went = Stop(clock, 1000 * MS, {**opened, **closed}), [0] * 6
+
+    def frame() -> None:
+        """Of a tenth of what a bubble may carry, in a tenth of its time."""
+        allowed = pacer.take(100, stop)
+        went[clock.now // (100 * MS)] += allowed.nbytes
+        stop.wait(1e-3)
+        pacer.ended(allowed)
+
+    while clock.now < 100 * MS:
+        frame()
+    frame()
+    frame()  # and nothing more, until the third bubble has begun
+    stop.wait(0.1)
+    assert clock.now > 201 * MS
+    while clock.now < 500 * MS:
+        frame()
+    assert went[1] == 300 and 0 < went[3] < went[0]
+    assert pacer.fullness.taken == went[0] + went[1] + went[3] + went[4]
+    assert pacer.fullness.offered == 1000 + 300 + 1000 + 1000, "of the second no more was wanted"
 
 
 def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
@@ -299,6 +375,43 @@ def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is(
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now - began > 99 * MS
 
 
+def test_who_has_lost_patience_once_goes_on_until_a_gate_is_opened() -> None:
+    """Frames of the other pacer that take long must not each be followed by as long a wait."""
+    clock, gate = Clock(), Gate(empty())
+    gate.plan(1, 1.0)
+    pacer, stop = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock), Stop(clock, 10**18)
+    gate.open([grant(1, 0, 0.010, 50)], 0, 0)
+    assert pacer.take(50, stop).nbytes == 50
+    assert pacer.take(70, stop).nbytes == 70 and 60_000 * MS < clock.now < 61_000 * MS
+    for pause in (2_000, 5_000, 90_000):
+        clock.now += pause * MS
+        began = clock.now
+        assert pacer.take(70, stop).nbytes == 70 and clock.now == began
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert pacer.take(70, stop).nbytes == 50 and clock.now == began, "there are bubbles again"
+    gate.close()
+    assert pacer.take(70, Stop(clock, clock.now + 50_000 * MS)) == Allowance(0)
+
+
+def test_where_a_plan_is_taken_back_or_never_came_nobody_waits_for_bubbles() -> None:
+    clock, gate = Clock(), Gate(empty())
+    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    for _ in range(3):  # iterations are recorded: closed for a moment between them
+        gate.hold(120.0, clock.now)
+        assert pacer.take(70, Stop(clock, clock.now + 1000 * MS)) == Allowance(0)
+        gate.close()
+        assert pacer.take(70, Stop(clock, clock.now + 10 * MS)) == Allowance(0)
+    began = clock.now
+    assert pacer.take(70, Stop(clock, began + 9000 * MS)).nbytes == 70 and clock.now - began < 1100 * MS
+    gate.plan(1, 1.0)
+    gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
+    assert pacer.take(70, Stop(clock, clock.now + 1000 * MS)).nbytes == 50
+    gate.close()
+    gate.plan(0, 0.0)
+    began = clock.now
+    assert pacer.take(70, Stop(clock, began + 9000 * MS)).nbytes == 70 and clock.now - began < 1100 * MS
+
+
 def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next_bubble() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)  # by a trainer before
@@ -316,6 +429,7 @@ def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same() -> None:
     pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)
     assert pacer.take(50, Stop(clock, MS)).nbytes == 50
+    gate.plan(1, 1.0)
     for number in range(70):  # a version every two minutes: bubbles come and go, and nobody looks at them
         clock.now = (number + 1) * 1000 * MS
         gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
@@ -473,13 +587,31 @@ def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
     assert (pacer.inside_bytes, pacer.late_bytes, pacer.rate_bytes) == (0, 0, 1000)
 
 
-def test_by_a_rate_a_slow_link_is_left_to_training_half_of_the_time() -> None:
-    """10 bytes a millisecond were planned, and are all that the link carries."""
-    clock, gate = Clock(), Gate(empty())
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_by_a_rate_a_slow_link_is_left_to_training_half_of_the_time(ranks: int) -> None:
+    """10 bytes a millisecond were planned, and are all that the link carries; a node's ranks share it."""
+    clock, gate, share = Clock(), Gate(empty()), BY_RATE / ranks
     gate.open([grant(STEADY, 0, 10.0, 100_000)], 0, 0)
-    pacer, stop = GatePacer(gate, least_bytes=100, clock_ns=clock), Stop(clock, 10_000 * MS)
+    pacer, stop = GatePacer(gate, least_bytes=100, by_rate_share=share, clock_ns=clock), Stop(clock, 10_000 * MS)
     send(pacer, stop, clock, lambda nbytes: nbytes * MS / 10)
-    assert 0.9 * STEADY_SHARE * 100_000 <= pacer.rate_bytes <= STEADY_SHARE * 100_000 + 160, "and a frame of 16 ms"
+    assert 0.9 * share * 100_000 <= pacer.rate_bytes <= share * 100_000 + 1024, "and a frame"
+
+
+@pytest.mark.parametrize("granted", [5, 30_000, 100_000, 150_000, 1_000_000])
+def test_all_that_is_granted_as_a_rate_goes_in_frames_that_a_slow_link_carries_soon(granted: int) -> None:
+    clock, gate, link, frames = Clock(), Gate(empty()), 500 / MS, []
+    pacer = GatePacer(gate, clock_ns=clock)
+
+    def takes(nbytes: int) -> float:
+        frames.append(nbytes)
+        return nbytes / link
+
+    for iteration in range(3):
+        begin = clock.now = 10_000 * MS * iteration
+        gate.open([grant(STEADY, 0, 10.0, granted)], iteration, begin)
+        send(pacer, Stop(clock, begin + 10_000 * MS), clock, takes)
+    assert pacer.rate_bytes == 3 * granted
+    assert frames[0] <= FRAME_BYTES and max(frames[1:]) <= 500 * 16, "of 16 ms"
 
 
 # two processes

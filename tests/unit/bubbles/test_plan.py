@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.filling import Grant, Granularity, Transfer, transfers_of
-from ft_plugins.bubbles.plan import BubblePlan, SenderPlan, Snapshot, choose_snapshot, plan_bubbles
+from ft_plugins.bubbles.plan import BY_RATE, BubblePlan, SenderPlan, Snapshot, choose_snapshot, plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Bubble, Kind, Span, Timeline
@@ -303,7 +303,7 @@ def test_a_single_sender_takes_as_many_iterations_as_counting_ticks_says(
     plan = plan_bubbles([Transfer(0, 0, 1, 1, need)], timelines, bubbles, 1.0, Reserve(kept, kept))
     (sender,) = plan.senders
     assert bool(sender.reason) == (shared * 100 < need)
-    assert plan.iterations == (ceil(need / shared) if not sender.reason else ceil(need / 20))
+    assert plan.iterations == (ceil(need / shared) if not sender.reason else ceil(need / (BY_RATE * 20)))
 
 
 def test_where_the_host_is_ahead_of_its_device_grants_are_later_by_that() -> None:

@@ -12,12 +12,14 @@ from ft_plugins.bubbles.gate_pacer import GatePacer
 from ft_plugins.smp.pace import Pace, in_words
 from ft_plugins.snapshot.slots import Version
 
+FIRST = Version(1, 0)
 
-def paced(planned: int, interval: int = 1) -> Pace:
-    """Of one rank, whose trainer has planned so; version 0 has counted."""
+
+def paced(planned: int, interval: int = 1, last: Version | None = FIRST) -> Pace:
+    """Of one rank, whose trainer has planned so; `last` has counted."""
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
     gate.plan(planned, 1.0)
-    pace = Pace(interval, Version(1, 0))
+    pace = Pace(interval, last)
     pace.pacers = {3: GatePacer(gate)}
     return pace
 
@@ -54,15 +56,22 @@ def test_that_nothing_counts_any_more_is_said_once_and_taken_back_when_something
     pace = paced(2)
     told = [pace.captured(Version(1, at)) for at in (1, 15, 31, 32, 33)]
     assert told == [False, False, False, True, False], "three times twice as planned and 1, and a profile's iterations"
-    assert not paced(2).captured(Version(2, 99)), "of another lineage"
     assert not any(pace.counted(Version(1, 40 + 2 * number)) for number in range(3)), "one was far"
     assert pace.counted(Version(1, 46)) and not pace.rarer
+
+
+@pytest.mark.parametrize("last", [None, Version(1, 90)])
+def test_that_nothing_ever_counts_in_a_lineage_is_said_too(last: Version | None) -> None:
+    pace = paced(2, last=last)
+    told = [pace.captured(Version(2, at)) for at in (99, 100, 130, 131, 132)]
+    assert told == [False, False, False, True, False] and pace.rarer
 
 
 def test_without_a_plan_nothing_is_rarer_than_it() -> None:
     pace = paced(0)
     assert not any(pace.counted(Version(1, 100 * number)) for number in range(1, 9))
-    assert pace.fields() == {"iterations": 100, "planned": None, "in_bubbles": 0, "late": 0, "by_rate": 0}
+    nothing = dict.fromkeys(("in_bubbles", "late", "by_rate", "taken", "offered"), 0)
+    assert pace.fields() == {"iterations": 100, "planned": None, **nothing}
 
 
 def test_a_status_says_it_in_words() -> None:
@@ -71,6 +80,7 @@ def test_a_status_says_it_in_words() -> None:
         return in_words(nothing | more)
 
     assert said(iterations=None) == in_words({}) == ""
+    assert said(iterations=None, planned=2, rarer=True) == "none yet, planned every 2: rarer than planned"
     assert said() == "every 1 iteration"
     assert said(iterations=3, planned=2) == "every 3 iterations, planned 2"
     assert said(iterations=9, planned=2, in_bubbles=97, late=3, rarer=True) == (
