@@ -24,7 +24,8 @@ Blocks of 5 iterations in one run, in random order, each after one that is not c
     fill          how full they are planned: by bytes (as full as can be: all, where bubbles carry anything), and by
                   whole layers
     iterations    per checkpoint: from one version that counted to the next, mean (of fewer than two: all there were);
-                  `full_state` as planned for the whole state of mixed precision, six times the bytes
+                  `iterations_planned` as the ranks have planned last, `full_state` as would be planned for the whole
+                  state of mixed precision, six times the bytes
     rarer         whether the SMPs have said that checkpoints get rarer than planned (`rarer_said`)
 
 Claims: overhead_worst <= 0.01, null_difference <= 0.005, unplanned_overhead_worst >= 0.1, in_bubble_share >= 0.9,
@@ -44,18 +45,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ft_plugins.bubbles.filling import Granularity, Transfer
 from ft_plugins.bubbles.gate_pacer import least_bytes
@@ -66,14 +63,13 @@ from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
 from ft_plugins.rig import cluster
+from ft_plugins.rig.bubble_blocks import BLOCK, Cost, compared, cost, every, rounds, sent_share
 from ft_plugins.rig.cluster import MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Emulated, Outcome
-from ft_plugins.rig.emulated import LAYERS, OFF, ON, ONCE
+from ft_plugins.rig.emulated import LAYERS, OFF, ON
 from ft_plugins.rig.figures import line
 from ft_plugins.rig.forkserver import ForkServer
 from ft_plugins.rig.nodes import network
-from ft_plugins.rig.sync_blocks import interval
 
-BLOCK = 5  # iterations
 PAIRS, QUICK_PAIRS = 40, 6
 ONCE_ROUNDS = 3
 SETTLE = 16  # iterations before the first block: profile, plan, the first copies
@@ -83,117 +79,69 @@ FULL_STATE = 6  # times the bytes that the paper sends
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 120.0
 EACH = (
     "overhead", "overhead_upper", "overhead_mean", "overhead_mean_upper", "null", "unplanned", "processor",
-    "in_bubble", "filled", "iterations", "bubbles", "seconds",
+    "in_bubble", "filled", "iterations", "iterations_planned", "bubbles", "seconds",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One shape. Shares of an iteration without protection, medians."""
+    """One shape. Shares are of an iteration without protection, or of bytes."""
 
     name: str
-    seconds: float  # of an iteration without protection
-    overhead: float
-    overhead_upper: float
-    overhead_mean: float
-    overhead_mean_upper: float
-    null: float
-    unplanned: float
+    cost: Cost
     processor: float
     in_bubble: float | None
     filled: float | None
     fill_bytes: float
     fill_layers: float
     iterations: float
+    iterations_planned: int
     full_state: int
     bubbles: float  # share of the iteration, over all ranks
     rarer: bool  # said by the SMPs
 
+    @property
+    def figures(self) -> dict[str, float | bool | None]:
+        """All of them."""
+        return {**asdict(self.cost), **{name: value for name, value in vars(self).items() if name != "cost"}}
+
     def row(self) -> str:
+        cost = self.cost
         shares = (
-            self.overhead, self.overhead_upper, self.overhead_mean, self.overhead_mean_upper, self.null,
-            self.unplanned, self.processor, self.in_bubble, self.filled, self.fill_bytes, self.fill_layers,
+            cost.overhead, cost.overhead_upper, cost.overhead_mean, cost.overhead_mean_upper, cost.null,
+            cost.unplanned, self.processor, self.in_bubble, self.filled, self.fill_bytes, self.fill_layers,
         )  # fmt: skip
         return (
-            f"{self.name:<12} {self.seconds:6.3f} s {self.bubbles:8.1%} "
+            f"{self.name:<12} {cost.seconds:6.3f} s {self.bubbles:8.1%} "
             + " ".join(f"{share:9.2%}" if share is not None else f"{'-':>9}" for share in shares)
-            + f" {self.iterations:10.2f} {self.full_state:10d}"
+            + f" {self.iterations:10.2f} {self.iterations_planned:8d} {self.full_state:10d}"
         )
 
 
 HEAD = (
     f"{'':<12} {'off':>8} {'bubbles':>8} {'overhead':>9} {'upper':>9} {'mean':>9} {'upper':>9} {'null':>9} "
     f"{'unplanned':>9} {'processor':>9} {'in bubble':>9} {'filled':>9} {'bytes':>9} {'layers':>9} {'iterations':>10} "
-    f"{'full state':>10}"
+    f"{'planned':>8} {'full state':>10}"
 )
-
-
-def rounds(pairs: int, once: int, order: random.Random) -> list[tuple[str, int]]:
-    """The modes of all blocks."""
-    found = [(ON, SETTLE)]
-    for _ in range(pairs):
-        modes = [ON, OFF]
-        order.shuffle(modes)
-        found += [(mode, BLOCK) for mode in modes]
-    for _ in range(once):
-        modes = [ONCE, OFF]
-        order.shuffle(modes)
-        found += [(mode, BLOCK) for mode in modes]
-    return found
 
 
 def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
     """Figures of a run."""
-    compared, at_once = outcome.blocks[1 : 1 + 2 * pairs], outcome.blocks[1 + 2 * pairs :]
-    paired = [
-        {block.mode: statistics.mean(block.seconds) for block in compared[at : at + 2]}
-        for at in range(0, len(compared), 2)
-    ]
-    overheads = [each[ON] / each[OFF] - 1 for each in paired]
-    off = statistics.median(each[OFF] for each in paired)
-    begun, through = outcome.blocks[0].completed, compared[-1].completed
-    counted = counts(outcome, begun, through)
-    planned, by_layers = (plan(one, outcome.profile, granularity) for granularity in Granularity)
-    once = statistics.median(seconds for block in at_once if block.mode == ONCE for seconds in block.seconds)
-    beside = statistics.median(seconds for block in at_once if block.mode == OFF for seconds in block.seconds)
+    found, profile = cost(outcome.blocks, pairs), outcome.profile
+    begun, through = outcome.blocks[0].completed, compared(outcome.blocks, pairs)[0][-1].completed
+    planned, by_layers = (plan(one, profile, granularity) for granularity in Granularity)
     return Measured(
-        one.name, off, statistics.median(overheads), interval(overheads)[1], statistics.mean(overheads),
-        interval(overheads, middle=np.mean)[1],
-        statistics.median(one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)),
-        once / beside - 1,
-        (outcome.processor(ON) - outcome.processor(OFF)) / off,
-        sent_share(outcome, begun, through, ("in_bubbles",), ("in_bubbles", "late", "by_rate")),
-        sent_share(outcome, begun, through, ("taken",), ("offered",)),
+        one.name, found,
+        (outcome.processor(ON) - outcome.processor(OFF)) / found.seconds,
+        sent_share(outcome.events, begun, through, ("in_bubbles",), ("in_bubbles", "late", "by_rate")),
+        sent_share(outcome.events, begun, through, ("taken",), ("offered",)),
         planned.fill_bytes or 0.0, by_layers.fill_layers or 0.0,
-        statistics.mean(b - a for a, b in pairwise(counted)) if len(counted) > 1 else through - begun,
-        plan(one, outcome.profile, Granularity.BYTES, FULL_STATE).iterations,
-        1 - statistics.mean(busy_share(each, outcome.profile.reduce_work) for each in outcome.profile.timelines),
+        every(outcome.events[0], begun, through),
+        [event.fields["iterations"] for event in outcome.events[0] if event.name == "baft.plan"][-1],
+        plan(one, profile, Granularity.BYTES, FULL_STATE).iterations,
+        1 - statistics.mean(busy_share(each, profile.reduce_work) for each in profile.timelines),
         any(event.name == "checkpoints.rarer" for event in outcome.events[0]),
     )  # fmt: skip
-
-
-def counts(outcome: Outcome, begun: int, through: int) -> list[int]:
-    """The versions that counted between these; where links are disturbed there may be none."""
-    return sorted(
-        event.fields["iteration"] for event in outcome.events[0]
-        if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
-    )  # fmt: skip
-
-
-def sent_share(outcome: Outcome, begun: int, through: int, part: Sequence[str], whole: Sequence[str]) -> float | None:
-    """Of `whole`, sums of bytes that nodes tell with each version, `part`; None where there was nothing. Of versions
-    that were followed by another one by then, so were through: the last one may have gone in the blocks that send at
-    once, where no gate is opened."""
-    sums = [0, 0]
-    for events in outcome.events:
-        told = [
-            event.fields for event in events
-            if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
-        ][:-1]  # fmt: skip
-        for first, last in zip(told[:1], told[-1:], strict=True):
-            for place, names in enumerate((part, whole)):
-                sums[place] += sum(last[name] - first[name] for name in names)
-    return sums[0] / sums[1] if sums[1] else None
 
 
 def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int = 1) -> BubblePlan:
@@ -276,14 +224,14 @@ def measure(
     with ForkServer(cluster.PRELOAD) as server:
         for each in chosen:
             one, slower = disturbed(each, how)
-            blocks = rounds(pairs, 1 if how else ONCE_ROUNDS, random.Random(seed))
+            blocks = rounds(SETTLE, pairs, 1 if how else ONCE_ROUNDS, seed)
             with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(hosts) as places:
                 seconds = 4.0 * one.dilation * sum(count + 1 for _, count in blocks)
                 flags = ("--baft-reserve-ms", str(reserve_ms(one)))
                 outcome = cluster.run(server, one, places, Path(folder), blocks, seconds, *flags, slower=slower)
             append(raw, {"shape": one.name, "blocks": [asdict(block) for block in outcome.blocks]})
             found.append(evaluate(one, outcome, pairs))
-            append(written, for_simulator(one, outcome, found[-1].seconds))
+            append(written, for_simulator(one, outcome, found[-1].cost.seconds))
             print(found[-1].row(), flush=True)
     return found
 
@@ -298,11 +246,11 @@ def append(file: Path | None, told: dict[str, Any]) -> None:
 def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
     """For the last line."""
     told: dict[str, float | bool | None] = {
-        "overhead_worst": max(one.overhead_upper for one in found),
-        "overhead_mean_worst": max(one.overhead_mean_upper for one in found),
-        "unplanned_overhead_worst": min(one.unplanned for one in found),
+        "overhead_worst": max(one.cost.overhead_upper for one in found),
+        "overhead_mean_worst": max(one.cost.overhead_mean_upper for one in found),
+        "unplanned_overhead_worst": min(one.cost.unplanned for one in found),
         "processor_share_worst": max(one.processor for one in found),
-        "null_difference": max(abs(one.null) for one in found),
+        "null_difference": max(abs(one.cost.null) for one in found),
         "in_bubble_share": min((one.in_bubble for one in found if one.in_bubble is not None), default=None),
         "filled_share": min((one.filled for one in found if one.filled is not None), default=None),
         "fill_share_bytes": min(one.fill_bytes for one in found),
@@ -313,7 +261,7 @@ def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
     }
     for one in found:
         for name in EACH:
-            told[f"{name}_{one.name}"] = getattr(one, name)
+            told[f"{name}_{one.name}"] = one.figures[name]
     return {name: value for name, value in told.items() if value is not None}
 
 
@@ -347,7 +295,8 @@ def main() -> None:
     if args.plot is not None:
         from ft_plugins.rig.bubble_pictures import draw_measured
 
-        draw_measured([(one.name, one.overhead, one.overhead_upper, one.unplanned) for one in found], args.plot)
+        costs = [(one.name, one.cost) for one in found]
+        draw_measured([(name, of.overhead, of.overhead_upper, of.unplanned) for name, of in costs], args.plot)
     print(line("bubble_overhead", figures(found)))
 
 
