@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,6 +174,33 @@ def test_one_that_no_bubble_carries_is_not_stopped_by_compute() -> None:
     assert gate.read() is not None
     keeper.iteration_end()
     assert gate.read() is None
+
+
+@pytest.mark.parametrize(("shift", "used"), [(-0.06, False), (-0.04, True), (0.04, True), (0.06, False)])
+def test_a_bubble_that_begins_sooner_or_later_than_planned_is_told_of_and_lets_nothing_go(
+    shift: float, used: bool
+) -> None:
+    opened: list[int] = []
+
+    class Watched(Gate):
+        """What a reader could see at any moment."""
+
+        def open(self, grants: Sequence[Grant], iteration: int, now_ns: int) -> None:
+            super().open(grants, iteration, now_ns)
+            found = self.read()
+            assert found is not None
+            opened.append(sum(nbytes for _, _, nbytes in found.windows))
+
+    now, gate = 7.0, Watched(empty())
+    planned = replace(grant(1, 0, 1.0, 9, after=0), edge=0.2)
+    plan = SenderPlan(Transfer(0, 0, 1, 1, 9), (), (planned,), 1.0, 1.0)
+    keeper = Gatekeeper(gate, plan, clock_ns=lambda: round(now * 1e9), tolerance=0.05)
+    keeper.iteration_begin(0)
+    keeper.begin(Kind.FORWARD)
+    now += 0.2 + shift
+    keeper.end(Kind.FORWARD)
+    assert (gate.read() is not None) == used
+    assert opened == [9 if used else 0] and gate.openings == 1
 
 
 def test_a_new_trainer_begins_with_a_closed_gate_whatever_the_one_before_it_left() -> None:
