@@ -5,7 +5,8 @@ in every second iteration; and on a slow link that several ranks share, a frame 
 What is then still on its way is what the pipeline's own message waits for.
 
 A frame that is late is what training waits for, a bubble that is not used to its end only makes copies rarer. So it is
-shortened quickly and lengthened slowly: where its end comes now sooner and now later, a frame is late in one of eight or ten.
+shortened quickly and lengthened slowly: where its end comes now sooner and now later, a frame is late in it about one
+time in ten.
 
 Invariant: never more than was planned. One odd iteration costs half of a window at most, and no window for ever.
 In: how much of a window was there for a frame that was late. Out: nanoseconds of windows to be used.
