@@ -20,7 +20,8 @@ Blocks of 5 iterations in one run, in random order, each after one that is not c
                   for it or not; ranks queue for it here, as they have no core each
     in_bubble     of all bytes of copies: what was through within the bubble that it was planned for; left out where
                   disturbed links let fewer than three versions through
-    filled        how full planned windows got in which there was something to send (bubbles/fullness.py)
+    filled        how full planned windows got in which there was something to send (bubbles/fullness.py): a frame has to
+                  be through by the end of its window, so the last milliseconds of each are left
     fill          how full they are planned: by bytes (as full as can be: all, where bubbles carry anything), and by
                   whole layers
     iterations    per checkpoint: from one version that counted to the next, mean (of fewer than two: all there were);
@@ -29,7 +30,7 @@ Blocks of 5 iterations in one run, in random order, each after one that is not c
     rarer         whether the SMPs have said that checkpoints get rarer than planned (`rarer_said`)
 
 Claims: overhead_worst <= 0.01, null_difference <= 0.005, unplanned_overhead_worst >= 0.1, in_bubble_share >= 0.9,
-filled_share >= 0.95, iterations_per_checkpoint_worst <= 3.
+fill_share_bytes >= 0.95, iterations_per_checkpoint_worst <= 3.
 
 --disturb: the same, for `overhead` and `iterations`, when what was planned with is no longer so: `slow`: links carry a
 tenth from the first plan on; `jitter`: each pass of the second stage takes up to 30% more or less; `drift`: two
