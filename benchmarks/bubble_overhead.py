@@ -20,8 +20,8 @@ Blocks of 5 iterations in one run, in random order, each after one that is not c
                   for it or not; ranks queue for it here, as they have no core each
     in_bubble     of all bytes of copies: what was through within the bubble that it was planned for; left out where
                   disturbed links let fewer than three versions through
-    filled        how full planned windows got in which there was something to send (bubbles/fullness.py): a frame has to
-                  be through by the end of its window, so the last milliseconds of each are left
+    filled        how full planned windows got in which there was something to send (bubbles/fullness.py): a frame has
+                  to be through by the end of its window, so the last milliseconds of each are left
     fill          how full they are planned: by bytes (as full as can be: all, where bubbles carry anything), and by
                   whole layers
     iterations    per checkpoint: from one version that counted to the next, mean (of fewer than two: all there were);
