@@ -4,18 +4,14 @@ A profile tells a bubble's usual length. Where the passes around it take now mor
 in every second iteration; and on a slow link that several ranks share, a frame takes now one share of it and now all.
 What is then still on its way is what the pipeline's own message waits for.
 
-A frame that is late is what training waits for, a bubble that is not used to its end only makes copies rarer. So it is
-shortened quickly and lengthened slowly: where its end comes now sooner and now later, a frame is late in it about one
-time in ten.
-
 Invariant: never more than was planned. One odd iteration costs half of a window at most, and no window for ever.
 In: how much of a window was there for a frame that was late. Out: nanoseconds of windows to be used.
 """
 
 from __future__ import annotations
 
-GROWS, REGAINS = 0.0025, 0.01  # of a window, and of what is missing of it, each time that it is opened
-_MOST = 0.5  # of what was used of it, is dropped at once
+GROWS = 0.01  # of a window, each time that it is opened
+_DROPS = 0.5  # of the way to what was there
 
 Window = tuple[int, int]  # a bubble, and which of its windows
 
@@ -29,10 +25,8 @@ class Shortened:
     def opened(self, window: Window, nanoseconds: int) -> None:
         """It is opened once more, for so long."""
         used = self._used.pop(window, None)
-        if used is not None:
-            used += GROWS * nanoseconds + REGAINS * (nanoseconds - used)
-            if used < nanoseconds:
-                self._used[window] = used
+        if used is not None and used + GROWS * nanoseconds < nanoseconds:
+            self._used[window] = used + GROWS * nanoseconds
 
     def used(self, window: Window, nanoseconds: int) -> int:
         """How long of so many nanoseconds frames may go."""
@@ -41,4 +35,4 @@ class Shortened:
     def late(self, window: Window, nanoseconds: int, there: int) -> None:
         """A frame was late that would have been in time, had no more than `there` of its nanoseconds been used."""
         used = min(nanoseconds, self._used.get(window, nanoseconds))
-        self._used[window] = used - min(_MOST * used, used - min(used, max(0, there)))
+        self._used[window] = used - _DROPS * (used - min(used, max(0, there)))

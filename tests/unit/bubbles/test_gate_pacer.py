@@ -567,8 +567,8 @@ def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mo
         ended = send(pacer, stop, clock, lambda nbytes: nbytes / link, (gate, end))
         waited += ended.count(False) if bubble >= 200 else 0
         early += end < begin + 100 * MS and bubble >= 200
-    assert waited < 0.3 * early, f"{waited} of {early}"
-    assert pacer.inside_bytes >= 400 * 0.7 * 0.9 * 10**8, "most of what is there in any case is used"
+    assert waited < 0.5 * early, f"{waited} of {early}"
+    assert pacer.inside_bytes >= 400 * 0.7 * 0.9 * 10**8, "what is there in any case is used"
 
 
 def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
