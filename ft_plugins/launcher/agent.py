@@ -5,7 +5,7 @@ earlier one are gone. The restart count that workers see grows by one with each 
 others sit in a collective that can never end: they are killed at once, with no grace.
 
 In: torch's specification of the workers, the job on this node, its watcher. Out: a `RunResult` that names the workers
-which failed by themselves, a `Verdict`; `worker.failed` and `workers.restart` events; `FTP_*` variables for workers.
+which failed by themselves, a `Verdict`; `worker.failed`, `round.over`, `workers.restart` events; `FTP_*` for workers.
 """
 
 from __future__ import annotations
@@ -176,6 +176,9 @@ class ProgressAgent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._failed_at is None:  # another node failed or joined: torch starts workers again without counting
             worker_group.spec.max_restarts += 1
+            handler = worker_group.spec.rdzv_handler
+            reason = handler.over if isinstance(handler, Rendezvous) else "the rendezvous says that nodes wait"
+            self._events.emit("round.over", reason=reason)
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:

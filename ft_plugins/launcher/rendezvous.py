@@ -59,6 +59,7 @@ class Rendezvous(RendezvousHandler):
     def __init__(self, settings: Settings) -> None:
         """Open this node's port."""
         self.in_order = False  # to be told to the others at `shutdown`: whether the job has succeeded
+        self.over = ""  # why nodes are said to wait, for people
         self._settings = settings
         self._reach = min(_LONGEST_REACH, settings.silence / 3)
         self._rest = min(_REST_SECONDS, settings.silence / 10)
@@ -340,19 +341,28 @@ class Rendezvous(RendezvousHandler):
         if now >= self._next_look:
             self._next_look = now + self._rest
             self._learn_sizes()
-            self._waiting = self._nodes_waiting() if self._post.answers else 1
+            failed = (1, "the port of this node is not answered any more")
+            self._waiting, self.over = self._nodes_waiting() if self._post.answers else failed
         return self._waiting
 
-    def _nodes_waiting(self) -> int:
+    def _nodes_waiting(self) -> tuple[int, str]:
         try:
             reply = self._look_again()
             if self._station.leading:
                 self._meet_others(self._settings.silence, _STRANGER_SECONDS)
         except (ConnectionError, ProtocolError) as error:
-            return 0 if self._only_slow(error) else 1
+            if self._only_slow(error):
+                return 0, ""
+            lead, silent = self._lead.node if self._lead else "?", time.monotonic() - self._heard
+            return 1, f"node {lead}, which leads, has not answered for {silent:.1f} s: {error}"
         self._heard = time.monotonic()
-        on = reply["phase"] == Phase.COMPLETE.value and reply["round"] == self._round
-        return 0 if on else max(1, int(reply["waiting"]))
+        if reply["phase"] == Phase.COMPLETE.value and reply["round"] == self._round:
+            return 0, ""
+        names = ", ".join(map(str, reply["names"])) or "nobody yet"
+        return max(1, int(reply["waiting"])), (
+            f"round {self._round} is over (a node joined, left, or was not heard of for {self._settings.silence:g} s): "
+            f"round {reply['round']} is {reply['phase']}, and there wait: {names}"
+        )
 
     def _look_again(self) -> Message:
         """The lead's reply about the round; on a new connection if the old one has ended."""

@@ -55,7 +55,7 @@ def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]
         while True:
             name, arguments = connection.recv()
             try:
-                own = {"join": joined, "begin": begun}.get(name)
+                own = {"join": joined, "begin": begun, "why": lambda handler: handler.over}.get(name)
                 connection.send(("ok", own(handler) if own else getattr(handler, name)(*arguments)))
             except Exception as error:
                 connection.send(("error", type(error).__name__, str(error)))
@@ -223,6 +223,8 @@ def test_a_node_that_begins_anew_is_seen_by_those_whose_workers_run(start: Start
     nodes[1].tell("join")
     until(nodes[0], 1)
     until(nodes[2], 1)
+    reason = nodes[2].ask("why")
+    assert reason.startswith("round 1 is over (") and reason.endswith(", and there wait: b"), reason
     nodes[0].tell("join")
     until(nodes[2], 2)
     assert nodes[2].tell("join").hear()["names"] == ["a", "b", "c"]
@@ -328,6 +330,7 @@ def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others
     a.kill(signal.SIGSTOP)
     until(b, 1)
     until(c, 1)
+    assert b.ask("why").startswith("node a, which leads, has not answered for ")
     b.tell("join"), c.tell("join")
     assert b.quiet(2)
     a.kill(signal.SIGCONT)
@@ -592,6 +595,20 @@ def test_a_round_lost_before_workers_are_started_is_tried_again_a_few_times(
     with pytest.raises(DistStoreError) if lost == 5 else nullcontext():
         agent._initialize_workers(agent._worker_group)
     assert happened.count("round.lost") == min(lost, 4) and happened.count("try") == min(lost + 1, 5)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_workers_that_start_again_because_a_round_is_over_have_a_reason_in_the_events(
+    alone: Rendezvous, failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimpleElasticAgent, "_restart_workers", lambda agent, group: None)
+    happened: list[str] = []
+    agent = agent_of(alone, happened)
+    agent._events.subscribe(lambda event: happened.append(event.fields["reason"]))
+    agent._failed_at, alone.over = (1.0 if failed else None), "node x was not heard of"
+    agent._restart_workers(agent._worker_group)
+    assert happened == ([] if failed else ["round.over", "node x was not heard of"])
+    assert agent._worker_group.spec.max_restarts == (3 if failed else 4)
 
 
 def test_a_round_of_another_back_end_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
