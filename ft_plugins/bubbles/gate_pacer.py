@@ -29,6 +29,7 @@ FRAME_BYTES = 16 << 10  # or so many: shorter ones take more of the processor th
 SLOW_FRAME_SECONDS = 0.016  # but no longer than that: on a slow link short ones take long enough
 MOST_FILLED = 32  # bubbles of which is told how much went in them
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
+SLOWER = 2.0  # than planned: of a link that is yet slower no more is taken than by a rate, for messages need it longer
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
 TRICKLE = 0.01  # of the time
 _SHORTEST = 1 << 10  # bytes of a frame of it: shorter ones tell of latency alone
@@ -49,7 +50,8 @@ class GatePacer:
     the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
     of what was planned delays nothing but copies. A window in which frames were late is used less far from then on
     (`shortened`). What is granted in no bubble goes evenly over its time, and in `by_rate_share` of it at most: of
-    BY_RATE, what is left to each rank of its node.
+    BY_RATE, what is left to each rank of its node. So do frames in bubbles where the link is more than SLOWER times
+    slower than planned: training's own messages are then under way in much of what was a bubble.
 
     `otherwise` paces while there is no plan, and when no gate was opened for `patience_seconds` and for
     PATIENCE_PERIODS planned iterations in which somebody wanted to send (a trainer that is dead, evaluation) until
@@ -86,7 +88,8 @@ class GatePacer:
         self._asked_ns = self._seen_ns  # when somebody wanted to send
         self._fed_ns = self._seen_ns  # when the gate let something go, was held, or nobody had wanted
         self._fed_at = gate.openings  # how many there had been then
-        self._trickle_ns = self._steady_ns = 0  # not before
+        self._trickle_ns = self._steady_ns = self._rested_ns = 0  # not before
+        self._share = 1.0  # of the time: the rest of it is rested, on a slow link
         self._crawls = FRAME_BYTES  # of a frame in no bubble, by what the one before took
         self._before = self._fed_at  # openings of trainers before: those of this one come after
         self.fullness = Fullness()
@@ -144,13 +147,13 @@ class GatePacer:
                 self._steady_ns = now + int(took * (1 / self._by_rate_share - 1))
                 return None
             known = bool(self._trips)  # the first frame on a slow link is late for another reason
-            self._trips.add(allowed.nbytes, now - allowed.began_ns)
+            took = now - allowed.began_ns
+            self._trips.add(allowed.nbytes, took)
+            self._rested_ns = now + int(took * (1 / self._share - 1))
             inside = stands and now <= allowed.deadline_ns
             if known and not inside and allowed.deadline_ns in self._ends:
                 window, begin = self._ends[allowed.deadline_ns]
-                whole, over = allowed.deadline_ns - begin, now - allowed.deadline_ns
-                # a bubble that was over before its time was there when the frame began
-                self._shortened.late(window, whole, whole - over if over > 0 else allowed.began_ns - begin)
+                self._shortened.late(window, allowed.deadline_ns - begin)
             if inside and opening is not None:
                 self.inside_bytes += allowed.nbytes
                 self._filled[opening.bubble] = self._filled.get(opening.bubble, 0) + allowed.nbytes
@@ -211,12 +214,15 @@ class GatePacer:
                 continue  # this one is over
             if now < begin:
                 return None, min((begin - now) / 1e9, 10 * self._poll)  # it may be closed before
+            if now < self._rested_ns:
+                return None, min((min(self._rested_ns, deadline) - now) / 1e9, 10 * self._poll)
             rate = planned / (deadline - begin)
             room = min(self.fullness.left[place], self._through(end - now, rate))
             # a window that carries less than is worth a frame is taken where half of it gets through; on a slow link
             # less is worth one, or much of small windows would be left
             carried = self._through(end - begin, rate)
             if room > 0 and room >= min(nbytes, self._least, self._worth(rate), (carried + 1) // 2):
+                self._share = self._by_rate_share if SLOWER * self._pace(rate) < rate else 1.0
                 return self._take(place, nbytes, min(room, self._longest(rate)), deadline, now), 0.0
         return None, _UNTIL_OPEN  # of what stands nothing more is worth a frame: what may go only shrinks
 

@@ -21,8 +21,9 @@ import pytest
 
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
-from ft_plugins.bubbles.gate_pacer import FRAME_BYTES, FRAME_SECONDS, SLOW_FRAME_SECONDS, GatePacer
+from ft_plugins.bubbles.gate_pacer import FRAME_BYTES, FRAME_SECONDS, SLOW_FRAME_SECONDS, SLOWER, GatePacer
 from ft_plugins.bubbles.plan import BY_RATE
+from ft_plugins.bubbles.round_trips import LAST
 from ft_plugins.model.pacer import Allowance
 
 Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
@@ -144,7 +145,8 @@ def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_g
         late_by.append(max(0, clock.now - begin - 12 * MS))  # a wait may go on for one poll
         moved.append(pacer.inside_bytes + pacer.late_bytes - before)
     assert late_by[0] > 50 * MS, "nothing is known yet"
-    assert not any(late_by[1:]) and min(moved[10:]) >= 70, "of 100 that could be through"
+    assert not any(late_by[1:]), "a window is met once the link is known"
+    assert min(moved[10:]) >= 60, "of 100 that could be through"
     for number in range(30, 60):  # it is as planned again
         begin = clock.now = 100 * MS * number
         gate.open([grant(1, 0, 0.010, 1000)], 0, begin)
@@ -245,8 +247,12 @@ def test_bubbles_in_which_nothing_can_go_do_not_make_a_slow_link_look_faster(sho
             send(pacer, stop, clock, lambda nbytes: 5 * MS + nbytes / link, (gate, end))
         late.append(pacer.late_bytes)
         moved.append(pacer.inside_bytes - before)
-    assert late[-1] == late[4], "once the link is known, nothing more is late"
-    assert min(moved[10:20] + moved[27:]) >= 0.6 * 100 * MS * link, "and it is used"
+    # frames of one size tell nothing of what each takes besides its bytes: of each LAST a short one may be late
+    moreover = [after - before for before, after in pairwise(late[4:])]
+    assert max(moreover) <= 500, "once the link is known, no whole frame is late"
+    assert sum(map(bool, moreover)) <= 1 + sum(moved) // 2000 // LAST, f"{moreover}"
+    # half of the time, of which 5 of 21 ms are for no bytes
+    assert min(moved[10:20] + moved[27:]) >= 0.9 * BY_RATE * 16 / 21 * 100 * MS * link, "and it is used"
 
 
 def test_windows_of_another_plan_are_used_whole_though_a_bubble_of_that_number_was_shortened() -> None:
@@ -534,7 +540,8 @@ def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late
         send(pacer, Stop(clock, begin + 150 * MS, {end: gate.close}), clock, lambda nbytes: nbytes / link, (gate, end))
         late.append(pacer.late_bytes)
     assert late[-1] == late[2], "once the link is known, nothing more is late"
-    assert pacer.inside_bytes >= 0.7 * 20 * 100 * MS * link, "and it is used"
+    assert pacer.inside_bytes >= 0.9 * BY_RATE * 20 * 100 * MS * link, "and it is used"
+    assert pacer.inside_bytes <= 1.1 * BY_RATE * 20 * 100 * MS * link, "but mostly left to training's messages"
 
 
 def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_of_them() -> None:
@@ -551,8 +558,24 @@ def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_o
         if bubble == 9:
             known = pacer.late_bytes, pacer.inside_bytes, frames
     assert pacer.late_bytes == known[0], "once the link is known, nothing more is late"
-    # a first frame has three quarters of the window, 5 ms of it for nothing; frames are of 16 ms, and 5
-    assert pacer.inside_bytes - known[1] >= 30 * 700 and frames - known[2] <= 30 * 6
+    # frames are of 16 ms, and 5; a rest as long is between them
+    assert pacer.inside_bytes - known[1] >= 30 * 350 and frames - known[2] <= 30 * 3
+
+
+@pytest.mark.parametrize("slower", [1.0, 0.9 * SLOWER, 1.1 * SLOWER, 10.0, 30.0])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_of_a_link_much_slower_than_planned_each_rank_takes_as_much_as_by_a_rate(slower: float, ranks: int) -> None:
+    clock, gate, link = Clock(), Gate(empty()), 10_000 / MS / slower
+    pacer = GatePacer(gate, by_rate_share=BY_RATE / ranks, clock_ns=clock)
+    for bubble in range(12):
+        begin = clock.now = bubble * 1000 * MS
+        gate.open([grant(bubble, 0, 0.5, 5_000_000)], bubble, begin)
+        before = pacer.inside_bytes
+        send(pacer, Stop(clock, begin + 500 * MS), clock, lambda nbytes: nbytes / link)
+    taken = (pacer.inside_bytes - before) / (500 * MS * link)
+    share = BY_RATE / ranks if slower > SLOWER else 1.0
+    # the end of a window is met with a MARGIN, and a frame less goes, or one more
+    assert abs(taken - share) <= 0.1 * share + SLOW_FRAME_SECONDS / 0.5
 
 
 def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mostly_lasts() -> None:
@@ -567,7 +590,7 @@ def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mo
         ended = send(pacer, stop, clock, lambda nbytes: nbytes / link, (gate, end))
         waited += ended.count(False) if bubble >= 200 else 0
         early += end < begin + 100 * MS and bubble >= 200
-    assert waited < 0.5 * early, f"{waited} of {early}"
+    assert waited < 0.3 * early, f"{waited} of {early}"
     assert pacer.inside_bytes >= 400 * 0.7 * 0.9 * 10**8, "what is there in any case is used"
 
 
