@@ -188,8 +188,10 @@ class Watcher:
                 raise
             except FtError as error:
                 if time.monotonic() >= deadline and not ended:  # it hangs: what it owns, another one adopts
-                    self._events.emit("smp.hangs", pid=self._pid, request=name, reason=str(error))
-                    liveness.kill_and_wait([(self._pid, self._began)], _CALL_SECONDS)
+                    # the one that lives may never have answered: then `_pid` is of the one before
+                    hung = liveness.holder(self._job.run_dir / "smp.lock") or [(self._pid, self._began)]
+                    self._events.emit("smp.hangs", pid=hung[0][0], request=name, reason=str(error))
+                    liveness.kill_and_wait(hung, _CALL_SECONDS)
                     ended, deadline = True, time.monotonic() + self._patience
                 if time.monotonic() >= deadline:
                     raise ProtectionError(

@@ -119,7 +119,7 @@ class DrivenNode:
 
     def destroy(self) -> None:
         """Lose it at once: all of its processes by SIGKILL, then all of its memory."""
-        smp = self._smp()
+        smp = liveness.holder(self.run_dir / "smp.lock")
         trainers = [(pid, liveness.started(pid)) for pid in self.trainers.values()]
         liveness.kill_and_wait([(self.pid, liveness.started(self.pid)), *smp, *trainers], _GONE_SECONDS)
         self._process.wait(_GONE_SECONDS)
@@ -154,14 +154,9 @@ class DrivenNode:
                 self._process.wait(_GONE_SECONDS)
             liveness.kill_and_wait(trainers, _GONE_SECONDS)
 
-    def _smp(self) -> list[tuple[int, int]]:
-        lock = self.run_dir / "smp.lock"
-        pid = int(lock.read_text() or 0) if liveness.held(lock) else 0
-        return [(pid, liveness.started(pid))] if pid else []
-
     def _end_smp(self) -> None:
         """By request; an SMP that does not answer is killed."""
-        for pid, started in self._smp():
+        for pid, started in liveness.holder(self.run_dir / "smp.lock"):
             try:
                 with Client(self.run_dir, timeout=_GONE_SECONDS) as client:
                     client.end()

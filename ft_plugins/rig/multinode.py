@@ -1,7 +1,8 @@
 """A protected job of the GPT example on several emulated nodes, whose nodes come and go as a test tells.
 
 Invariant: every node is what a user has: an agent, an SMP, workers, a place of its own in the network. All nodes know
-the job's secret from a file of mode 0600, and lost ones are missed after five seconds.
+the job's secret from a file of mode 0600, and lost ones are missed after five seconds, unless the run
+has flags that say otherwise.
 
 In: a run, the fork server, places. Out: running nodes, by name.
 """
@@ -85,8 +86,8 @@ class MultiNodeJob:
         spec = self.run.armed(faults).spec(**place.fields())
         known = {k: v for k, v in vars(spec).items() if k not in ("name", "flags")}
         flags = (
-            *spec.flags, "--ftp-node-name", name, "--ftp-secret-file", str(self._secret),
-            "--ftp-detect-seconds", DETECT_SECONDS, *self._flags, *more,
+            "--ftp-detect-seconds", DETECT_SECONDS, *spec.flags, "--ftp-node-name", name,
+            "--ftp-secret-file", str(self._secret), *self._flags, *more,
         )  # fmt: skip
         spec = self._jobs(**{**known, **self._fields, "node": name, "flags": flags})
         self.nodes[name] = self._server.start(spec)

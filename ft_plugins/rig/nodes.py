@@ -103,12 +103,9 @@ def destroy(job: RunningJob) -> None:
     job.kill()
     job.wait(_GONE_SECONDS)
     run_dir = job.spec.run_dir
-    lock = run_dir / "smp.lock"
-    if liveness.held(lock):
-        pid = int(lock.read_text())
-        left = liveness.kill_and_wait([(pid, liveness.started(pid))], _GONE_SECONDS)
-        if left:
-            raise TimeoutError(f"the SMP with pid {pid} was not gone {_GONE_SECONDS:.0f} s after SIGKILL")
+    left = liveness.kill_and_wait(liveness.holder(run_dir / "smp.lock"), _GONE_SECONDS)
+    if left:
+        raise TimeoutError(f"the SMP with pid {left[0]} was not gone {_GONE_SECONDS:.0f} s after SIGKILL")
     paths.remove(job.spec.name, job.spec.node)
     if run_dir.exists():  # not yet, when it is lost in the first moments
         shutil.rmtree(run_dir)

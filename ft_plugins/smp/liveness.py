@@ -92,6 +92,16 @@ def held(lock: Path) -> bool:
     return int(struct.unpack_from("h", found)[0]) != fcntl.F_UNLCK
 
 
+def holder(lock: Path) -> list[tuple[int, int]]:
+    """The process that holds the lock file `lock`, as (pid, start time); none where nobody does."""
+    try:
+        text = lock.read_text() if held(lock) else ""
+    except FileNotFoundError:  # let go of in between
+        return []
+    pid = int(text) if text.isdecimal() else 0  # taken this moment, its pid not yet written
+    return [(pid, began)] if pid and (began := started(pid)) else []
+
+
 def acquire(lock: Path) -> int | None:
     """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it."""
     while True:

@@ -68,6 +68,8 @@ def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
     deadline = time.monotonic() + _GONE_SECONDS
     while any(liveness.held(found.run_dir / "smp.lock") for found in made) and time.monotonic() < deadline:
         time.sleep(0.01)  # they remove their segments themselves
+    stopped = [smp for found in made for smp in liveness.holder(found.run_dir / "smp.lock")]  # answers nobody
+    liveness.kill_and_wait(stopped, _GONE_SECONDS)
     left = [path for found in made for path in Path("/dev/shm").glob(f"ftp-{found.name}@*")]
     for path in left:
         path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +177,39 @@ def test_an_smp_that_hangs_is_ended_and_replaced(tmp_path: Path) -> None:
     assert ("smp.hangs", first) in [(name, fields.get("pid")) for name, fields in names]
     story.watcher.stop()
     story.smp.kill()
+
+
+def test_a_second_smp_that_hangs_from_its_beginning_is_ended_as_well(tmp_path: Path) -> None:
+    """It never answered `ensure`, so nobody was told its pid: it is known as the one that holds the lock."""
+    hold = "import sys, pathlib\nfrom ft_plugins.smp import liveness\n"
+    hold += "liveness.acquire(pathlib.Path(sys.argv[1])), print(), sys.stdin.read()"
+    story, hanging = Story(tmp_path, patience=1.0), []
+
+    def ensure(*arguments: Any) -> int:
+        if not hanging:
+            command = [sys.executable, "-c", hold, str(tmp_path / "smp.lock")]
+            hanging.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert hanging[0].stdout and hanging[0].stdout.readline()
+        for process in hanging:
+            process.wait(WAIT)
+        return story.smp.ensure(*arguments)
+
+    first = story.watcher.start()
+    story.watcher._ensure = ensure
+    story.smp.hangs = first
+    try:
+        with pytest.raises(ProtectionError, match="'fence'"):
+            story.watcher.fence()
+        assert story.watcher.fence() == 1
+        assert hanging[0].wait(WAIT) == -signal.SIGKILL and len(story.smp.started) == 2
+        told = [story.next() for _ in range(story.events.qsize())]
+        assert [fields["pid"] for name, fields in told if name == "smp.hangs"] == [first, hanging[0].pid]
+    finally:
+        story.watcher.stop()
+        story.smp.kill()
+        for process in hanging:
+            process.kill()
+            process.communicate(timeout=WAIT)
 
 
 def test_a_refusal_that_the_job_went_on_without_this_node_is_kept_like_state(story: Story) -> None:

@@ -108,7 +108,7 @@ sys.stdin.read()
 """
 
 
-def holder(lock: Path) -> subprocess.Popen[str]:
+def holding(lock: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -120,17 +120,28 @@ def holder(lock: Path) -> subprocess.Popen[str]:
 def test_a_lock_is_held_by_one_living_process_and_free_the_moment_it_dies(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     assert not liveness.held(lock) and not lock.exists(), "asking makes no file"
-    with holder(lock) as process:
+    with holding(lock) as process:
         assert liveness.held(lock)
+        assert liveness.holder(lock) == [(process.pid, liveness.started(process.pid))]
         assert liveness.acquire(lock) is None
         assert int(lock.read_text()) == process.pid, "who failed to take it did not change what it says"
         assert stat.S_IMODE(lock.stat().st_mode) == 0o600
         process.kill()
         process.wait(10)
-        assert not liveness.held(lock)
+        assert not liveness.held(lock) and lock.read_text() and liveness.holder(lock) == []
     taken = liveness.acquire(lock)
     assert taken is not None and int(lock.read_text()) == os.getpid()
     os.close(taken)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "no number", "999999999"])
+def test_a_lock_whose_file_names_nobody_has_no_holder(tmp_path: Path, text: str) -> None:
+    lock = tmp_path / "lock"
+    assert liveness.holder(lock) == [] and not lock.exists()
+    with holding(lock) as process:
+        lock.write_text(text)  # as in the moment before the pid is written
+        assert liveness.held(lock) and liveness.holder(lock) == []
+        process.kill()
 
 
 def test_being_asked_about_never_costs_anyone_the_lock(tmp_path: Path) -> None:
