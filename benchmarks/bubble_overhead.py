@@ -59,7 +59,7 @@ from ft_plugins.bubbles.filling import Granularity, Transfer
 from ft_plugins.bubbles.gate_pacer import least_bytes
 from ft_plugins.bubbles.messages import traffic
 from ft_plugins.bubbles.plan import BubblePlan, plan_bubbles
-from ft_plugins.bubbles.windows import Reserve
+from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
@@ -156,10 +156,10 @@ def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int =
     transfers = [
         Transfer(copy.rank, copy.source, copy.receiver, copy.target, copy.nbytes, (layer,) * LAYERS) for copy in copies
     ]
-    ranks = range(len(nodes))
+    ranks, reserve = range(len(nodes)), reserve_ms(one) / 1e3
     return plan_bubbles(
         transfers, dict(enumerate(profile.timelines)), {rank: profile.bubbles(rank) for rank in ranks},
-        one.link_mbps * 1e6 / 8, Reserve(reserve_ms(one) / 1e3, reserve_ms(one) / 1e3), granularity,
+        one.link_mbps * 1e6 / 8, Reserve(reserve, reserve, SHORTEST_SECONDS), granularity,
         least_bytes=least_bytes(one.link_mbps * 1e6 / 8), messages=traffic(profile.timelines, pipelines(topology)),
     )  # fmt: skip
 

@@ -117,7 +117,8 @@ class Offer:
             return (), "its host runs ahead of its device, and is through with each bubble before that begins"
         if not len(self.windows.begin):
             other = self.transfer.receiver
-            return (), f"it shares no idle time with rank {other} beyond what regular communication needs"
+            beyond = "that is long enough, beyond what regular communication needs"
+            return (), f"it shares no idle time with rank {other} {beyond}"
         if need > sum(self.first) + (self.most - 1) * carried:
             return (), f"its bubbles carry {carried} of {need} bytes an iteration, not all within {self.most}"
         if granularity is Granularity.LAYER:

@@ -5,7 +5,8 @@
                       r           r              reserved at both ends of each, for regular communication
     windows            |=========|
 
-Invariant: no window reaches out of a bubble of either, nor into the time that is reserved at its ends (BAFT, figure 6).
+Invariant: no window reaches out of a bubble of either, nor into the time that is reserved at its ends (BAFT, figure 6),
+and none is so short that it would be over before a frame is on its way: such promise copies that never go.
 A bubble of the sender has several windows where the receiver computes meanwhile, `WINDOWS` at most: as many as the
 gate has room for.
 
@@ -24,6 +25,7 @@ from ..errors import ConfigError
 from ..model.timeline import Bubble
 
 WINDOWS = 8  # after one compute span; of more, the longest are taken
+SHORTEST_SECONDS = 0.002  # of a window: until one process has heard of it from another, half of a shorter one is over
 
 Seconds = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -32,14 +34,17 @@ Numbers = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class Reserve:
     """Seconds at the begin and at the end of each bubble in which regular communication may be under way: what a
-    message between stages takes (BAFT, 4.2.2), and what jitters."""
+    message between stages takes (BAFT, 4.2.2), and what jitters. What is then left is no window unless it is as long as
+    the `shortest`."""
 
     begin: float
     end: float
+    shortest: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.begin >= 0 and self.end >= 0):
-            raise ConfigError(f"{self.begin} s and {self.end} s are no times to reserve: expected 0 or more")
+        if not min(self.begin, self.end, self.shortest) >= 0:
+            told = ", ".join(f"{seconds} s" for seconds in (self.begin, self.end, self.shortest))
+            raise ConfigError(f"{told} are no times to reserve: expected 0 or more")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +77,7 @@ def shared(sender: Sequence[Bubble], receiver: Sequence[Bubble], reserve: Reserv
     offsets = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
     other = np.repeat(first, counts) + offsets
     begin, end = np.maximum(begins[own], others[other]), np.minimum(ends[own], other_ends[other])
-    kept = end > begin
+    kept = (end > begin) & (end - begin >= reserve.shortest)
     after = np.array([bubble.after for bubble in sender], dtype=np.int64)
     return _longest(Windows(places[own][kept], begin[kept], end[kept]), after)
 

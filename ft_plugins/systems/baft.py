@@ -31,7 +31,7 @@ from ..bubbles.gate import STEADY, Gate, Gatekeeper
 from ..bubbles.gate_pacer import least_bytes
 from ..bubbles.messages import traffic
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
-from ..bubbles.windows import Reserve
+from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
 from ..events import Events
 from ..model.timeline import Kind, Profile, SenderFacts
@@ -99,7 +99,7 @@ class Baft:
             dict(enumerate(profile.timelines)),
             {rank: profile.bubbles(rank) for rank in ranks},
             carried,
-            Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3),
+            Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3, SHORTEST_SECONDS),
             Granularity(self._config.granularity),
             ready_seconds=max(one.ready_seconds for one in told),  # a version goes out when all ranks have captured it
             device_bytes=min(one.device_bytes for one in told),

@@ -1,6 +1,6 @@
 A node is killed; copies had gone to the neighbouring stage while the pipeline was idle
 
-job   megatron or deepspeed, tp2 pp2 dp2, 4 nodes, distributed optimizer, 40 iterations
+job   megatron or deepspeed, tp2 pp2 dp2, 4 nodes, distributed optimizer, 60 iterations
 flags --baft
 runs  with all configurations
 when  version 14 counts on every node

@@ -354,6 +354,18 @@ def test_a_node_that_receives_from_two_gives_each_its_part_of_the_link() -> None
     assert [sender.every[0].nbytes for sender in plan.senders] == [1500, 500] and plan.iterations == 2
 
 
+def test_a_window_that_carries_less_than_is_worth_a_frame_is_left_alone_unless_there_are_no_others() -> None:
+    """Of four senders each has a quarter of the link, and of two windows one carries 50 bytes for each, one 200."""
+    bubbles = {rank: (Bubble(0, 0.0, 2.0, -1), Bubble(1, 4.0, 12.0, 3)) for rank in range(5)}
+    transfers = [Transfer(rank, 0, 4, 1, 1000) for rank in range(4)]
+    for least, carried in ((50, [50, 200]), (51, [200]), (200, [200]), (201, [50, 200])):
+        plan = plan_bubbles(transfers, around(bubbles, 12.0), bubbles, 100.0, Reserve(0, 0), least_bytes=least)
+        assert [[grant.nbytes for grant in one.every] for one in plan.senders] == [carried] * 4
+    short = [replace(one, nbytes=50) for one in transfers]  # all there is goes in any of them
+    plan = plan_bubbles(short, around(bubbles, 12.0), bubbles, 100.0, Reserve(0, 0), least_bytes=60)
+    assert [[grant.bubble for grant in turn] for one in plan.senders for turn in one.iterations] == [[0]] * 4
+
+
 # grants, and the trainer that counts spans
 
 
@@ -448,7 +460,7 @@ def test_one_that_cannot_keep_up_goes_by_a_rate_and_the_others_by_bubbles() -> N
     plan = plan_bubbles(transfers, timelines, bubbles, 100.0, Reserve(0, 0))
     assert [one.reason for one in plan.senders] == [
         "",
-        "it shares no idle time with rank 2 beyond what regular communication needs",
+        "it shares no idle time with rank 2 that is long enough, beyond what regular communication needs",
         "its bubbles carry 100 of 100000 bytes an iteration, not all within 100",
     ]
 

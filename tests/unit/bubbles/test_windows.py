@@ -33,18 +33,29 @@ def ticks(bubbles: tuple[Bubble, ...], begin: int, end: int) -> dict[int, int]:
     }
 
 
+def run_of(both: dict[int, tuple[int, int]], at: int) -> int:
+    """How many ticks in a row lie in the same two bubbles as `at`, itself counted."""
+    low = high = at
+    while both.get(low - 1) == both[at]:
+        low -= 1
+    while both.get(high + 1) == both[at]:
+        high += 1
+    return high + 1 - low
+
+
 def told(windows: Windows) -> list[tuple[int, float, float]]:
     return list(zip(windows.bubble.tolist(), windows.begin.tolist(), windows.end.tolist(), strict=True))
 
 
 @settings(max_examples=300)
-@given(idle(), idle(), st.integers(0, 2), st.integers(0, 2))
-def test_a_window_is_where_both_are_idle_and_nothing_is_reserved(
-    sender: tuple[Bubble, ...], receiver: tuple[Bubble, ...], begin: int, end: int
+@given(idle(), idle(), st.integers(0, 2), st.integers(0, 2), st.integers(0, 4))
+def test_a_window_is_where_both_are_idle_for_long_enough_and_nothing_is_reserved(
+    sender: tuple[Bubble, ...], receiver: tuple[Bubble, ...], begin: int, end: int, shortest: int
 ) -> None:
-    found = told(shared(sender, receiver, Reserve(begin, end)))
+    found = told(shared(sender, receiver, Reserve(begin, end, shortest)))
     own, other = ticks(sender, begin, end), ticks(receiver, begin, end)
-    wanted = {at: place for at, place in own.items() if at in other}
+    both = {at: (place, other[at]) for at, place in own.items() if at in other}
+    wanted = {at: place for at, (place, _) in both.items() if run_of(both, at) >= shortest}
     assert {at: place for place, low, high in found for at in range(int(low), int(high))} == wanted
     assert all(low < high for _, low, high in found), "a window of no length"
     assert all(before[2] <= after[1] for before, after in zip(found, found[1:], strict=False))
@@ -70,6 +81,8 @@ def test_bubbles_that_overlap_are_refused() -> None:
 def test_less_than_no_time_cannot_be_reserved() -> None:
     with pytest.raises(ConfigError, match="no times to reserve"):
         Reserve(0.1, -1)
+    with pytest.raises(ConfigError, match="0.1 s, 0.2 s, -1 s are no times"):
+        Reserve(0.1, 0.2, -1)
 
 
 def test_ranks_that_share_nothing_have_no_windows() -> None:
