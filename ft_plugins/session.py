@@ -135,7 +135,7 @@ class Session:
                 (own,) = (sender for sender in plan.senders if sender.transfer.sender == rank)
                 self._events.emit("baft.timeline", **shown(profile.timelines[rank], profile.bubbles(rank), own))
         except Exception as error:
-            baft.let_go()
+            baft.give_up()
             self._report_no_profile(f"bubbles could not be planned: {type(error).__name__}: {error}")
             return
         if plan is not None and rank == 0:

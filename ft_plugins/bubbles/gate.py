@@ -49,6 +49,8 @@ _LOOKS = 3  # at a gate that is being written
 _NUMBERS = 1 << 63
 STEADY = _NUMBERS - 1  # in the place of a bubble: what is granted is a rate, and in no bubble
 HELD = _NUMBERS - 2  # nothing is granted
+EDGE_TOLERANCE = 0.05  # of an iteration: a bubble that begins so much sooner or later than planned is left alone
+EDGE_SECONDS = 0.25  # or so much, where iterations are short: a busy host may be late by that any time
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -141,6 +143,12 @@ class Gate:
                     continue
                 return Opening(number, iteration, bubble, tuple(zip(*[iter(flat[: 3 * count])] * 3, strict=True)))
         return None
+
+
+def edge_tolerance(seconds: float) -> float:
+    """Seconds by which an edge of a plan may be off in iterations of so many: EDGE_TOLERANCE of them, or EDGE_SECONDS.
+    Beyond that a bubble is left alone, so a profile that misses by more is to be taken anew."""
+    return max(EDGE_SECONDS, EDGE_TOLERANCE * seconds)
 
 
 class Gatekeeper:

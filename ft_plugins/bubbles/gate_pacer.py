@@ -29,7 +29,8 @@ FRAME_BYTES = 16 << 10  # or so many: shorter ones take more of the processor th
 SLOW_FRAME_SECONDS = 0.016  # but no longer than that: on a slow link short ones take long enough
 MOST_FILLED = 32  # bubbles of which is told how much went in them
 MARGIN = 0.75  # of what would be through by the deadline, at the pace of the frames before: the end of a window is met
-SLOWER = 2.0  # than planned: of a link that is yet slower no more is taken than by a rate, for messages need it longer
+SLOWER = 2.0  # than planned: what is yet slower than that is needed by messages in much of what was a bubble,
+SLOW_SHARE = 0.25  # and so much is taken there of what by a rate might be
 STARVED_OPENINGS, STARVED_SECONDS = 8, 5.0  # of which none let anything go: then a trickle does
 TRICKLE = 0.01  # of the time
 _SHORTEST = 1 << 10  # bytes of a frame of it: shorter ones tell of latency alone
@@ -50,12 +51,12 @@ class GatePacer:
     the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
     of what was planned delays nothing but copies. A window in which frames were late is used less far from then on
     (`shortened`). What is granted in no bubble goes evenly over its time, and in `by_rate_share` of it at most: of
-    BY_RATE, what is left to each rank of its node. So do frames in bubbles where the link is more than SLOWER times
-    slower than planned: training's own messages are then under way in much of what was a bubble.
+    BY_RATE, what is left to each rank of its node. So do frames in bubbles, in SLOW_SHARE of it, where the link is more
+    than SLOWER times slower than planned: training's own messages are then under way in much of what was a bubble.
 
-    `otherwise` paces while there is no plan, and when no gate was opened for `patience_seconds` and for
-    PATIENCE_PERIODS planned iterations in which somebody wanted to send (a trainer that is dead, evaluation) until
-    there is one again.
+    By a rate, and by `otherwise`, goes also what goes while there is no plan, and when no gate was opened for
+    `patience_seconds` and for PATIENCE_PERIODS planned iterations in which somebody wanted to send (a trainer that is
+    dead, evaluation) until there is one again.
     Where gates are opened and nothing goes (bubbles are shorter than planned, the machine is too busy to meet them), a
     copy must not stop for ever: after STARVED_OPENINGS frames go all the same, in a TRICKLE of the time. Never while a
     gate is held. `inside_bytes` went in a window of a bubble, `late_bytes` were through after it, or after the gate was
@@ -102,7 +103,7 @@ class GatePacer:
         self.inside_bytes = 0
         self.late_bytes = 0
         self.rate_bytes = 0
-        self._filled: dict[int, int] = {}  # of `inside_bytes`, by bubble
+        self._filled: dict[int, int] = {}  # of `inside_bytes`, by bubble, since there is that plan
 
     @property
     def planned(self) -> int:
@@ -121,7 +122,11 @@ class GatePacer:
                     allowed = Allowance(min(nbytes, self._crawls))
                 silent = self._silent()
             if allowed is None and silent and self._otherwise is not None:
-                allowed = self._otherwise.take(nbytes, stop)
+                rest = self._steady_ns - self._clock_ns()
+                if rest > 0:
+                    wait = min(rest / 1e9, 10 * self._poll)
+                else:
+                    allowed = self._otherwise.take(min(nbytes, self._crawls), stop)
             if allowed is not None:
                 with self._lock:
                     self._gate.count_move()
@@ -142,7 +147,9 @@ class GatePacer:
             if allowed.deadline_ns == NO_DEADLINE:
                 self.rate_bytes += allowed.nbytes
                 took = max(1, now - allowed.began_ns)
-                self._crawls = min(FRAME_BYTES, max(_SHORTEST, int(allowed.nbytes / took * SLOW_FRAME_SECONDS * 1e9)))
+                pace = allowed.nbytes / took * 1e9
+                short = min(FRAME_BYTES, int(pace * SLOW_FRAME_SECONDS))
+                self._crawls = max(_SHORTEST, short, int(pace * LEAST_SECONDS))
                 self._trickle_ns = now + int(took * (1 / TRICKLE - 1))
                 self._steady_ns = now + int(took * (1 / self._by_rate_share - 1))
                 return None
@@ -191,8 +198,9 @@ class GatePacer:
         return True
 
     def filled(self, most: int = MOST_FILLED) -> list[tuple[int, int]]:
-        """(bubble, bytes) of those in which most has gone, by bubble."""
+        """(bubble, bytes) of those of this plan in which most has gone, by bubble."""
         with self._lock:
+            self._follow()
             found = sorted(self._filled.items(), key=lambda one: -one[1])[:most]
         return sorted(found)
 
@@ -222,18 +230,17 @@ class GatePacer:
             # less is worth one, or much of small windows would be left
             carried = self._through(end - begin, rate)
             if room > 0 and room >= min(nbytes, self._least, self._worth(rate), (carried + 1) // 2):
-                self._share = self._by_rate_share if SLOWER * self._pace(rate) < rate else 1.0
+                slow = SLOWER * self._pace(rate) < rate
+                self._share = SLOW_SHARE * self._by_rate_share if slow else 1.0
                 return self._take(place, nbytes, min(room, self._longest(rate)), deadline, now), 0.0
         return None, _UNTIL_OPEN  # of what stands nothing more is worth a frame: what may go only shrinks
 
     def _opened(self, opening: Opening, now: int, asking_ns: int) -> None:
         """It is another one than was seen before."""
-        plan = self._gate.planned, self._gate.period_ns
-        if plan != self._plan:
-            self._plan, self._shortened = plan, Shortened()  # its bubbles are others
+        self._follow()
         # Frames are taken to be faster than they were where none was worth it for a whole iteration: not in each bubble
         # that is too short for one.
-        if self._trips and plan[1] and now - max(self._fed_ns, self._halved_ns) > plan[1]:
+        if self._trips and self._plan[1] and now - max(self._fed_ns, self._halved_ns) > self._plan[1]:
             self._trips.halve()
             self._halved_ns = now
         self._number = opening.number
@@ -242,6 +249,12 @@ class GatePacer:
         for place, (begin, deadline, _) in enumerate(opening.windows):
             self._ends[deadline] = (opening.bubble, place), begin
             self._shortened.opened((opening.bubble, place), deadline - begin)
+
+    def _follow(self) -> None:
+        """Where there is another plan, its bubbles are others."""
+        plan = self._gate.planned, self._gate.period_ns
+        if plan != self._plan:
+            self._plan, self._shortened, self._filled = plan, Shortened(), {}
 
     def _by_rate(self, begin: int, deadline: int, planned: int, nbytes: int, now: int) -> Allowance | None:
         """What may go of what is granted in no bubble: as time passes, and no burst."""

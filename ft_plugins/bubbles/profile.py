@@ -33,6 +33,7 @@ import msgpack
 
 from ..errors import FtError
 from ..model.timeline import Kind, Misses, Profile, SenderFacts, Span, Timeline, median, strays
+from .gate import edge_tolerance
 from .record import Recorder
 
 _ATTEMPTS = 3  # at a profile for which a rank has recorded nothing
@@ -61,8 +62,12 @@ class Profiling:
     iterations: int = 6
     watch_every: int = 4
     ask_every: int = 32  # as many as have to be watched for `misses`
-    tolerance: float = 0.1  # of an edge, as a share of the iteration
+    tolerance: float = 0.1  # of an edge, as a share of the iteration; less where a gate has less
     misses: int = 8  # more than fits, among those watched
+
+    def misses_of(self, seconds: float) -> Misses:
+        """None yet, of iterations of so many seconds: whatever bubbles are left alone for is a miss."""
+        return Misses(min(self.tolerance, edge_tolerance(seconds) / seconds), self.misses)
 
 
 class Phase(Enum):
@@ -129,7 +134,7 @@ class Profiler:
         self._left_out: list[int] = []  # iterations that were disturbed
         self._payload = b""
         self._pending: Gathering | None = None
-        self._misses = Misses(settings.tolerance, settings.misses)
+        self._misses = settings.misses_of(1.0)  # of no profile yet
         self._failure = ""  # of this rank, for the next message
 
     def iteration_begin(self, step: int) -> None:
@@ -236,7 +241,7 @@ class Profiler:
         self.left_out = {rank: tuple(stray) for rank, (_, stray, *_) in enumerate(told) if stray}
         timelines = tuple(unpack(packed) for _, _, packed, _ in told)
         self.profile = Profile(timelines, tuple(SenderFacts(*facts) for *_, facts in told))
-        self._misses = Misses(self._settings.tolerance, self._settings.misses)
+        self._misses = self._settings.misses_of(timelines[self._rank].seconds)
         self._on_profile(self.profile)
         return Phase.WATCHING
 

@@ -57,7 +57,8 @@ class Watcher:
         connect: Callable[..., Any] = smp.Client,
         patience: float = 60.0,
     ) -> None:
-        """`patience`: seconds for which a request is tried again while the SMP is being replaced."""
+        """`patience`: seconds for which a request is tried again while the SMP is being replaced, and for which one has
+        to have lived, not to be taken for one that is still about to answer."""
         self._job = job
         self._events = events
         self._ensure = ensure
@@ -159,22 +160,45 @@ class Watcher:
         self._thread = None
 
     def _bring_up(self) -> None:
-        """Start or find the SMP, and tell it whom to watch. Raises ProtectionError, BusyError."""
-        job, config = self._job, self._job.config
+        """Start or find the SMP, and tell it whom to watch; one that hangs, maybe for days, is ended before. Raises
+        ProtectionError, BusyError."""
         with self._busy:
             try:
-                pid = self._ensure(
-                    job.run_dir, job.name, job.node, config.orphan_seconds, config.faults, _CALL_SECONDS, os.getpid()
-                )
-                with self._connect(job.run_dir, _CALL_SECONDS) as client:
-                    client.watch(os.getpid(), config.detect_seconds, config.orphan_seconds)
-            except BusyError:
-                raise
-            except (FtError, OSError, subprocess.SubprocessError) as error:
-                raise ProtectionError(f"there is no SMP on node {job.node}: {error}") from error
+                pid = self._watched()
+            except ProtectionError as error:
+                if not self._end_hung("watch", error):
+                    raise
+                pid = self._watched()
             if pid != self._pid:
                 self._pid, self._began = pid, liveness.started(pid)
                 self._events.emit("smp.start", pid=pid)
+
+    def _watched(self) -> int:
+        """The pid of the SMP that has been told whom to watch. Raises ProtectionError, BusyError."""
+        job, config = self._job, self._job.config
+        try:
+            pid = self._ensure(
+                job.run_dir, job.name, job.node, config.orphan_seconds, config.faults, _CALL_SECONDS, os.getpid()
+            )
+            with self._connect(job.run_dir, _CALL_SECONDS) as client:
+                client.watch(os.getpid(), config.detect_seconds, config.orphan_seconds)
+        except BusyError:
+            raise
+        except (FtError, OSError, subprocess.SubprocessError) as error:
+            raise ProtectionError(f"there is no SMP on node {job.node}: {error}") from error
+        return pid
+
+    def _end_hung(self, request: str, error: FtError) -> bool:
+        """End the SMP that has not answered `request`, so that another one adopts what it owns; False where there is
+        none, or a young one, which may still be about to answer."""
+        # the one that lives may never have answered: then `_pid` is of the one before
+        known = liveness.holder(self._job.run_dir / "smp.lock") or [(self._pid, self._began)]
+        lives = [(pid, began) for pid, began in known if began and liveness.started(pid) == began]
+        hung = [(pid, began) for pid, began in lives if liveness.age(began) > self._patience]
+        for pid, _ in hung:
+            self._events.emit("smp.hangs", pid=pid, request=request, reason=str(error))
+        liveness.kill_and_wait(hung, _CALL_SECONDS)
+        return bool(hung)
 
     def _request(self, name: str, ask: Callable[[Any], T]) -> T:
         """Ask until there is an answer, for `patience` seconds: an SMP that died meanwhile is being replaced."""
@@ -188,10 +212,7 @@ class Watcher:
                 raise
             except FtError as error:
                 if time.monotonic() >= deadline and not ended:  # it hangs: what it owns, another one adopts
-                    # the one that lives may never have answered: then `_pid` is of the one before
-                    hung = liveness.holder(self._job.run_dir / "smp.lock") or [(self._pid, self._began)]
-                    self._events.emit("smp.hangs", pid=hung[0][0], request=name, reason=str(error))
-                    liveness.kill_and_wait(hung, _CALL_SECONDS)
+                    self._end_hung(name, error)
                     ended, deadline = True, time.monotonic() + self._patience
                 if time.monotonic() >= deadline:
                     raise ProtectionError(

@@ -195,12 +195,14 @@ class Exchange:
                 if self.differences:
                     return
                 pause = _WAIT_SECONDS if waiting else _AGAIN_SECONDS
-            except (FtError, OSError) as error:
+            except Exception as error:  # whatever it is: without this thread no version would ever count again
                 if self._stop.is_set():
                     return
                 self._done[lane] = False
                 if not complained:  # once per version and lane, not five times a second
-                    self._events.emit("exchange.retry", target=self._plan.nodes[lane.target], reason=str(error))
+                    expected = isinstance(error, (FtError, OSError))
+                    reason = str(error) if expected else f"{type(error).__name__}: {error}"
+                    self._events.emit("exchange.retry", target=self._plan.nodes[lane.target], reason=reason)
                 complained = True
             self._stop.wait(pause)
 

@@ -31,6 +31,11 @@ def started(pid: int) -> int:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
+def age(began: int) -> float:
+    """Seconds since `began`, as `started` tells it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+
+
 def is_stopped(pid: int, began: int) -> bool:
     """Whether that process is there and stopped by a signal: it neither works nor ends."""
     try:

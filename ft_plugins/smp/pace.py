@@ -21,6 +21,7 @@ from ..snapshot.slots import Version
 
 _IN_A_ROW = 3  # distances by which it is judged
 _RARER = 2  # times as planned, and one iteration more
+_LATELY = 8  # versions of which is told how much of them went in bubbles: what was so days ago helps nobody
 _HELD = 16  # iterations besides, in which copies may be held for another profile, until it is said that none counts
 
 
@@ -34,12 +35,14 @@ class Pace:
         self._last = last
         self._base = last  # what came before all that is waited for
         self._distances: deque[int] = deque(maxlen=_IN_A_ROW)
+        self._sums = deque([(0, 0)], maxlen=_LATELY + 1)  # bytes in bubbles, and all, when versions counted
         self.rarer = False
 
     def counted(self, version: Version) -> bool:
         """`version` counts now. Whether `rarer` has changed by it."""
         before, was = self._last, self.rarer
         self._last = self._base = version
+        self._sums.append(self._gone())
         if before is not None and before.lineage == version.lineage:
             self._distances.append(version.iteration - before.iteration)
         planned = self.planned
@@ -52,6 +55,8 @@ class Pace:
     def captured(self, newest: Version) -> bool:
         """There is `newest` now, whether it counts or not. Whether `rarer` has changed by it."""
         planned = self.planned
+        if not newest.iteration:  # of its lineage nothing is captured yet; it may begin at any iteration
+            return False
         if self._base is None or newest.lineage != self._base.lineage:
             self._base = newest  # the first one of its lineage: none of it counts yet
         waits = newest.iteration - self._base.iteration
@@ -70,6 +75,16 @@ class Pace:
     def iterations(self) -> int | None:
         """Between the last two that counted; None before there were two."""
         return self._distances[-1] if self._distances else None
+
+    @property
+    def share_in_bubbles(self) -> float | None:
+        """Of what went for the last versions that count; None where nothing went."""
+        (inside, total), (inside_before, total_before) = self._gone(), self._sums[0]
+        return (inside - inside_before) / (total - total_before) if total > total_before else None
+
+    def _gone(self) -> tuple[int, int]:
+        inside = sum(pacer.inside_bytes for pacer in self.pacers.values())
+        return inside, inside + sum(pacer.late_bytes + pacer.rate_bytes for pacer in self.pacers.values())
 
     def fields(self) -> dict[str, Any]:
         """For an event: iterations per version, bytes that went in their bubble, were through after it, or went by a
@@ -92,7 +107,7 @@ class Pace:
             }  # fmt: skip
             for rank, pacer in sorted(self.pacers.items())
         ]
-        return {**self.fields(), "rarer": self.rarer, "copies": ranks}
+        return {**self.fields(), "share_in_bubbles": self.share_in_bubbles, "rarer": self.rarer, "copies": ranks}
 
 
 def in_words(tier: Mapping[str, Any]) -> str:
@@ -102,6 +117,6 @@ def in_words(tier: Mapping[str, Any]) -> str:
     every = f"every {tier['iterations']} iteration{'s' * (tier['iterations'] > 1)}"
     if not tier.get("planned"):
         return every
-    sent = sum(tier[name] for name in ("in_bubbles", "late", "by_rate"))
-    share = f", {tier['in_bubbles'] / sent:.0%} of it in bubbles" if sent else ""
+    inside = tier["share_in_bubbles"]
+    share = f", {inside:.0%} of it in bubbles" if inside is not None else ""
     return f"{every}, planned {tier['planned']}{share}" + (": rarer than planned" if tier["rarer"] else "")

@@ -9,12 +9,12 @@ Until there is a plan no gate is opened, and copies go by rate (bubbles.gate): w
 protected as soon as can be. Only while iterations are recorded for a profile, the first or another one, copies are
 held, on all ranks at once: what they do to the link and to the processor is not to be taken for the pipeline's own. So
 protection is late by the iterations that are recorded, `profile_iterations`, and by two in which the ranks tell each
-other; and where one of them takes longer than HOLD_SECONDS, copies go on in it all the same.
+other.
 
 Invariant: in the step path there is no send, no lock and no process group: a count at each edge, and at the edges of
 bubbles a few stores into shared memory. A plan changes nothing but when bytes go. While a plan no longer fits, the gate
 is open when the host is at the edges that were planned, for no longer than was planned, and not at those that are
-EDGE_TOLERANCE of an iteration, and EDGE_SECONDS, or more sooner or later: less goes, or later, never more.
+further off than `gate.edge_tolerance`: less goes, or later, never more.
 
 In: the spans of this rank as the host tells them, the job's profile, its copies, what links carry. Out: openings of the
 gate; a `baft.plan` event for each plan.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
-from ..bubbles.gate import STEADY, Gate, Gatekeeper
+from ..bubbles.gate import STEADY, Gate, Gatekeeper, edge_tolerance
 from ..bubbles.gate_pacer import least_bytes
 from ..bubbles.messages import traffic
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
@@ -37,9 +37,7 @@ from ..events import Events
 from ..model.timeline import Kind, Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan
 
-HOLD_SECONDS = 120.0  # a trainer that dies meanwhile leaves its gate held for so long
-EDGE_TOLERANCE = 0.05  # of an iteration: a bubble that begins so much sooner or later than planned is left alone
-EDGE_SECONDS = 0.25  # or so much, where iterations are short: a busy host may be late by that any time
+HOLD_SECONDS = 120.0  # a trainer that dies meanwhile leaves its gate held for so long; half way it is held anew
 USUAL_MBPS = 10_000.0  # of a link that was neither named nor could be measured
 _ANY = 1 << 30  # an iteration beyond those that are planned one by one: which version is under way, only SMPs know
 
@@ -65,6 +63,7 @@ class Baft:
         self._keeper: Gatekeeper | None = None
         self._links: dict[int, float] = {}
         self._held = False
+        self._held_ns = 0  # since when
 
     def guard(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float] | None = None) -> None:
         """From now on the copies of this rank go when `gate` says so. `links`: bytes per second by position, as they
@@ -76,10 +75,15 @@ class Baft:
 
     def let_go(self) -> None:
         """No more: the gate is closed, and copies go by rate, if any do."""
+        self.give_up()
+        self._gate = self.copies = None
+
+    def give_up(self) -> None:
+        """There is no plan: the gate is closed, and copies go by rate, until there is another profile to plan with."""
         if self._gate is not None:
             self._gate.close()
             self._gate.plan(0, 0.0)
-        self._gate = self.copies = self._keeper = None
+        self._keeper = None
 
     @property
     def moved(self) -> int:
@@ -110,7 +114,7 @@ class Baft:
         by_rate = bool(own.reason)
         self._keeper = Gatekeeper(
             self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate,
-            clock_ns=self._clock_ns, tolerance=max(EDGE_SECONDS, EDGE_TOLERANCE * found.seconds),
+            clock_ns=self._clock_ns, tolerance=edge_tolerance(found.seconds),
         )  # fmt: skip
         self._gate.plan(found.iterations, found.seconds)
         self._events.emit(
@@ -133,8 +137,8 @@ class Baft:
     def iteration_begin(self, held: bool = False) -> None:
         """An iteration begins; `held`: nothing is to go in it."""
         self._held = held and self._gate is not None
-        if self._held and self._gate is not None:
-            self._gate.hold(HOLD_SECONDS, self._clock_ns())
+        if self._held:
+            self._hold()
         elif self._keeper is not None:
             self._keeper.iteration_begin(_ANY)
 
@@ -147,13 +151,21 @@ class Baft:
 
     def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """A span begins."""
-        if self._keeper is not None and not self._held:
+        if self._held:
+            if self._clock_ns() - self._held_ns > HOLD_SECONDS / 2 * 1e9:
+                self._hold()
+        elif self._keeper is not None:
             self._keeper.begin(kind, microbatch, chunk)
 
     def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
         """The span that has begun last ends."""
         if self._keeper is not None and not self._held:
             self._keeper.end(kind, microbatch, chunk)
+
+    def _hold(self) -> None:
+        if self._gate is not None:
+            self._held_ns = self._clock_ns()
+            self._gate.hold(HOLD_SECONDS, self._held_ns)
 
 
 def _steady(sender: SenderPlan, seconds: float) -> SenderPlan:

@@ -21,7 +21,7 @@ from ft_plugins.config import BaftConfig, Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.events import Events, read
 from ft_plugins.model.host import Edges
-from ft_plugins.model.timeline import Kind, Profile
+from ft_plugins.model.timeline import Kind, Profile, Span, Timeline
 from ft_plugins.redundancy.neighbour import plan_neighbours
 from ft_plugins.session import Session, attach
 from ft_plugins.systems.baft import Baft
@@ -199,10 +199,14 @@ def test_a_profile_that_no_longer_fits_is_measured_and_planned_anew_and_the_gate
 
 
 class Unplannable(Baft):
-    """Its bubbles cannot be planned."""
+    """Its bubbles cannot be planned at first."""
+
+    fails = True
 
     def plan(self, profile: Profile) -> BubblePlan | None:
-        raise IndexError("no such slot")
+        if self.fails:
+            raise IndexError("no such slot")
+        return super().plan(profile)
 
 
 def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Path) -> None:
@@ -215,4 +219,8 @@ def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Pat
     _run(session, host)
     (lost,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
     assert "IndexError: no such slot" in lost.fields["reason"]
-    assert gate.read() is None
+    assert gate.read() is None and gate.planned == 0
+    baft.fails = False
+    facts = Profile(tuple(Timeline(rank, 1.0, (Span(Kind.FORWARD, 0.0, 0.5),)) for rank in range(2)))
+    session._report_profile(facts)
+    assert gate.planned == 1, "another profile is planned with"

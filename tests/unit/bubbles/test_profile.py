@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from ft_plugins.bubbles.gate import edge_tolerance
 from ft_plugins.bubbles.profile import TRANSITIONS, Phase, Profiler, Profiling, pack, unpack
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 
@@ -216,6 +217,18 @@ def test_when_one_rank_misses_the_profile_too_often_all_record_again() -> None:
     recorded = job.phases.count(Phase.RECORDING)
     job.iterate(20, 1.0, r1=1.5)
     assert job.phases.count(Phase.RECORDING) == recorded, "the new one fits"
+
+
+@pytest.mark.parametrize(("slower", "again"), [(1.08, True), (1.06, False)])
+def test_where_iterations_are_long_a_profile_is_taken_anew_as_soon_as_bubbles_are_left_alone(
+    slower: float, again: bool
+) -> None:
+    """An iteration of 15 s with an edge after 10 s: 0.8 s off are more than a twentieth of it, 0.6 s are not."""
+    job = Job()
+    job.iterate(7, 5.0)
+    assert 2 * 5.0 * 0.08 > edge_tolerance(15.0) > 2 * 5.0 * 0.06
+    job.iterate(20, 5.0 * slower)
+    assert len(job.profiles[0]) == (2 if again else 1)
 
 
 def test_what_missed_an_old_profile_does_not_count_against_the_new_one() -> None:

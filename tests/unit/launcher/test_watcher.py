@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -18,6 +21,8 @@ from ft_plugins.config import Config
 from ft_plugins.errors import BusyError, FencedError, ProtectionError, ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.watcher import Job, Watcher
+from ft_plugins.rig.journal import wait_until
+from ft_plugins.smp import liveness
 
 WAIT = 20.0
 
@@ -179,37 +184,72 @@ def test_an_smp_that_hangs_is_ended_and_replaced(tmp_path: Path) -> None:
     story.smp.kill()
 
 
-def test_a_second_smp_that_hangs_from_its_beginning_is_ended_as_well(tmp_path: Path) -> None:
-    """It never answered `ensure`, so nobody was told its pid: it is known as the one that holds the lock."""
-    hold = "import sys, pathlib\nfrom ft_plugins.smp import liveness\n"
-    hold += "liveness.acquire(pathlib.Path(sys.argv[1])), print(), sys.stdin.read()"
-    story, hanging = Story(tmp_path, patience=1.0), []
+class Hanging:
+    """What a story's watcher starts in place of its first SMP: one that holds the lock and never answers; afterwards
+    those of the story."""
 
-    def ensure(*arguments: Any) -> int:
-        if not hanging:
-            command = [sys.executable, "-c", hold, str(tmp_path / "smp.lock")]
-            hanging.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-            assert hanging[0].stdout and hanging[0].stdout.readline()
-        for process in hanging:
-            process.wait(WAIT)
-        return story.smp.ensure(*arguments)
+    def __init__(self, story: Story, run_dir: Path) -> None:
+        self._story = story
+        self._lock = run_dir / "smp.lock"
+        self.processes: list[subprocess.Popen[bytes]] = []
 
-    first = story.watcher.start()
-    story.watcher._ensure = ensure
-    story.smp.hangs = first
-    try:
-        with pytest.raises(ProtectionError, match="'fence'"):
-            story.watcher.fence()
-        assert story.watcher.fence() == 1
-        assert hanging[0].wait(WAIT) == -signal.SIGKILL and len(story.smp.started) == 2
-        told = [story.next() for _ in range(story.events.qsize())]
-        assert [fields["pid"] for name, fields in told if name == "smp.hangs"] == [first, hanging[0].pid]
-    finally:
-        story.watcher.stop()
-        story.smp.kill()
-        for process in hanging:
+    def ensure(self, *arguments: Any) -> int:
+        if not self.processes:
+            hold = "import sys, pathlib\nfrom ft_plugins.smp import liveness\n"
+            hold += "liveness.acquire(pathlib.Path(sys.argv[1]))\nprint(flush=True)\nsys.stdin.read()"
+            command = [sys.executable, "-c", hold, str(self._lock)]
+            self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert self.processes[0].stdout is not None and self.processes[0].stdout.readline()
+        if liveness.held(self._lock):
+            time.sleep(0.05)  # a real one asks for as long as 30 s
+            raise ProtectionError("no SMP answers")
+        return self._story.smp.ensure(*arguments)
+
+    def end(self) -> None:
+        for process in self.processes:
             process.kill()
             process.communicate(timeout=WAIT)
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[tuple[Story, Hanging]]:
+    story = Story(tmp_path, patience=1.0)
+    hanging = Hanging(story, tmp_path)
+    story.watcher._ensure = hanging.ensure
+    yield story, hanging
+    story.watcher.stop()
+    hanging.end()
+    for process in story.smp.started:
+        process.kill()
+        process.wait(WAIT)
+
+
+def test_a_second_smp_that_hangs_from_its_beginning_is_ended_as_well(hanging: tuple[Story, Hanging]) -> None:
+    """It never answered, so nobody was told its pid: it is known as the one that holds the lock."""
+    story, second = hanging
+    story.watcher._ensure = story.smp.ensure
+    story.smp.hangs = first = story.watcher.start()
+    story.watcher._ensure = second.ensure
+    answered = 0
+    for _ in range(4):  # requests, as the agent makes them: each has patience of its own
+        with suppress(ProtectionError):
+            answered = answered or story.watcher.fence()
+    assert answered == 1
+    assert second.processes[0].wait(WAIT) == -signal.SIGKILL and len(story.smp.started) == 2
+    told = [story.next() for _ in range(story.events.qsize())]
+    assert [fields["pid"] for name, fields in told if name == "smp.hangs"] == [first, second.processes[0].pid]
+
+
+def test_an_smp_that_hung_before_the_launcher_came_is_ended_unless_it_is_young(hanging: tuple[Story, Hanging]) -> None:
+    story, old = hanging
+    with pytest.raises(ProtectionError, match="there is no SMP on node n: no SMP answers"):
+        story.watcher.start()
+    assert old.processes[0].poll() is None and story.events.empty(), "it may be about to answer"
+    (owner,) = liveness.holder(old._lock)
+    wait_until(lambda: liveness.age(owner[1]) > 1.0, WAIT, lambda: "time does not pass")
+    assert story.watcher.start() == story.smp.started[0].pid
+    assert story.next() == ("smp.hangs", {"pid": owner[0], "request": "watch", "reason": ANY})
+    assert old.processes[0].wait(WAIT) == -signal.SIGKILL
 
 
 def test_a_refusal_that_the_job_went_on_without_this_node_is_kept_like_state(story: Story) -> None:

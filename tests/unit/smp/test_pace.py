@@ -67,6 +67,30 @@ def test_that_nothing_ever_counts_in_a_lineage_is_said_too(last: Version | None)
     assert told == [False, False, False, True, False] and pace.rarer
 
 
+def test_what_went_in_bubbles_is_told_of_the_last_versions() -> None:
+    pace = paced(2)
+    (pacer,) = pace.pacers.values()
+    assert pace.share_in_bubbles is None
+    pacer.rate_bytes = 1000  # before there was a plan
+    assert pace.share_in_bubbles == 0
+    for at in range(1, 30):
+        pacer.inside_bytes += 97 if at < 20 else 30
+        pacer.late_bytes += 3 if at < 20 else 70
+        pace.counted(Version(1, 2 * at))
+        told = pace.share_in_bubbles
+        assert told == pace.status()["share_in_bubbles"]
+        if at in (18, 29):  # eight versions of one kind
+            assert told == (0.97 if at == 18 else 0.3)
+    assert pace.fields()["in_bubbles"] == 19 * 97 + 10 * 30, "events have the sums"
+
+
+def test_what_begins_at_a_late_iteration_waits_from_there() -> None:
+    """Of a lineage that was resumed nothing is captured yet when it is asked first."""
+    pace = paced(2, last=Version(1, 5000))
+    assert not any(pace.captured(Version(2, at)) for at in (0, 0, 5001, 5010, 5032))
+    assert pace.captured(Version(2, 5033))
+
+
 def test_without_a_plan_nothing_is_rarer_than_it() -> None:
     pace = paced(0)
     assert not any(pace.counted(Version(1, 100 * number)) for number in range(1, 9))
@@ -76,13 +100,13 @@ def test_without_a_plan_nothing_is_rarer_than_it() -> None:
 
 def test_a_status_says_it_in_words() -> None:
     def said(**more: Any) -> str:
-        nothing = {"iterations": 1, "planned": None, "in_bubbles": 0, "late": 0, "by_rate": 0, "rarer": False}
+        nothing = {"iterations": 1, "planned": None, "share_in_bubbles": None, "rarer": False}
         return in_words(nothing | more)
 
     assert said(iterations=None) == in_words({}) == ""
     assert said(iterations=None, planned=2, rarer=True) == "none yet, planned every 2: rarer than planned"
     assert said() == "every 1 iteration"
     assert said(iterations=3, planned=2) == "every 3 iterations, planned 2"
-    assert said(iterations=9, planned=2, in_bubbles=97, late=3, rarer=True) == (
+    assert said(iterations=9, planned=2, share_in_bubbles=0.97, rarer=True) == (
         "every 9 iterations, planned 2, 97% of it in bubbles: rarer than planned"
     )

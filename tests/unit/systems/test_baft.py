@@ -14,7 +14,7 @@ from ft_plugins.errors import ConfigError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 from ft_plugins.redundancy.neighbour import NeighbourPlan, plan_neighbours
-from ft_plugins.systems.baft import Baft
+from ft_plugins.systems.baft import HOLD_SECONDS, Baft
 
 NODES = ("n0", "n1", "n2", "n3")  # two stages on n0 and n2, and on n1 and n3
 STAGES = ((0, 2), (1, 3))
@@ -236,6 +236,33 @@ def test_while_iterations_are_recorded_nothing_goes_whatever_was_planned_before(
     rank.baft.let_go()
     rank.baft.iteration_begin(held=True)
     assert not rank.open and rank.baft.moved == 0, "its memory may be gone"
+
+
+def test_an_iteration_that_lasts_is_held_to_its_end_and_that_of_a_dead_trainer_is_not() -> None:
+    rank = Rank(2)
+    rank.baft.iteration_begin(held=True)
+    for _ in range(6):  # passes of a minute and a half
+        rank.now += 90.0
+        rank.baft.begin(Kind.FORWARD)
+        found = rank.gate.read()
+        assert found is not None and found.windows[0][1] == round(1e9 * (rank.now + HOLD_SECONDS))
+        openings = rank.gate.openings
+        rank.now += 20.0
+        rank.baft.end(Kind.FORWARD)
+        assert rank.gate.openings == openings, "nothing is written at every edge"
+    rank.baft.iteration_end()
+    assert not rank.open
+
+
+def test_one_that_gives_a_plan_up_can_plan_again() -> None:
+    rank = Rank(2)
+    rank.baft.plan(idle_together())
+    rank.forward()
+    rank.baft.give_up()
+    assert not rank.open and rank.play() == [False] * 10 and rank.gate.planned == 0
+    assert rank.baft.plan(idle_together()) is not None
+    rank.forward()
+    assert rank.open and rank.gate.planned == 1
 
 
 def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
