@@ -92,8 +92,9 @@ Grants = tuple[Grant, ...]  # of one iteration, in the order of time
 class Offer:
     """What the windows of a sender carry, in bytes: in the first iteration, and in every one after it.
 
-    `own` are the bubbles of the sender, as long as its host is in them, `most` the iterations that it may take,
-    `link_seconds` what everything between the two nodes takes on the link without a pause.
+    `own` are the bubbles of the sender, as long as its host is in them, `used` is what of each window the link is this
+    sender's, `most` the iterations that it may take, `link_seconds` what everything between the two nodes takes on the
+    link without a pause.
     """
 
     transfer: Transfer
@@ -101,6 +102,7 @@ class Offer:
     edges: Sequence[float]  # when the host tells of the spans after which they begin
     told: float  # when it tells of the begin of the iteration
     windows: Windows
+    used: Windows
     first: list[int]
     every: list[int]
     most: int
@@ -166,7 +168,7 @@ class Offer:
 
     def grants(self, carried: Sequence[int], parts: Sequence[tuple[Part, ...]] | None = None) -> Grants:
         """The grants of an iteration in which each window carries so many bytes."""
-        begins, ends = self.windows.begin.tolist(), self.windows.end.tolist()
+        begins, ends = self.used.begin.tolist(), self.used.end.tolist()
         found = []
         for place, (number, nbytes) in enumerate(zip(self.windows.bubble.tolist(), carried, strict=True)):
             if nbytes:
@@ -214,7 +216,8 @@ def offers(
             seconds = sum(needs) / links[pair]
             timeline = timelines[transfers[at].sender]
             edges = [timeline.opens(bubble.after) for bubble in own]
-            found[at] = Offer(transfers[at], own, edges, timeline.opens(-1), windows, first, every, most, seconds)
+            used = rates.used(windows)
+            found[at] = Offer(transfers[at], own, edges, timeline.opens(-1), windows, used, first, every, most, seconds)
     return [found[at] for at in range(len(transfers))]
 
 

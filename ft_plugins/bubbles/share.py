@@ -26,6 +26,7 @@ import numpy.typing as npt
 from .windows import Numbers, Seconds, Windows
 
 Flow = list[list[int]]  # by sender and class, bytes
+_NO_RATE = 1e-6  # of a sender's highest: what is left of sums of floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,17 @@ class Rates:
         seconds = np.maximum(self.end - np.maximum(self.begin, since), 0.0)
         carried = np.bincount(self.window, weights=self.rate * seconds, minlength=windows)
         return np.floor(carried * (1 + 1e-12)).astype(np.int64)  # 3 bytes/s x 0.1 s x 10 are 3 bytes, not 2.9999
+
+
+    def used(self, windows: Windows) -> Windows:
+        """Of each of these windows what lies between the first and the last moment at which there is a rate in it:
+        before and after that the link is another sender's. One without any rate is as it was."""
+        sends = self.rate > _NO_RATE * np.max(self.rate, initial=0.0)
+        begin, end = np.full(len(windows.begin), np.inf), np.full(len(windows.end), -np.inf)
+        np.minimum.at(begin, self.window[sends], self.begin[sends])
+        np.maximum.at(end, self.window[sends], self.end[sends])
+        some = end > begin
+        return Windows(windows.bubble, np.where(some, begin, windows.begin), np.where(some, end, windows.end))
 
 
 def share(windows: Sequence[Windows], nbytes: Sequence[int], bytes_per_second: float) -> list[Rates]:

@@ -346,6 +346,14 @@ def test_of_three_that_share_a_link_none_is_crowded_out_of_its_only_bubble() -> 
     check(plan, transfers, timelines, bubbles, 1000.0, Reserve(0, 0))
 
 
+def test_one_with_a_longer_window_begins_when_the_one_with_the_short_window_is_through() -> None:
+    bubbles = {0: (Bubble(0, 0.0, 10.0, -1),), 1: (Bubble(0, 0.0, 5.0, -1),), 2: (Bubble(0, 0.0, 10.0, -1),)}
+    transfers = [Transfer(rank, 0, 2, 1, 500) for rank in range(2)]
+    plan = plan_bubbles(transfers, around(bubbles, 10.0), bubbles, 100.0, Reserve(0, 0))
+    grants = [[(grant.begin, grant.deadline, grant.nbytes) for grant in one.every] for one in plan.senders]
+    assert grants == [[(5.0, 10.0, 500)], [(0.0, 5.0, 500)]] and plan.iterations == 1
+
+
 def test_a_node_that_receives_from_two_gives_each_its_part_of_the_link() -> None:
     bubbles = {rank: (Bubble(0, 0.0, 10.0, -1),) for rank in range(3)}
     transfers = [Transfer(0, 0, 2, 2, 3000), Transfer(1, 1, 2, 2, 1000)]

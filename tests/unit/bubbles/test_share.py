@@ -52,6 +52,21 @@ def test_the_rates_add_up_to_the_link_where_anyone_may_send_and_to_nothing_elsew
         assert abs(sum(rates) - (LINK if any(wanting) else 0)) <= 1e-6 * LINK
 
 
+@settings(max_examples=200)
+@given(senders)
+def test_a_window_is_used_from_when_its_sender_has_a_rate_until_it_has_none_any_more(
+    given_: list[tuple[frozenset[int], int]],
+) -> None:
+    """So that who goes first in windows of its own is not met by one that has longer ones."""
+    whole = [windows(free) for free, _ in given_]
+    for rates, given_windows in zip(share(whole, [need for _, need in given_], LINK), whole, strict=True):
+        used = rates.used(given_windows)
+        assert np.array_equal(used.bubble, given_windows.bubble)
+        for begin, end, low, high in zip(given_windows.begin, given_windows.end, used.begin, used.end, strict=True):
+            ticks = [tick for tick in range(int(begin), int(end)) if rate_at(rates, tick + 0.5) > 1e-6 * LINK]
+            assert (low, high) == ((min(ticks), max(ticks) + 1) if ticks else (begin, end))
+
+
 def fewest(given_: list[tuple[frozenset[int], int]]) -> Fraction:
     """Iterations, as a fraction, that the worst set of senders needs for all that its seconds carry."""
     wanting = [(free, need) for free, need in given_ if need]
