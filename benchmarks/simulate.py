@@ -1,9 +1,10 @@
-"""How fast pipelines are simulated, and what the simulator says of jobs from 16 to 16,384 ranks.
+"""How fast pipelines are planned, and what the simulator says of jobs from 16 to 16,384 ranks.
 
     python benchmarks/simulate.py [--quick] [--plot FOLDER] [--cluster FILE]
 
-    plan_seconds              one iteration of 64 stages with 512 microbatches (a model of 96 layers), 1f1b, links of
-                              1 ms: seconds of the thread on a processor, median; with what fits into the bubbles
+    plan_seconds              what a job does with one iteration of 64 stages with 512 microbatches (a model of 96
+                              layers), 1f1b, links of 1 ms: messages, bubbles, what goes in which, exactly and by
+                              layers; seconds of the thread on a processor, median
     plan_slowest_seconds      the slowest schedule
     analytic_error_worst      bubble shares against closed forms, over schedules and sizes, as a share of them
     shapes                    the paper's configurations: bubbles, iterations of a checkpoint, overhead (figures 3, 7)
@@ -31,6 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ft_plugins.bubbles.messages import traffic
 from ft_plugins.planner import fitting, idle
 from ft_plugins.planner.goodput import Protection, table
 from ft_plugins.planner.jobs import FAMILY, PAPER
@@ -48,14 +50,15 @@ def of(schedule: Schedule, ranks: int, microbatches: int) -> Pipeline:
 
 
 def seconds_of(schedule: Schedule, rounds: int) -> float:
-    """Simulation, and what fits."""
+    """All that a job does with the timelines of one pipeline: messages, bubbles, what goes in which."""
     stage = LAYERS / STAGES * 1e-2
     times = Times((stage,), (2 * stage,), (stage,), links=(Link(1e-3),))
     found = []
     for _ in range(rounds):
-        started = time.thread_time()
         timelines = simulate(of(schedule, STAGES, MICROBATCHES), times)
-        fitting.plan(timelines, 1e9, 1e9, layers=LAYERS)
+        started = time.thread_time()
+        messages = traffic(timelines, [range(STAGES)])
+        fitting.plan(timelines, 1e9, 1e9, layers=LAYERS, messages=messages)
         found.append(time.thread_time() - started)
     return statistics.median(found)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..model.timeline import Bubble, Timeline
@@ -66,8 +67,7 @@ def transfers_of(
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Grant:
+class Grant(NamedTuple):
     """`nbytes` may go from `begin` to `deadline` in a bubble: seconds since the host told of the end of span `after`.
 
     `after` is the compute span after whose end the bubble begins, of all spans of the timeline, -1 for the begin of the
@@ -196,6 +196,7 @@ def offers(
         pairs.setdefault((one.source, one.target), []).append(place)
     links = _links(transfers, bytes_per_second)
 
+    @cache
     def free(rank: int) -> Sequence[Bubble]:
         """Its bubbles without what is under way between stages."""
         return left_free(bubbles[rank], timelines[rank], messages[rank], reserve) if rank in messages else bubbles[rank]

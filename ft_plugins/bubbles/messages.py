@@ -27,7 +27,8 @@ import statistics
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..model.timeline import COMPUTE, LEAST, Bubble, Kind, Timeline
 from .windows import Reserve
@@ -50,8 +51,7 @@ class Traffic:
         return statistics.median(self.received.values()) if self.received else 0.0
 
 
-@dataclass(frozen=True)
-class _Message:
+class _Message(NamedTuple):
     """What the pass `span` of the rank at `place` needs, and `computed` at `source` has made."""
 
     place: int
@@ -76,15 +76,17 @@ def traffic(timelines: Sequence[Timeline], pipelines: Sequence[Sequence[int]]) -
 def left_free(bubbles: Sequence[Bubble], timeline: Timeline, own: Traffic, reserve: Reserve) -> tuple[Bubble, ...]:
     """The bubbles without the times at their ends in which messages are under way, as far as those are longer than
     `reserve`, which is kept in any case."""
-    ends = {span.end: index for index, span in enumerate(timeline.spans) if span.kind in COMPUTE}
-    begins = {span.begin: index for index, span in enumerate(timeline.spans) if span.kind in COMPUTE}
-    found = []
+    spans, found = timeline.spans, []
     for bubble in bubbles:
-        most = _MOST * bubble.seconds
-        sent = min(most, own.sent.get(ends.get(bubble.begin, -1), 0.0))
-        received = min(most, own.received.get(begins.get(bubble.end, -1), 0.0))
-        begin = min(bubble.end, bubble.begin + max(0.0, sent - reserve.begin))
-        found.append(replace(bubble, begin=begin, end=max(begin, bubble.end - max(0.0, received - reserve.end))))
+        before, begin, end = bubble.after, bubble.begin, bubble.end
+        after, most = before + 1, _MOST * (end - begin)
+        while after < len(spans) and spans[after].kind not in COMPUTE:
+            after += 1
+        # where a reduction lies between a pass and the bubble, its message is through
+        sent = own.sent.get(before, 0.0) if before >= 0 and spans[before].end == begin else 0.0
+        received = own.received.get(after, 0.0) if after < len(spans) and spans[after].begin == end else 0.0
+        begin = min(end, begin + max(0.0, min(most, sent) - reserve.begin))
+        found.append(Bubble(bubble.index, begin, max(begin, end - max(0.0, min(most, received) - reserve.end)), before))
     return tuple(found)
 
 

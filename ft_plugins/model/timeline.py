@@ -39,6 +39,8 @@ class Kind(Enum):
     REDUCE = "reduce"
     UPDATE = "update"
 
+    __hash__ = object.__hash__  # members are there once; by name, as Enum does it, is a third of what planning takes
+
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE})
 

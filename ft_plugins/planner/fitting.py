@@ -3,7 +3,9 @@ profile (`bubbles.plan`), here of simulated timelines.
 
 So what a forecast says is what BAFT does: bubbles that sender and receiver share, without what is reserved for
 messages at both ends of each, the link of a node divided among its ranks, by bytes or by whole layers; and a rank that
-shares no bubbles, or needs more than `MOST_ITERATIONS`, goes by a rate.
+shares no bubbles, or needs more than `MOST_ITERATIONS`, goes by a rate. What only a job can tell is left out: pauses of
+less than a millisecond that are no bubbles, windows too short for a frame, and, unless given, messages that take longer
+than what is reserved for them. So a forecast is the best that there can be.
 
 Invariant: pure; times and sizes are those of one iteration and one rank, a rank is a stage. In: timelines of one
 pipeline, bytes, bytes per second. Out: `BubblePlan`; by `fit` its iterations.
@@ -11,10 +13,11 @@ pipeline, bytes, bytes per second. Out: `BubblePlan`; by `fit` its iterations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from ..bubbles.filling import Granularity, Transfer
+from ..bubbles.messages import Traffic
 from ..bubbles.plan import BubblePlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..model.timeline import Timeline, bubbles
@@ -31,11 +34,12 @@ def plan(
     placement: Placement = Placement.PAIRS,
     layers: int = 0,
     granularity: Granularity = Granularity.BYTES,
+    messages: Mapping[int, Traffic] | None = None,
 ) -> BubblePlan | None:
     """The plan for `nbytes` from each rank, `bandwidth` for each; None where no rank has another node to send to.
 
-    `layers`: into how many equal ones the bytes are cut, 0 for unknown; with them both fills are told, exact and by
-    layers.
+    `messages`: of each rank those between stages, by number of rank. `layers`: into how many equal ones the bytes are
+    cut, 0 for unknown; with them both fills are told, exact and by layers.
     """
     to = [destination(rank, len(timelines), per_node, placement) for rank in range(len(timelines))]
     whole = ceil(nbytes)
@@ -55,6 +59,7 @@ def plan(
         links,
         Reserve(reserved, reserved),
         granularity,
+        messages=messages,
     )
 
 

@@ -119,7 +119,7 @@ def test_a_reader_never_sees_half_an_opening_of_another_process(memory: np.ndarr
 def test_a_trainer_that_counts_spans_opens_each_bubble_as_planned_and_closes_it() -> None:
     transfer = Transfer(0, 0, 1, 1, 230)
     first = grant(0, 0, 0.010, 100, after=-1), grant(3, 0.002, 0.020, 80, after=2)
-    late = replace(first[1], nbytes=50)
+    late = first[1]._replace(nbytes=50)
     plan = SenderPlan(transfer, (first, (late,)), first, 1.0, 1.0)
     gate = Gate(empty())
     keeper = Gatekeeper(gate, plan)
@@ -192,7 +192,7 @@ def test_a_bubble_that_begins_sooner_or_later_than_planned_is_told_of_and_lets_n
             opened.append(sum(nbytes for _, _, nbytes in found.windows))
 
     now, gate = 7.0, Watched(empty())
-    planned = replace(grant(1, 0, 1.0, 9, after=0), edge=0.2)
+    planned = grant(1, 0, 1.0, 9, after=0)._replace(edge=0.2)
     plan = SenderPlan(Transfer(0, 0, 1, 1, 9), (), (planned,), 1.0, 1.0)
     keeper = Gatekeeper(gate, plan, clock_ns=lambda: round(now * 1e9), tolerance=0.05)
     keeper.iteration_begin(0)
