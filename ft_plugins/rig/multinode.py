@@ -9,7 +9,7 @@ In: a run, the fork server, places. Out: running nodes, by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,9 +19,14 @@ from .journal import Entry, wait_for
 from .nodes import Place, destroy
 
 BOUND = 560.0  # seconds for anything that is waited for: many times what it takes on two idle cores
-DETECT_SECONDS = "5"
+DETECT, DETECT_SECONDS = "--ftp-detect-seconds", "5"
 
 Spec = Callable[..., JobSpec]
+
+
+def told(flags: Sequence[str], name: str) -> bool:
+    """Whether the flag of that name is among them, as a word or before a '='."""
+    return any(word.split("=")[0] == name for word in flags)
 
 
 def until(job: RunningJob, condition: Callable[[list[Entry]], bool], seconds: float = BOUND) -> list[Entry]:
@@ -85,10 +90,9 @@ class MultiNodeJob:
         """Start a node of the job, or a substitute; `faults` are armed on this node alone."""
         spec = self.run.armed(faults).spec(**place.fields())
         known = {k: v for k, v in vars(spec).items() if k not in ("name", "flags")}
-        flags = (
-            "--ftp-detect-seconds", DETECT_SECONDS, *spec.flags, "--ftp-node-name", name,
-            "--ftp-secret-file", str(self._secret), *self._flags, *more,
-        )  # fmt: skip
+        flags = (*spec.flags, "--ftp-node-name", name, "--ftp-secret-file", str(self._secret), *self._flags, *more)
+        if not told(flags, DETECT):
+            flags += (DETECT, DETECT_SECONDS)
         spec = self._jobs(**{**known, **self._fields, "node": name, "flags": flags})
         self.nodes[name] = self._server.start(spec)
         return self.nodes[name]

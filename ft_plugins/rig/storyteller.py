@@ -18,13 +18,14 @@ import xxhash
 from safetensors.numpy import load_file
 
 from ..events import Event
+from ..smp import liveness
 from ..snapshot import checkpoint
 from ..snapshot.checkpoint import Origin
 from ..snapshot.slots import Mark, Version
 from .forkserver import ForkServer, RunningJob
 from .frameworks import FRAMEWORKS
 from .golden import assert_identical
-from .journal import wait_until, wait_until_stopped
+from .journal import wait_until
 from .multinode import BOUND, MultiNodeJob, Run, Spec
 from .nodes import Place, destroy, freeze
 from .story import (
@@ -142,9 +143,16 @@ class Teller:
         self._silent[node] = self._job.nodes.pop(node)
 
     def _until_stopped(self, node: str) -> None:
-        lock = self._job.nodes[node].spec.run_dir / "smp.lock"
-        wait_until(lambda: lock.exists() and bool(lock.read_text()), BOUND, lambda: f"no SMP on node {node}")
-        wait_until_stopped(int(lock.read_text()), BOUND)
+        job = self._job.nodes[node]
+        lock = job.spec.run_dir / "smp.lock"
+
+        def stopped() -> bool:
+            if any(liveness.is_stopped(*smp) for smp in liveness.holder(lock)):
+                return True
+            assert not job.ended, f"node {node} has ended before:\n{job.tail()}"
+            return False
+
+        wait_until(stopped, BOUND, lambda: f"no SMP of node {node} has stopped")
 
     def _refused(self) -> None:
         for name, job in self._job.nodes.items():

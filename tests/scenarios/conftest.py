@@ -14,6 +14,7 @@ import pytest
 from ft_plugins.errors import FtError
 from ft_plugins.rig import deepspeed_runs, gpt_runs
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.rig.multinode import DETECT, told
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
 
@@ -53,9 +54,9 @@ def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
         name = f"t{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}"
         made.append(JobSpec(**{"name": name, "folder": str(tmp_path), **fields, "runtime": str(tmp_path)}))  # type: ignore[arg-type]
         flags = made[-1].flags
-        if any(":stop" in word for word in flags) and "--ftp-detect-seconds" not in flags:
+        if any(":stop" in word for word in flags) and not told(flags, DETECT):
             # a stop is where a test looks around, for as long as it takes
-            made[-1] = replace(made[-1], flags=(*flags, "--ftp-detect-seconds", "600"))
+            made[-1] = replace(made[-1], flags=(*flags, DETECT, "600"))
         return made[-1]
 
     yield spec
