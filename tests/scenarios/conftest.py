@@ -45,6 +45,17 @@ def deepspeed_server() -> Iterator[ForkServer]:
         yield server
 
 
+def _smps_of(jobs: set[str]) -> list[tuple[int, int]]:
+    """Processes, with their start times, that are or become an SMP of one of these jobs."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            words = entry.read_text().split("\0")
+            if "--job" in words and words[words.index("--job") + 1] in jobs:
+                found.append((int(entry.parent.name), liveness.started(int(entry.parent.name))))
+    return [(pid, began) for pid, began in found if began]
+
+
 @pytest.fixture
 def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., JobSpec]]:
     """Makes specs of jobs of this test; ends what they left: agents, SMPs, segments."""
@@ -69,8 +80,8 @@ def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
     deadline = time.monotonic() + _GONE_SECONDS
     while any(liveness.held(found.run_dir / "smp.lock") for found in made) and time.monotonic() < deadline:
         time.sleep(0.01)  # they remove their segments themselves
-    stopped = [smp for found in made for smp in liveness.holder(found.run_dir / "smp.lock")]  # answers nobody
-    liveness.kill_and_wait(stopped, _GONE_SECONDS)
+    while (others := _smps_of({found.name for found in made})) and time.monotonic() < deadline + _GONE_SECONDS:
+        liveness.kill_and_wait(others, _GONE_SECONDS)  # stopped, or just being started for an agent that is gone
     left = [path for found in made for path in Path("/dev/shm").glob(f"ftp-{found.name}@*")]
     for path in left:
         path.unlink(missing_ok=True)
