@@ -231,7 +231,7 @@ def test_a_second_smp_that_hangs_from_its_beginning_is_ended_as_well(hanging: tu
     story.smp.hangs = first = story.watcher.start()
     story.watcher._ensure = second.ensure
     answered = 0
-    for _ in range(4):  # requests, as the agent makes them: each has patience of its own
+    for _ in range(20):  # requests, as the agent makes them: each has patience of its own
         with suppress(ProtectionError):
             answered = answered or story.watcher.fence()
     assert answered == 1
