@@ -54,7 +54,8 @@ class GatePacer:
     BY_RATE, what is left to each rank of its node. So do frames in bubbles, in SLOW_SHARE of it, where the link is more
     than SLOWER times slower than planned: training's own messages are then under way in much of what was a bubble.
 
-    By a rate, and by `otherwise`, goes also what goes while there is no plan, and when no gate was opened for
+    `otherwise` alone paces until a gate is opened or held for the first time: what is captured first is to be protected
+    soon. By a rate, and by `otherwise`, goes what goes without a plan after that, and when no gate was opened for
     `patience_seconds` and for PATIENCE_PERIODS planned iterations in which somebody wanted to send (a trainer that is
     dead, evaluation) until there is one again.
     Where gates are opened and nothing goes (bubbles are shorter than planned, the machine is too busy to meet them), a
@@ -123,7 +124,9 @@ class GatePacer:
                 silent = self._silent()
             if allowed is None and silent and self._otherwise is not None:
                 rest = self._steady_ns - self._clock_ns()
-                if rest > 0:
+                if self._unopened:
+                    allowed = self._otherwise.take(nbytes, stop)
+                elif rest > 0:
                     wait = min(rest / 1e9, 10 * self._poll)
                 else:
                     allowed = self._otherwise.take(min(nbytes, self._crawls), stop)
@@ -177,11 +180,16 @@ class GatePacer:
             self._seen_ns, self._seen_at = now, openings
         self._asked_ns = now
 
+    @property
+    def _unopened(self) -> bool:
+        """Whether there was no plan yet, nor has one begun to be made."""
+        return self._number is None and self._gate.openings == self._before and not self._gate.planned
+
     def _silent(self) -> bool:
         """Whether nothing is to be expected of the gate."""
         openings, planned = self._gate.openings, self._gate.planned
-        if self._number is None and openings == self._before and not planned:
-            return True  # there was no plan yet
+        if self._unopened:
+            return True
         periods = PATIENCE_PERIODS * self._gate.period_ns
         patience = max(self._patience_ns, periods) if planned else min(self._patience_ns, _UNPLANNED_NS)
         if self._silent_at != openings and self._clock_ns() - self._seen_ns > patience:

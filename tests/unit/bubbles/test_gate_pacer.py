@@ -678,11 +678,19 @@ def test_a_fast_link_carries_the_rate_that_was_planned(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_before_there_is_a_plan_and_after_it_half_of_any_link_is_left_to_training(ranks: int) -> None:
+def test_without_a_plan_half_of_any_link_is_left_to_training_but_for_what_is_sent_first(ranks: int) -> None:
     clock, gate, link = Clock(), Gate(empty()), 10_000 / MS
     pacer = GatePacer(gate, Free(), by_rate_share=BY_RATE / ranks, clock_ns=clock)
-    send(pacer, Stop(clock, 10_000 * MS), clock, lambda nbytes: nbytes / link)
-    assert 0.7 * BY_RATE / ranks <= pacer.rate_bytes / (10_000 * MS * link) <= 1.01 * BY_RATE / ranks
+    first = pacer.take(10**5, Stop(clock, 10**12))
+    assert first == Allowance(10**5) and clock.now == 0, "as soon as can be"
+    clock.now = int(first.nbytes / link)
+    pacer.ended(first)
+    gate.hold(120.0, clock.now)  # a profile is made, and fails
+    gate.close()
+    before, began = pacer.rate_bytes, clock.now
+    send(pacer, Stop(clock, began + 11_000 * MS), clock, lambda nbytes: nbytes / link)
+    taken = (pacer.rate_bytes - before) / (10_000 * MS * link)  # after a second's patience
+    assert 0.7 * BY_RATE / ranks <= taken <= 1.01 * BY_RATE / ranks
 
 
 # two processes
