@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..model.timeline import COMPUTE, LEAST, Bubble, Kind, Timeline
+from .uncollected import uncollected
 from .windows import Reserve
 
 _MOST = 0.25  # of a bubble, at each of its ends
@@ -60,6 +61,7 @@ class _Message(NamedTuple):
     computed: int
 
 
+@uncollected
 def traffic(timelines: Sequence[Timeline], pipelines: Sequence[Sequence[int]]) -> dict[int, Traffic]:
     """The messages of each rank of the `pipelines`: ranks in the order of their stages.
 

@@ -27,6 +27,7 @@ from ..errors import ConfigError
 from ..model.timeline import Bubble, Timeline
 from .filling import Grant, Grants, Granularity, Transfer, offers
 from .messages import Traffic
+from .uncollected import uncollected
 from .windows import Reserve
 
 MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
@@ -130,6 +131,7 @@ class BubblePlan:
         return "\n".join(lines)
 
 
+@uncollected
 def plan_bubbles(
     transfers: Sequence[Transfer],
     timelines: Mapping[int, Timeline],

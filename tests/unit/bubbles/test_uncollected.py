@@ -1,0 +1,36 @@
+"""The collector rests while something is planned, and is as it was afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from ft_plugins.bubbles.uncollected import uncollected
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    was = gc.isenabled()
+    yield
+    (gc.enable if was else gc.disable)()
+
+
+@uncollected
+def looked(fails: bool = False) -> bool:
+    if fails:
+        raise IndexError("no such window")
+    return gc.isenabled()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_it_rests_meanwhile_and_is_afterwards_what_it_was(before: bool, fails: bool) -> None:
+    (gc.enable if before else gc.disable)()
+    if fails:
+        with pytest.raises(IndexError):
+            looked(fails=True)
+    else:
+        assert not looked()
+    assert gc.isenabled() == before
