@@ -67,7 +67,8 @@ class Profiling:
 
     def misses_of(self, seconds: float) -> Misses:
         """None yet, of iterations of so many seconds: whatever bubbles are left alone for is a miss."""
-        return Misses(min(self.tolerance, edge_tolerance(seconds) / seconds), self.misses)
+        share = edge_tolerance(seconds) / seconds if seconds > 0 else self.tolerance
+        return Misses(min(self.tolerance, share), self.misses)
 
 
 class Phase(Enum):

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from .windows import Numbers, Seconds, Windows
 
 Flow = list[list[int]]  # by sender and class, bytes
-_NO_RATE = 1e-6  # of a sender's highest: what is left of sums of floats
+NO_RATE = 1e-3  # of a sender's highest: single bytes of a flow, and what is left of sums of floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Rates:
     def used(self, windows: Windows) -> Windows:
         """Of each of these windows what lies between the first and the last moment at which there is a rate in it:
         before and after that the link is another sender's. One without any rate is as it was."""
-        sends = self.rate > _NO_RATE * np.max(self.rate, initial=0.0)
+        sends = self.rate > NO_RATE * np.max(self.rate, initial=0.0)
         begin, end = np.full(len(windows.begin), np.inf), np.full(len(windows.end), -np.inf)
         np.minimum.at(begin, self.window[sends], self.begin[sends])
         np.maximum.at(end, self.window[sends], self.end[sends])

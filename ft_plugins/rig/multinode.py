@@ -1,8 +1,8 @@
 """A protected job of the GPT example on several emulated nodes, whose nodes come and go as a test tells.
 
 Invariant: every node is what a user has: an agent, an SMP, workers, a place of its own in the network. All nodes know
-the job's secret from a file of mode 0600, and lost ones are missed after five seconds, unless the run
-has flags that say otherwise.
+the job's secret from a file of mode 0600, and lost ones are missed after five seconds, unless
+flags of the run say otherwise.
 
 In: a run, the fork server, places. Out: running nodes, by name.
 """

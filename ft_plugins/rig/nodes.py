@@ -113,8 +113,8 @@ def destroy(job: RunningJob) -> None:
 
 def freeze(job: RunningJob) -> None:
     """Every process of the node stops: silence, with all connections open. `destroy` still works."""
-    lock = job.spec.run_dir / "smp.lock"
-    pids = [int(lock.read_text()), *_descendants(job.pid), job.pid]
+    smp = [pid for pid, _ in liveness.holder(job.spec.run_dir / "smp.lock")]
+    pids = [*smp, *_descendants(job.pid), job.pid]
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)

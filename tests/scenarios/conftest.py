@@ -50,7 +50,7 @@ def _smps_of(jobs: set[str]) -> list[tuple[int, int]]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
-            words = entry.read_text().split("\0")
+            words = entry.read_text(errors="replace").split("\0")
             if "--job" in words and words[words.index("--job") + 1] in jobs:
                 found.append((int(entry.parent.name), liveness.started(int(entry.parent.name))))
     return [(pid, began) for pid, began in found if began]

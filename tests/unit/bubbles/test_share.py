@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.share import Rates, largest_flow, share
+from ft_plugins.bubbles.share import NO_RATE, Rates, largest_flow, share
 from ft_plugins.bubbles.windows import Windows
 
 LINK = 1_000_000  # bytes a second, and windows of whole seconds: what is lost by rounding to bytes does not show
@@ -60,10 +60,10 @@ def test_a_window_is_used_from_when_its_sender_has_a_rate_until_it_has_none_any_
     """So that who goes first in windows of its own is not met by one that has longer ones."""
     whole = [windows(free) for free, _ in given_]
     for rates, given_windows in zip(share(whole, [need for _, need in given_], LINK), whole, strict=True):
-        used = rates.used(given_windows)
+        used, least = rates.used(given_windows), NO_RATE * np.max(rates.rate, initial=0.0)
         assert np.array_equal(used.bubble, given_windows.bubble)
         for begin, end, low, high in zip(given_windows.begin, given_windows.end, used.begin, used.end, strict=True):
-            ticks = [tick for tick in range(int(begin), int(end)) if rate_at(rates, tick + 0.5) > 1e-6 * LINK]
+            ticks = [tick for tick in range(int(begin), int(end)) if rate_at(rates, tick + 0.5) > least]
             assert (low, high) == ((min(ticks), max(ticks) + 1) if ticks else (begin, end))
 
 

@@ -5,6 +5,7 @@ Every node here is a `NodeTier` of its own with real segments and real sockets; 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,8 +17,10 @@ import xxhash
 
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import Gate
+from ft_plugins.bubbles.gate_pacer import GatePacer
 from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events
+from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.protection import Protection
@@ -449,6 +452,26 @@ def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[.
     assert first.tier.protect(gone, 1)["links"] == []
     (event,) = [event for event in first.seen if event.name == "link.unmeasured"]
     assert "127.0.0.1" in event.fields["reason"]
+
+
+def test_whatever_fails_while_a_copy_is_sent_is_said_and_tried_again(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane that ended of it would be missed by nobody, and no version would count any more."""
+    take, failures = GatePacer.take, iter([ZeroDivisionError("by no time")])
+
+    def fails_once(pacer: GatePacer, nbytes: int, stop: threading.Event) -> Allowance:
+        for failure in failures:
+            raise failure
+        return take(pacer, nbytes, stop)
+
+    monkeypatch.setattr(GatePacer, "take", fails_once)
+    job = cluster(2)
+    job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
+    job.protect()
+    job.train(1, 1)  # until it counts
+    (said,) = [event for node in job.nodes for event in node.seen if event.name == "exchange.retry"]
+    assert said.fields["reason"] == "ZeroDivisionError: by no time"
 
 
 def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Callable[..., Cluster]) -> None:
