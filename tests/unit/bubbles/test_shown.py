@@ -45,7 +45,7 @@ def test_where_the_host_is_ahead_windows_are_shown_when_they_are() -> None:
     timeline = iteration(2)
     ahead = replace(timeline, leads=(0.004,) * (2 + 2 * len(timeline.spans)))
     plan = planned(timeline)
-    later = tuple(replace(one, begin=one.begin + 0.004, deadline=one.deadline + 0.004) for one in plan.every)
+    later = tuple(one._replace(begin=one.begin + 0.004, deadline=one.deadline + 0.004) for one in plan.every)
     told = shown(ahead, bubbles(timeline), replace(plan, every=later))
     assert told == shown(timeline, bubbles(timeline), plan)
 
