@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ import torch
 
 from . import faults
 from .bubbles.clock import clock_of
+from .bubbles.plan import BubblePlan
 from .bubbles.profile import Phase, Profiler, Profiling
 from .bubbles.record import Recorder, Several
 from .bubbles.shown import shown
@@ -93,8 +94,8 @@ class Session:
             )
             self.edges = Several(self.baft, recorder)
         self.profiler = Profiler(
-            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._report_no_profile,
-            self._sender_facts, self._traffic,
+            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._follow_plan,
+            self._report_no_profile, self._sender_facts, self._traffic,
         )  # fmt: skip
 
     def _traffic(self) -> int:
@@ -109,7 +110,8 @@ class Session:
         reft = self._reft
         return SenderFacts(reft.capture_seconds, reft.beside_bytes, memory, layer_bytes(reft.layout))
 
-    def _report_profile(self, profile: Profile) -> None:
+    def _report_profile(self, profile: Profile) -> int:
+        """The iterations of a checkpoint by what this rank plans with it; 0 where it plans nothing."""
         assert self.profiler is not None
         left_out = {str(rank): list(steps) for rank, steps in self.profiler.left_out.items()}
         own = profile.timelines[self._host.rank]
@@ -123,23 +125,44 @@ class Session:
             for rank, steps in left_out.items():
                 why = "were unlike the others, or copies went in them"
                 print(f"ft_plugins: rank {rank}: iterations {steps} {why}: left out", flush=True)
-        if self.baft is not None:
-            self._plan_bubbles(self.baft, profile)
+        return self._planning(lambda baft: baft.plan(profile))
 
-    def _plan_bubbles(self, baft: Baft, profile: Profile) -> None:
-        """At the end of an iteration: whatever goes wrong, training goes on, and copies go by rate."""
+    def _follow_plan(self, told: Sequence[int]) -> None:
+        """All ranks have planned: what they have found."""
+
+        def follow(baft: Baft) -> int:
+            plan = baft.agreed(max(told))
+            if plan is not None and self.profiler is not None and self.profiler.profile is not None:
+                self._report_plan(plan, self.profiler.profile, told)
+            return max(told)
+
+        self._planning(follow)
+
+    def _report_plan(self, plan: BubblePlan, profile: Profile, told: Sequence[int]) -> None:
         rank = self._host.rank
-        try:
-            plan = baft.plan(profile)
-            if plan is not None:
-                (own,) = (sender for sender in plan.senders if sender.transfer.sender == rank)
-                self._events.emit("baft.timeline", **shown(profile.timelines[rank], profile.bubbles(rank), own))
-        except Exception as error:
-            baft.give_up()
-            self._report_no_profile(f"bubbles could not be planned: {type(error).__name__}: {error}")
+        (own,) = (sender for sender in plan.senders if sender.transfer.sender == rank)
+        self._events.emit("baft.timeline", **shown(profile.timelines[rank], profile.bubbles(rank), own))
+        if rank != 0:
             return
-        if plan is not None and rank == 0:
-            print(f"ft_plugins: {plan.table()}", flush=True)
+        print(f"ft_plugins: {plan.table()}", flush=True)
+        others = len(told) - len(plan.senders)
+        if others:
+            print(
+                f"ft_plugins: {others} ranks share no links with these; the event baft.plan of each tells its plan. "
+                f"Ranks need {min(told)} to {max(told)} iterations, most of them rank {told.index(max(told))}",
+                flush=True,
+            )
+
+    def _planning(self, call: Callable[[Baft], int]) -> int:
+        """At the end of an iteration: whatever goes wrong, training goes on, and copies go by rate."""
+        if self.baft is None:
+            return 0
+        try:
+            return call(self.baft)
+        except Exception as error:
+            self.baft.give_up()
+            self._report_no_profile(f"bubbles could not be planned: {type(error).__name__}: {error}")
+            return 0
 
     def _report_no_profile(self, reason: str) -> None:
         self._events.emit("profile.lost", reason=reason, echo=True)

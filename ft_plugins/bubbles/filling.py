@@ -12,15 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from ..model.timeline import Bubble, Timeline
-from ..redundancy.neighbour import NeighbourPlan
+from ..model.timeline import Bubble, SenderFacts, Timeline
+from ..redundancy.neighbour import Copy
 from .layers import Part, fill
 from .messages import Traffic, left_free
 from .share import share
 from .windows import Reserve, Windows, shared
+
+_NOTHING_TOLD: Mapping[int, SenderFacts] = MappingProxyType({})
 
 
 class Granularity(str, Enum):
@@ -51,17 +54,15 @@ class Transfer:
             )
 
 
-def transfers_of(
-    neighbours: NeighbourPlan,
-    beside: Sequence[int] | None = None,
-    layers: Sequence[Sequence[int]] | None = None,
-) -> tuple[Transfer, ...]:
-    """What each rank sends, by rank: its slot, and what goes out `beside` it in bytes (small state, digest table), like
-    one layer more. `layers`: of each rank those of its slot; empty for one whose are not known."""
+def transfers_of(copies: Sequence[Copy], told: Mapping[int, SenderFacts] = _NOTHING_TOLD) -> tuple[Transfer, ...]:
+    """What goes out with each copy: its slot, and what is beside it (small state, digest table), like one layer more.
+
+    `told`: what the ranks know of what they send; a rank of which nothing is known sends its slot alone, in one.
+    """
     found = []
-    for one in neighbours.copies:
-        more = beside[one.rank] if beside else 0
-        known = tuple(layers[one.rank]) if layers else ()
+    for one in copies:
+        facts = told.get(one.rank, SenderFacts())
+        more, known = facts.beside_bytes, facts.layers
         whole = (*known, more) if more and (known or not one.nbytes) else known
         found.append(Transfer(one.rank, one.source, one.receiver, one.target, one.nbytes + more, whole))
     return tuple(found)

@@ -18,7 +18,8 @@ are no iteration that ever was, and a message would have arrived before it was s
 of a bubble lies in it, and for messages is half of it at least: on a crowded machine all of a short one may look like a
 message.
 
-In: the timelines of all ranks, which ranks are a pipeline. Out: `Traffic` by rank; bubbles without it.
+In: timelines, by rank, of those that are asked for and of the stages beside theirs; which ranks are a pipeline. Out:
+`Traffic` by rank; bubbles without it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,16 +63,21 @@ class _Message(NamedTuple):
 
 
 @uncollected
-def traffic(timelines: Sequence[Timeline], pipelines: Sequence[Sequence[int]]) -> dict[int, Traffic]:
-    """The messages of each rank of the `pipelines`: ranks in the order of their stages.
+def traffic(
+    timelines: Sequence[Timeline], pipelines: Sequence[Sequence[int]], ranks: Collection[int] | None = None
+) -> dict[int, Traffic]:
+    """The messages of `ranks`, or of each rank, of the `pipelines`: ranks in the order of their stages.
 
-    `timelines` by rank. A rank's chunks are the virtual stages pp, pp + PP, pp + 2 PP, ... (`Topology.stages`).
+    `timelines` by rank: those of `ranks` and of the stages beside theirs are looked at. A rank's chunks are the virtual
+    stages pp, pp + PP, pp + 2 PP, ... (`Topology.stages`), and each rank has as many.
     """
-    chunks = 1 + max((span.chunk for one in timelines for span in one.spans), default=0)
     found: dict[int, Traffic] = {}
     for pipeline in pipelines:
-        lines = [timelines[rank] for rank in pipeline]
-        found |= zip(pipeline, _of_pipeline(lines, chunks), strict=True)
+        wanted = {place for place, rank in enumerate(pipeline) if ranks is None or rank in ranks}
+        beside = {(place + step) % len(pipeline) for place in wanted for step in (-1, 0, 1)}
+        lines = {place: timelines[pipeline[place]] for place in sorted(beside)}
+        of_places = _of_pipeline(lines, wanted, len(pipeline))
+        found |= {pipeline[place]: of_places[place] for place in sorted(wanted)}
     return found
 
 
@@ -92,11 +98,12 @@ def left_free(bubbles: Sequence[Bubble], timeline: Timeline, own: Traffic, reser
     return tuple(found)
 
 
-def _of_pipeline(lines: Sequence[Timeline], chunks: int) -> list[Traffic]:
-    ends = [[span.end for span in line.spans if span.kind in COMPUTE] for line in lines]
+def _of_pipeline(lines: Mapping[int, Timeline], wanted: Collection[int], stages: int) -> dict[int, Traffic]:
+    """By place in a pipeline of so many stages; complete for the `wanted` places."""
+    ends = {place: [span.end for span in line.spans if span.kind in COMPUTE] for place, line in lines.items()}
     waits: dict[tuple[int, int], list[tuple[_Message, float]]] = defaultdict(list)  # by source and place
     sends: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-    for message, waited in _messages(lines, chunks):
+    for message, waited in _messages(lines, wanted, stages):
         way = message.source, message.place
         sends[way].append(message)
         if waited >= LEAST:
@@ -104,7 +111,7 @@ def _of_pipeline(lines: Sequence[Timeline], chunks: int) -> list[Traffic]:
             theirs, computed = ends[message.source], lines[message.source].spans[message.computed].end
             left = theirs[bisect_right(theirs, arrived) - 1] if computed <= arrived else arrived
             waits[way].append((message, min(waited, arrived - left)))
-    found = [Traffic() for _ in lines]
+    found = {place: Traffic() for place in lines}
     for way, met in waits.items():
         took = statistics.median(seconds for _, seconds in met)
         found[way[1]].received.update({message.span: took for message, _ in met})
@@ -112,22 +119,25 @@ def _of_pipeline(lines: Sequence[Timeline], chunks: int) -> list[Traffic]:
     return found
 
 
-def _messages(lines: Sequence[Timeline], chunks: int) -> Iterator[tuple[_Message, float]]:
-    """Each message, and how long the rank that needs it was idle before."""
-    passes = []
-    for line in lines:
+def _messages(
+    lines: Mapping[int, Timeline], wanted: Collection[int], stages: int
+) -> Iterator[tuple[_Message, float]]:
+    """Each message from or to a `wanted` place, and how long the rank that needs it was idle before."""
+    chunks = 1 + max((span.chunk for line in lines.values() for span in line.spans), default=0)
+    passes = {}
+    for place, line in lines.items():
         spans = reversed(list(enumerate(line.spans)))
         # backwards: of a backward pass in two parts, the first one is what others wait for
-        passes.append({(s.kind, s.microbatch, s.chunk): index for index, s in spans if s.kind in _STEP})
-    for place, line in enumerate(lines):
+        passes[place] = {(s.kind, s.microbatch, s.chunk): index for index, s in spans if s.kind in _STEP}
+    for place, line in lines.items():
         idle_since = 0.0
         for index, span in enumerate(line.spans):
             if span.kind not in COMPUTE:
                 continue
             waited, idle_since = span.begin - idle_since, span.end
-            virtual = span.chunk * len(lines) + place + _STEP.get(span.kind, 0)
-            chunk, source = divmod(virtual, len(lines))
-            if span.kind in _STEP and 0 <= chunk < chunks:
+            virtual = span.chunk * stages + place + _STEP.get(span.kind, 0)
+            chunk, source = divmod(virtual, stages)
+            if span.kind in _STEP and 0 <= chunk < chunks and (place in wanted or source in wanted):
                 computed = passes[source].get((span.kind, span.microbatch, chunk))
                 if computed is not None and passes[place][span.kind, span.microbatch, span.chunk] == index:
                     yield _Message(place, index, source, computed), waited

@@ -18,7 +18,7 @@ In: `Transfer`s, bubbles of each rank by one clock, bytes per second of each nod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import ceil
@@ -97,6 +97,16 @@ class BubblePlan:
     def paced_by_rate(self) -> tuple[SenderPlan, ...]:
         """The senders that no bubbles carry."""
         return tuple(sender for sender in self.senders if sender.reason)
+
+    def in_step(self, iterations: int) -> BubblePlan:
+        """The same in a job where a checkpoint takes so many iterations, or as many as here if that is more: what goes
+        by a rate takes its time."""
+        most = max(iterations, self.iterations)
+        senders = (
+            replace(one, bytes_per_second=one.transfer.nbytes / (most * self.seconds)) if one.reason else one
+            for one in self.senders
+        )
+        return replace(self, iterations=most, senders=tuple(senders))
 
     def table(self) -> str:
         """The plan for people: a line for each sender, the first 64; then who goes without bubbles, and why."""

@@ -3,7 +3,8 @@
     WARMING     a few iterations that are unlike the rest: buffers and communicators are made
     RECORDING   `iterations` of them are recorded, and their median taken
     SIZING      the ranks tell each other how long that is        } asked at the end of one iteration,
-    SHARING     and then what it is: all have the same profile    } read at the end of the next one
+    SHARING     and then what it is: all have the same profile    } read at the end of the next one,
+    AGREEING    and what each rank has made of it: a number       } thrice
     WATCHING    every `watch_every`-th iteration is compared with the profile
     ASKING      every `ask_every`-th: does any rank miss it too often? Then it is RECORDING again
     OFF         a rank has failed to: all of them know, and there is no profile
@@ -17,8 +18,8 @@ An iteration in which copies went that nobody has planned yet (`traffic` has cha
 is left out.
 
 In: a `Recorder` that the host tells of spans, begin and end of iterations, a collective; what this rank knows of the
-copies that it sends, which the others are told with its timeline. Out: `profile`, and `on_profile` for each new one;
-`on_failure`.
+copies that it sends, which the others are told with its timeline. Out: `profile`, `on_profile` for each new one, and
+`on_agreed` with the numbers of all ranks; `on_failure`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
 from ..errors import FtError
-from ..model.timeline import Kind, Misses, Profile, SenderFacts, Span, Timeline, median, strays
+from ..model.timeline import Misses, Profile, SenderFacts, Timeline, median, reduce_work, reductions, strays
 from .gate import edge_tolerance
+from .packed import Packed, pack
 from .record import Recorder
 
 _ATTEMPTS = 3  # at a profile for which a rank has recorded nothing
-_KINDS = tuple(Kind)
+_NUMBER = 8  # bytes
 
 
 class Gathering(Protocol):
@@ -78,6 +80,7 @@ class Phase(Enum):
     RECORDING = "recording"
     SIZING = "sizing"
     SHARING = "sharing"
+    AGREEING = "agreeing"
     WATCHING = "watching"
     ASKING = "asking"
     OFF = "off"
@@ -87,15 +90,27 @@ TRANSITIONS = {
     Phase.WARMING: {Phase.RECORDING},
     Phase.RECORDING: {Phase.SIZING},
     Phase.SIZING: {Phase.SHARING},
-    Phase.SHARING: {Phase.WATCHING, Phase.RECORDING, Phase.OFF},
+    Phase.SHARING: {Phase.AGREEING, Phase.RECORDING, Phase.OFF},
+    Phase.AGREEING: {Phase.WATCHING},
     Phase.WATCHING: {Phase.ASKING},
     Phase.ASKING: {Phase.WATCHING, Phase.RECORDING, Phase.OFF},
     Phase.OFF: set(),
 }
 
 
-def _nothing(_: object) -> None:
+class _Told(NamedTuple):
+    """What a rank tells the others."""
+
+    failure: str = ""
+    left_out: Sequence[int] = ()  # iterations
+    reductions: Sequence[float] = ()  # seconds of each
+    facts: Sequence[Any] = ()  # of a sender
+    timeline: bytes = b""  # packed; none where nothing was recorded
+
+
+def _nothing(_: object) -> int:
     """Nobody asked to be told."""
+    return 0
 
 
 class Profiler:
@@ -107,17 +122,20 @@ class Profiler:
         recorder: Recorder,
         collective: Gathers,
         settings: Profiling = Profiling(),  # noqa: B008  frozen
-        on_profile: Callable[[Profile], None] = _nothing,
-        on_failure: Callable[[str], None] = _nothing,
+        on_profile: Callable[[Profile], int] = _nothing,
+        on_agreed: Callable[[Sequence[int]], object] = _nothing,
+        on_failure: Callable[[str], object] = _nothing,
         sender: Callable[[], SenderFacts] = SenderFacts,
         traffic: Callable[[], int] = int,
     ) -> None:
-        """`sender` is asked once for each profile, `traffic` at both ends of an iteration that is recorded."""
+        """`on_profile` returns a number, 0 or more; `on_agreed` is given those of all ranks, by rank, an iteration
+        later. `sender` is asked once for each profile, `traffic` at both ends of an iteration that is recorded."""
         self._rank = rank
         self._recorder = recorder
         self._collective = collective
         self._settings = settings
         self._on_profile = on_profile
+        self._on_agreed = on_agreed
         self._on_failure = on_failure
         self._sender = sender
         self._traffic = traffic
@@ -160,14 +178,16 @@ class Profiler:
             case Phase.RECORDING:
                 if self._ends >= self._settings.iterations:
                     self._payload = self._own()
-                    self._ask(len(self._payload).to_bytes(8, "little"), 8)
+                    self._ask(len(self._payload).to_bytes(_NUMBER, "little"), _NUMBER)
                     self._go(Phase.SIZING)
             case Phase.SIZING:
-                longest = max(int.from_bytes(part, "little") for part in self._told())
-                self._ask(self._payload, longest)
+                self._ask(self._payload, max(self._told_numbers()))
                 self._go(Phase.SHARING)
             case Phase.SHARING:
                 self._go(self._shared(self._told()))
+            case Phase.AGREEING:
+                self._on_agreed(self._told_numbers())
+                self._go(Phase.WATCHING)
             case Phase.WATCHING:
                 if self._ends >= self._settings.ask_every:
                     self._ask(msgpack.packb([self._misses.again, bool(self._failure)]), 8)
@@ -193,6 +213,9 @@ class Profiler:
         self._pending = None
         return found
 
+    def _told_numbers(self) -> list[int]:
+        return [int.from_bytes(part, "little") for part in self._told()]
+
     def _take(self) -> None:
         """Whatever fails here is told to all ranks with the next message."""
         try:
@@ -213,38 +236,42 @@ class Profiler:
 
     def _own(self) -> bytes:
         """What this rank tells the others."""
-        facts = None
+        facts: tuple[Any, ...] = ()
         try:
             facts = astuple(self._sender())
         except Exception as error:
             self._failure = self._failure or self._words(error)
         if self._failure or not self._recorded:
-            return bytes(msgpack.packb([self._failure or None, [], None, None]))
+            return bytes(msgpack.packb(_Told(self._failure)))
         timelines = [timeline for _, timeline in self._recorded]
         stray = sorted([*(self._recorded[index][0] for index in strays(timelines)), *self._left_out])
-        return bytes(msgpack.packb([None, stray, pack(median(timelines)), facts]))
+        usual = median(timelines)
+        return bytes(msgpack.packb(_Told("", stray, reductions(usual), facts, msgpack.packb(pack(usual)))))
 
     def _words(self, error: Exception) -> str:
         return f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _shared(self, parts: Sequence[bytes]) -> Phase:
-        told = [msgpack.unpackb(part, use_list=False) for part in parts]
-        failure = next((failure for failure, *_ in told if failure), None)
-        empty = [rank for rank, (_, _, packed, _) in enumerate(told) if packed is None]
+        told = [_Told(*msgpack.unpackb(part, use_list=False)) for part in parts]
+        failure = next((one.failure for one in told if one.failure), "")
+        empty = [rank for rank, one in enumerate(told) if not one.timeline]
         self._attempts += 1
-        if failure is None and empty:
+        if not failure and empty:
             if self._attempts < _ATTEMPTS:
                 return Phase.RECORDING
             failure = f"rank {empty[0]} has recorded no iteration in {_ATTEMPTS} times {self._settings.iterations}"
-        if failure is not None:
+        if failure:
             return self._off(failure)
         self._attempts = 0
-        self.left_out = {rank: tuple(stray) for rank, (_, stray, *_) in enumerate(told) if stray}
-        timelines = tuple(unpack(packed) for _, _, packed, _ in told)
-        self.profile = Profile(timelines, tuple(SenderFacts(*facts) for *_, facts in told))
-        self._misses = self._settings.misses_of(timelines[self._rank].seconds)
-        self._on_profile(self.profile)
-        return Phase.WATCHING
+        self.left_out = {rank: tuple(one.left_out) for rank, one in enumerate(told) if one.left_out}
+        self.profile = Profile(
+            Packed([one.timeline for one in told]),
+            tuple(SenderFacts(*one.facts) for one in told),
+            reduce_work([one.reductions for one in told]),
+        )
+        self._misses = self._settings.misses_of(self.profile.timelines[self._rank].seconds)
+        self._ask(self._on_profile(self.profile).to_bytes(_NUMBER, "little"), _NUMBER)
+        return Phase.AGREEING
 
     def _answered(self, parts: Sequence[bytes]) -> Phase:
         told = [msgpack.unpackb(part) for part in parts]
@@ -257,16 +284,3 @@ class Profiler:
         self.profile = None
         self._on_failure(reason)
         return Phase.OFF
-
-
-def pack(timeline: Timeline) -> list[object]:
-    """A timeline as plain values."""
-    spans = [[_KINDS.index(one.kind), one.begin, one.end, one.microbatch, one.chunk] for one in timeline.spans]
-    return [timeline.rank, timeline.seconds, spans, list(timeline.memory), list(timeline.leads)]
-
-
-def unpack(values: Sequence[object]) -> Timeline:
-    """The timeline that was packed."""
-    rank, seconds, spans, memory, leads = values
-    found = tuple(Span(_KINDS[kind], *rest) for kind, *rest in spans)  # type: ignore[attr-defined]
-    return Timeline(rank, seconds, found, tuple(memory), tuple(leads))  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -141,11 +141,15 @@ def median(timelines: Sequence[Timeline]) -> Timeline:
     return Timeline(chosen[0].rank, seconds, tuple(spans), memory, leads)
 
 
-def reduce_work(timelines: Sequence[Timeline]) -> tuple[float, ...]:
-    """Seconds of work in the first, second, ... reduction of an iteration, from the ranks that meet in them."""
-    each = [[span.end - span.begin for span in one.spans if span.kind is Kind.REDUCE] for one in timelines]
-    most = max(map(len, each), default=0)
-    return tuple(min(lengths[i] for lengths in each if i < len(lengths)) for i in range(most))
+def reductions(timeline: Timeline) -> tuple[float, ...]:
+    """Seconds of the first, second, ... reduction of an iteration."""
+    return tuple(span.end - span.begin for span in timeline.spans if span.kind is Kind.REDUCE)
+
+
+def reduce_work(lengths: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Seconds of work in the first, second, ... reduction, from its length on each of the ranks that meet in it."""
+    most = max(map(len, lengths), default=0)
+    return tuple(min(one[i] for one in lengths if i < len(one)) for i in range(most))
 
 
 def bubbles(timeline: Timeline, least: float = LEAST, reduce_work: Sequence[float] = ()) -> tuple[Bubble, ...]:
@@ -194,15 +198,21 @@ class SenderFacts:
 
 @dataclass(frozen=True)
 class Profile:
-    """The timelines of all ranks of a job, by rank, and what else they have told each other with them."""
+    """The timelines of all ranks of a job, by rank, and what else they have told each other with them.
 
-    timelines: tuple[Timeline, ...]
+    `least_reductions`: seconds of the first, second, ... reduction on the rank where it is shortest; None where they
+    are to be looked up in the timelines, all of them.
+    """
+
+    timelines: Sequence[Timeline]
     senders: tuple[SenderFacts, ...] = ()  # empty where nobody sends
+    least_reductions: tuple[float, ...] | None = field(default=None, compare=False)
 
     @cached_property
     def reduce_work(self) -> tuple[float, ...]:
         """Of a job in which every rank, through others, waits for every other before the update."""
-        return reduce_work(self.timelines)
+        known = self.least_reductions
+        return reduce_work([reductions(one) for one in self.timelines]) if known is None else known
 
     def bubbles(self, rank: int, least: float = LEAST) -> tuple[Bubble, ...]:
         """Those of one rank."""

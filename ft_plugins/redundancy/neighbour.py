@@ -115,6 +115,20 @@ class NeighbourPlan:
         """Bytes that a node sends of one version."""
         return sum(copy.nbytes for copy in self.sent_from[position])
 
+    def together(self, rank: int) -> tuple[Copy, ...]:
+        """The copies of all nodes that share links with the node of `rank`, directly or through others, by rank: what
+        these may send when is decided by them alone."""
+        neighbours: list[set[int]] = [set() for _ in self.nodes]
+        for copy in self.copies:
+            neighbours[copy.source].add(copy.target)
+            neighbours[copy.target].add(copy.source)
+        reached, waiting = set(), {self.copies[rank].source}
+        while waiting:
+            position = waiting.pop()
+            reached.add(position)
+            waiting |= neighbours[position] - reached
+        return tuple(copy for copy in self.copies if copy.source in reached)
+
     # what may be lost
 
     @cached_property

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..bubbles.profile import Profiling, pack, unpack
+from ..bubbles.packed import pack, unpack
+from ..bubbles.profile import Profiling
 from ..config import Config, launch_context
 from ..model.timeline import Profile
 from ..session import Session, attach

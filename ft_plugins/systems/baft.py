@@ -1,6 +1,7 @@
 """BAFT: copies on the node of a neighbouring stage, sent while the pipeline is idle; as one rank composes it.
 
-    profile of all ranks -> bubbles -> plan (the same on every rank) -> this rank's gate, opened and closed at edges
+    profile of all ranks -> bubbles -> plan of the nodes that share links (the same on each of their ranks)
+        -> iterations of a checkpoint, which all ranks agree on -> this rank's gate, opened and closed at edges
 
 Where what lives, how it is sent, counts and comes back is REFT's machinery with another placement
 (redundancy.neighbour); this decides only when.
@@ -8,8 +9,11 @@ Where what lives, how it is sent, counts and comes back is REFT's machinery with
 Until there is a plan no gate is opened, and copies go by rate (bubbles.gate): what was restored, or captured first, is
 protected as soon as can be. Only while iterations are recorded for a profile, the first or another one, copies are
 held, on all ranks at once: what they do to the link and to the processor is not to be taken for the pipeline's own. So
-protection is late by the iterations that are recorded, `profile_iterations`, and by two in which the ranks tell each
+protection is late by the iterations that are recorded, `profile_iterations`, and by three in which the ranks tell each
 other.
+
+Nodes that send to each other come in pairs, or in threes: planning is in the step path, and takes no longer in a large
+job than in a small one.
 
 Invariant: in the step path there is no send, no lock and no process group: a count at each edge, and at the edges of
 bubbles a few stores into shared memory. A plan changes nothing but when bytes go. While a plan no longer fits, the gate
@@ -29,13 +33,13 @@ from dataclasses import replace
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import STEADY, Gate, Gatekeeper, edge_tolerance
 from ..bubbles.gate_pacer import least_bytes
-from ..bubbles.messages import traffic
+from ..bubbles.messages import Traffic, traffic
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
 from ..events import Events
 from ..model.timeline import Kind, Profile, SenderFacts
-from ..redundancy.neighbour import NeighbourPlan
+from ..redundancy.neighbour import Copy, NeighbourPlan
 
 HOLD_SECONDS = 120.0  # a trainer that dies meanwhile leaves its gate held for so long; half way it is held anew
 USUAL_MBPS = 10_000.0  # of a link that was neither named nor could be measured
@@ -60,6 +64,10 @@ class Baft:
         self._clock_ns = clock_ns
         self._gate: Gate | None = None
         self.copies: NeighbourPlan | None = None  # of all ranks, while they are guarded
+        self._together: tuple[Copy, ...] = ()  # the copies that share links with those of this rank
+        self._beside: list[Sequence[int]] = []  # pipelines in which these are
+        self._found: BubblePlan | None = None  # until all agree on its iterations
+        self._message_seconds = 0.0
         self._keeper: Gatekeeper | None = None
         self._links: dict[int, float] = {}
         self._held = False
@@ -72,6 +80,9 @@ class Baft:
         gate.plan(0, 0.0)
         self._gate, self.copies, self._keeper = gate, copies, None
         self._links = dict(links or {})
+        self._together = copies.together(self._rank)
+        ranks = {copy.rank for copy in self._together}
+        self._beside = [pipeline for pipeline in self._pipelines if not ranks.isdisjoint(pipeline)]
 
     def let_go(self) -> None:
         """No more: the gate is closed, and copies go by rate, if any do."""
@@ -83,35 +94,47 @@ class Baft:
         if self._gate is not None:
             self._gate.close()
             self._gate.plan(0, 0.0)
-        self._keeper = None
+        self._keeper = self._found = None
 
     @property
     def moved(self) -> int:
         """Another number when copies of this rank went since it was asked last."""
         return self._gate.moved if self._gate is not None else 0
 
-    def plan(self, profile: Profile) -> BubblePlan | None:
-        """Plan anew; every rank of the job finds the same. None while nothing is guarded."""
-        if self._gate is None or self.copies is None:
-            return None
-        ranks, carried = range(len(profile.timelines)), self._carried()
-        known = dict(enumerate(profile.senders))
-        told = [known.get(copy.rank, SenderFacts()) for copy in self.copies.copies]  # all ranks plan with the same
-        messages = traffic(profile.timelines, self._pipelines)
-        found = plan_bubbles(
-            transfers_of(self.copies, [one.beside_bytes for one in told], [one.layers for one in told]),
-            dict(enumerate(profile.timelines)),
+    def plan(self, profile: Profile) -> int:
+        """Plan anew what those send that share links with this rank, all of whom find the same; it holds once all ranks
+        have `agreed`. Iterations of a checkpoint; 0 while nothing is guarded. Raises ConfigError for a rank without
+        timeline."""
+        if self._gate is None:
+            return 0
+        ranks = {copy.rank for copy in self._together if copy.rank < len(profile.timelines)}
+        carried, senders = self._carried(), dict(enumerate(profile.senders))
+        known = [senders.get(copy.rank, SenderFacts()) for copy in self._together]
+        messages = traffic(profile.timelines, self._beside, ranks)
+        self._message_seconds = messages.get(self._rank, Traffic()).seconds
+        self._found = plan_bubbles(
+            transfers_of(self._together, senders),
+            {rank: profile.timelines[rank] for rank in ranks},
             {rank: profile.bubbles(rank) for rank in ranks},
             carried,
             Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3, SHORTEST_SECONDS),
             Granularity(self._config.granularity),
-            ready_seconds=max(one.ready_seconds for one in told),  # a version goes out when all ranks have captured it
-            device_bytes=min(one.device_bytes for one in told),
+            # a version goes out when all ranks have captured it
+            ready_seconds=max((one.ready_seconds for one in profile.senders), default=0.0),
+            device_bytes=min(one.device_bytes for one in known),
             least_bytes=least_bytes(carried if isinstance(carried, float) else min(carried.values())),
             messages=messages,
         )
+        return self._found.iterations
+
+    def agreed(self, iterations: int) -> BubblePlan | None:
+        """A checkpoint takes so many of the job's iterations: what was planned holds from now on. None where nothing
+        was."""
+        if self._gate is None or self._found is None:
+            return None
+        found, self._found = self._found.in_step(iterations), None
         (own,) = (sender for sender in found.senders if sender.transfer.sender == self._rank)
-        by_rate = bool(own.reason)
+        by_rate, carried = bool(own.reason), self._carried()
         self._keeper = Gatekeeper(
             self._gate, _steady(own, found.seconds) if by_rate else own, steady=by_rate,
             clock_ns=self._clock_ns, tolerance=edge_tolerance(found.seconds),
@@ -121,7 +144,7 @@ class Baft:
             "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,
             fill_layers=found.fill_layers, granularity=found.granularity.value, reason=own.reason,
-            message_seconds=messages[self._rank].seconds if self._rank in messages else 0.0,
+            message_seconds=self._message_seconds,
             link_mbps=round(8e-6 * (carried if isinstance(carried, float) else carried[own.transfer.source]), 1),
         )  # fmt: skip
         return found

@@ -13,7 +13,6 @@ import torch
 
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate
-from ft_plugins.bubbles.plan import BubblePlan
 from ft_plugins.bubbles.profile import Profiling
 from ft_plugins.bubbles.record import Several
 from ft_plugins.bubbles.shown import Row
@@ -47,7 +46,7 @@ class Telling(PlainHost):
 
 def _run(session: Session, host: Telling) -> None:
     session.resume()
-    for step in range(1, 6):
+    for step in range(1, 7):
         session.iteration_begin(step)
         host.iterate()
         session.iteration_end(step)
@@ -111,6 +110,29 @@ def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, 
     rows = [Row.read(event.rank, event.fields) for event in told]
     assert [(row.rank, row.receiver, row.nbytes) for row in rows] == [(0, 1, 8), (1, 0, 16)]
     assert all([kind for kind, _, _ in row.spans] == [Kind.FORWARD, Kind.UPDATE] for row in rows)
+
+
+def _apart(rank: int, world: int, run_dir: Path) -> tuple[int, list[int]]:
+    """Iterations of a checkpoint, and whose plans this rank knows, where ranks 0 and 2 share no links with 1 and 3."""
+    host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
+    session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
+    session.baft = Baft(rank, BaftConfig(link_mbps=8_000.0), session._events)
+    gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
+    session.baft.guard(gate, plan_neighbours(("n0", "n1", "n2", "n3"), ((0, 2), (1, 3)), (8, 10**10, 8, 8)))
+    _run(session, host)
+    return gate.planned, [copy.rank for copy in session.baft._together]
+
+
+def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    planned, together = zip(*ranks(_apart, 4, tmp_path), strict=True)
+    assert together == ([0, 2], [1, 3], [0, 2], [1, 3])
+    assert len(set(planned)) == 1 and planned[0] > 100, "10 GB at 1 GB/s, in iterations of less than 0.1 s"
+    printed = capfd.readouterr().out
+    assert f"a checkpoint every {planned[0]} iteration(s)" in printed
+    assert "2 ranks share no links with these" in printed
+    assert printed.rstrip().endswith(f"Ranks need 1 to {planned[0]} iterations, most of them rank 1")
 
 
 def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_they_went_is_left_out(
@@ -188,10 +210,10 @@ def test_a_profile_that_no_longer_fits_is_measured_and_planned_anew_and_the_gate
     first, second = ranks(_replan, 2, tmp_path)
     assert [phase for phase, _ in first] == [phase for phase, _ in second], "all ranks in step"
     phases = [phase for phase, _ in first]
-    assert phases[:6] == ["closed", "held", "held", "held", "closed", "closed"]
-    again = phases.index("held", 6)
-    assert set(phases[6:again]) == {"planned"} and phases[again : again + 3] == ["held"] * 3
-    lengths = [length for phase, length in first[6:again]]
+    assert phases[:7] == ["closed", "held", "held", "held", "closed", "closed", "closed"]
+    again = phases.index("held", 7)
+    assert set(phases[7:again]) == {"planned"} and phases[again : again + 3] == ["held"] * 3
+    lengths = [length for phase, length in first[7:again]]
     assert again > 10 and max(lengths) < 90, "longer bubbles are not used before they were measured"
     assert max(length for phase, length in first[again + 3 :] if phase == "planned") >= 90
     plans = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.done"]
@@ -203,7 +225,7 @@ class Unplannable(Baft):
 
     fails = True
 
-    def plan(self, profile: Profile) -> BubblePlan | None:
+    def plan(self, profile: Profile) -> int:
         if self.fails:
             raise IndexError("no such slot")
         return super().plan(profile)
@@ -222,5 +244,5 @@ def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Pat
     assert gate.read() is None and gate.planned == 0
     baft.fails = False
     facts = Profile(tuple(Timeline(rank, 1.0, (Span(Kind.FORWARD, 0.0, 0.5),)) for rank in range(2)))
-    session._report_profile(facts)
+    session._follow_plan([session._report_profile(facts)])
     assert gate.planned == 1, "another profile is planned with"

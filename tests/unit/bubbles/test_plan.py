@@ -22,7 +22,7 @@ from ft_plugins.bubbles.filling import Grant, Granularity, Transfer, transfers_o
 from ft_plugins.bubbles.plan import BY_RATE, BubblePlan, SenderPlan, Snapshot, choose_snapshot, plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.errors import ConfigError
-from ft_plugins.model.timeline import Bubble, Kind, Span, Timeline
+from ft_plugins.model.timeline import Bubble, Kind, SenderFacts, Span, Timeline
 from ft_plugins.redundancy.neighbour import plan_neighbours
 
 PLANNING_CPU_SECONDS = 1  # what is asked for; 0.05 s are usual
@@ -417,17 +417,21 @@ def test_nothing_is_planned_before_the_version_is_there() -> None:
 
 def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it() -> None:
     neighbours = plan_neighbours(["a", "a", "b", "b"], [(0, 2), (1, 3)], [100, 70, 50, 20])
-    assert transfers_of(neighbours)[:2] == (Transfer(0, 0, 2, 1, 100), Transfer(1, 0, 3, 1, 70))
-    assert [one.nbytes for one in transfers_of(neighbours, [1, 2, 3, 4])] == [101, 72, 53, 24]
+    assert transfers_of(neighbours.copies)[:2] == (Transfer(0, 0, 2, 1, 100), Transfer(1, 0, 3, 1, 70))
+    told = {rank: SenderFacts(beside_bytes=rank + 1) for rank in range(3)}
+    assert [one.nbytes for one in transfers_of(neighbours.copies, told)] == [101, 72, 53, 20]
+    assert transfers_of(neighbours.copies[2:], told)[0] == Transfer(2, 1, 0, 0, 53)
 
 
 def test_what_goes_beside_a_slot_is_planned_like_a_layer_of_it() -> None:
-    neighbours = plan_neighbours(["a", "b"], [(0, 1)], [100, 70])
-    found = transfers_of(neighbours, [5, 0], [(60, 40), (70,)])
-    assert [one.layers for one in found] == [(60, 40, 5), (70,)]
-    assert [one.layers for one in transfers_of(neighbours, [5, 1], [(), ()])] == [(), ()], "not known"
-    empty = transfers_of(plan_neighbours(["a", "b"], [(0, 1)], [0, 70]), [5, 0], [(), (70,)])
-    assert [one.layers for one in empty] == [(5,), (70,)], "a rank that has nothing else"
+    def layers(nbytes: list[int], *told: tuple[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Of two ranks: what goes beside the slot of each, and its layers."""
+        facts = {rank: SenderFacts(beside_bytes=beside, layers=known) for rank, (beside, known) in enumerate(told)}
+        return [one.layers for one in transfers_of(plan_neighbours(["a", "b"], [(0, 1)], nbytes).copies, facts)]
+
+    assert layers([100, 70], (5, (60, 40)), (0, (70,))) == [(60, 40, 5), (70,)]
+    assert layers([100, 70], (5, ()), (1, ())) == [(), ()], "not known"
+    assert layers([0, 70], (5, ()), (0, (70,))) == [(5,), (70,)], "a rank that has nothing else"
 
 
 @pytest.mark.parametrize("granularity", Granularity)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
+import msgpack
 import pytest
 
 from ft_plugins.bubbles.gate import edge_tolerance
-from ft_plugins.bubbles.profile import TRANSITIONS, Phase, Profiler, Profiling, pack, unpack
+from ft_plugins.bubbles.packed import Packed, pack, unpack
+from ft_plugins.bubbles.profile import TRANSITIONS, Phase, Profiler, Profiling
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 
 SETTINGS = Profiling(warmup=2, iterations=3, watch_every=1, ask_every=4, tolerance=0.1, misses=3)
@@ -89,14 +92,15 @@ class Job:
     def __init__(self, ranks: int = 3, settings: Profiling = SETTINGS) -> None:
         rounds: list[Round] = []
         self.profiles: list[list[Profile]] = [[] for _ in range(ranks)]
+        self.agreed: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
         self.failures: list[list[str]] = [[] for _ in range(ranks)]
         self.recorders = [Recorder() for _ in range(ranks)]
         self.moved = [0] * ranks
         self.profilers = [
             Profiler(
                 rank, self.recorders[rank], Collective(rank, ranks, rounds), settings,  # type: ignore[arg-type]
-                self.profiles[rank].append, self.failures[rank].append, partial(self.knows, rank),
-                partial(self.moved.__getitem__, rank),
+                partial(self.make_of, rank), self.agreed[rank].append, self.failures[rank].append,
+                partial(self.knows, rank), partial(self.moved.__getitem__, rank),
             )
             for rank in range(ranks)
         ]  # fmt: skip
@@ -104,6 +108,11 @@ class Job:
         self.broken: Exception | None = None
         self.sending: set[int] = set()  # ranks whose copies go
         self.phases: list[Phase] = []
+
+    def make_of(self, rank: int, profile: Profile) -> int:
+        """What a rank makes of a profile: another number of each one."""
+        self.profiles[rank].append(profile)
+        return 100 * len(self.profiles[rank]) + rank
 
     def knows(self, rank: int) -> SenderFacts:
         if isinstance(self.broken, Exception):
@@ -139,7 +148,11 @@ def test_after_warming_up_and_two_messages_all_ranks_have_the_same_profile() -> 
     assert [profiler.profile for profiler in job.profilers] == [expected] * 3
     assert job.profiles == [[expected]] * 3, "told once"
     warming, recording = [Phase.WARMING], [Phase.RECORDING] * 3
-    assert job.phases == [*warming, *recording, Phase.SIZING, Phase.SHARING, Phase.WATCHING]
+    assert job.phases == [*warming, *recording, Phase.SIZING, Phase.SHARING, Phase.AGREEING]
+    assert job.agreed == [[]] * 3
+    job.iterate(1)
+    assert job.agreed == [[[100, 101, 102]]] * 3, "what each has made of it"
+    assert job.phases[-1] is Phase.WATCHING
 
 
 def test_every_step_of_a_profile_is_one_of_the_table() -> None:
@@ -189,10 +202,10 @@ def test_where_copies_went_in_all_iterations_others_are_recorded() -> None:
 
 def test_copies_that_go_while_a_profile_is_watched_do_not_matter() -> None:
     job = Job()
-    job.iterate(7)
+    job.iterate(8)
     job.sending = {0, 1, 2}
     job.iterate(9, 2.0)
-    assert Phase.RECORDING in job.phases[7:], "it is missed all the same"
+    assert Phase.RECORDING in job.phases[8:], "it is missed all the same"
 
 
 def test_a_rank_that_cannot_say_what_it_sends_ends_the_profile_on_all() -> None:
@@ -205,12 +218,13 @@ def test_a_rank_that_cannot_say_what_it_sends_ends_the_profile_on_all() -> None:
 
 def test_when_one_rank_misses_the_profile_too_often_all_record_again() -> None:
     job = Job()
-    job.iterate(7)
+    job.iterate(8)
     job.iterate(2, 1.0, r1=1.5)  # slow now and then
-    job.iterate(7)
-    assert Phase.RECORDING not in job.phases[7:]
+    job.iterate(8)
+    assert Phase.RECORDING not in job.phases[8:]
     job.iterate(20, 1.0, r1=1.5)
     assert [len(told) for told in job.profiles] == [2] * 3
+    assert [told[-1] for told in job.agreed] == [[200, 201, 202]] * 3
     assert all(profiler.profile == job.profiles[0][-1] for profiler in job.profilers)
     assert job.profiles[0][-1].timelines[1] == lasting(1, 1.5)
     assert job.phases[-1] in (Phase.WATCHING, Phase.ASKING)
@@ -225,7 +239,7 @@ def test_where_iterations_are_long_a_profile_is_taken_anew_as_soon_as_bubbles_ar
 ) -> None:
     """An iteration of 15 s with an edge after 10 s: 0.8 s off are more than a twentieth of it, 0.6 s are not."""
     job = Job()
-    job.iterate(7, 5.0)
+    job.iterate(8, 5.0)
     assert 2 * 5.0 * 0.08 > edge_tolerance(15.0) > 2 * 5.0 * 0.06
     job.iterate(20, 5.0 * slower)
     assert len(job.profiles[0]) == (2 if again else 1)
@@ -233,8 +247,8 @@ def test_where_iterations_are_long_a_profile_is_taken_anew_as_soon_as_bubbles_ar
 
 def test_what_missed_an_old_profile_does_not_count_against_the_new_one() -> None:
     job = Job()
-    job.iterate(7)
-    while len(job.profiles[0]) < 2:
+    job.iterate(8)
+    while len(job.agreed[0]) < 2:
         job.iterate(1, 2.0)
     recorded = job.phases.count(Phase.RECORDING)
     for seconds in (3.0, 2.0, 3.0, 3.0, 2.0):
@@ -245,7 +259,7 @@ def test_what_missed_an_old_profile_does_not_count_against_the_new_one() -> None
 
 def test_while_another_profile_is_made_the_old_one_holds() -> None:
     job = Job()
-    job.iterate(7)
+    job.iterate(8)
     while job.phases[-1] is not Phase.SHARING:
         job.iterate(1, 2.0)
     assert job.profilers[0].profile == job.profiles[0][0]
@@ -276,3 +290,13 @@ def test_a_timeline_is_unpacked_as_it_was_packed() -> None:
     spans = (Span(Kind.RECV, 0.1, 0.2), Span(Kind.BACKWARD, 0.3, 0.4, 5, 1))
     one = Timeline(7, 3.5, spans, (10, 2**40), (0.0, 0.1, 0.2))
     assert unpack(pack(one)) == one
+
+
+def test_of_a_job_only_those_timelines_are_unpacked_that_are_asked_for() -> None:
+    each = [lasting(rank, 1.0 + rank) for rank in range(6)]
+    packed = Packed([msgpack.packb(pack(one)) for one in each])
+    assert len(packed) == 6 and packed[4] is packed[4] and packed[1:3] == (each[1], each[2])
+    assert packed[-2] == each[4] and packed.unpacked == {rank: each[rank] for rank in (1, 2, 4)}
+    with pytest.raises(IndexError):
+        packed[6]
+    assert packed == tuple(each) and packed != tuple(each[:5]) and packed != tuple(reversed(each))

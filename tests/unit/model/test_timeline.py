@@ -23,6 +23,7 @@ from ft_plugins.model.timeline import (
     furthest,
     median,
     reduce_work,
+    reductions,
     strays,
     table,
 )
@@ -52,7 +53,7 @@ def test_bubbles_are_what_no_compute_covers_each_after_the_compute_before_it() -
 
 
 def test_a_reduction_is_a_bubble_as_long_as_it_waits() -> None:
-    work = reduce_work([FIRST, LAST])
+    work = reduce_work([reductions(FIRST), reductions(LAST)])
     assert work == (1, 0.5), "of each reduction the shortest"
     assert bubbles(LAST, 1, work) == (Bubble(0, 0, 1, -1), Bubble(1, 7.5, 9.5, 6)), "until the last second, its work"
     assert bubbles(FIRST, 1, work) == bubbles(FIRST, 1), "it waits for nobody"
@@ -189,4 +190,4 @@ def test_an_edge_that_is_off_counts_and_another_shape_is_never_near() -> None:
 def test_the_work_of_a_job_s_reductions_is_found_once_for_all_of_its_ranks() -> None:
     profile = Profile((FIRST, LAST))
     assert profile.reduce_work is profile.reduce_work, "over 512 ranks it takes as long as all of the rest"
-    assert profile.bubbles(0) == bubbles(FIRST, reduce_work=reduce_work([FIRST, LAST]))
+    assert profile.bubbles(0) == bubbles(FIRST, reduce_work=reduce_work([reductions(FIRST), reductions(LAST)]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ft_plugins.bubbles.filling import Granularity, transfers_of
 from ft_plugins.bubbles.plan import plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
-from ft_plugins.model.timeline import Kind, Span, Timeline, bubbles
+from ft_plugins.model.timeline import Kind, SenderFacts, Span, Timeline, bubbles
 from ft_plugins.planner import fitting
 from ft_plugins.planner.idle import Placement
 from ft_plugins.planner.pipeline import Pipeline, Schedule
@@ -100,7 +100,7 @@ def test_it_is_the_plan_that_a_job_makes(granularity: Granularity, per_node: int
     nodes = [f"n{rank // per_node}" for rank in range(8)]
     copies = plan_neighbours(nodes, [tuple(range(8))], [6_000_000] * 8)
     made = plan_bubbles(
-        transfers_of(copies, None, [(600_000,) * 10] * 8),
+        transfers_of(copies.copies, dict.fromkeys(range(8), SenderFacts(layers=(600_000,) * 10))),
         dict(enumerate(found)),
         {rank: bubbles(one, 0.0) for rank, one in enumerate(found)},
         per_node * 1e6,

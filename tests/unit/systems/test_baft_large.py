@@ -1,0 +1,98 @@
+"""In a large job a rank plans for the nodes that share its links, as all of the job would plan for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgpack
+import numpy as np
+import pytest
+
+from ft_plugins.bubbles.filling import transfers_of
+from ft_plugins.bubbles.gate import GATE_BYTES, Gate
+from ft_plugins.bubbles.gate_pacer import least_bytes
+from ft_plugins.bubbles.messages import traffic
+from ft_plugins.bubbles.packed import Packed, pack
+from ft_plugins.bubbles.plan import plan_bubbles
+from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
+from ft_plugins.config import BaftConfig
+from ft_plugins.events import Events
+from ft_plugins.model.timeline import Profile, SenderFacts, reduce_work, reductions
+from ft_plugins.planner.pipeline import Pipeline, Schedule
+from ft_plugins.planner.simulate import Link, Times, simulate
+from ft_plugins.redundancy.neighbour import plan_neighbours
+from ft_plugins.systems.baft import Baft
+
+CONFIG = BaftConfig(link_mbps=800.0)
+
+
+class Job:
+    """`wide` pipelines of so many stages; of each stage `per_node` ranks stand on a node, another stage on another."""
+
+    def __init__(self, stages: int, wide: int, per_node: int, schedule: Schedule = Schedule.ONE_F_ONE_B) -> None:
+        chunks = 2 if schedule is Schedule.INTERLEAVED else 1
+        pipeline = Pipeline(schedule, stages, 2 * stages, chunks)
+        forward = tuple(0.01 + 0.002 * (stage % 2) for stage in range(pipeline.stages))
+        links = tuple(Link(0.001 * (1 + stage % 4)) for stage in range(stages))
+        times = Times(forward, (0.02,), (0.005,), links=links)
+        played = simulate(pipeline, times, eager=True)
+        world = stages * wide
+        self.pipelines = [tuple(range(first, world, wide)) for first in range(wide)]
+        self.timelines = [replace(played[rank // wide], rank=rank) for rank in range(world)]
+        self.senders = tuple(SenderFacts(0.001 * (rank % 7), 100 + rank) for rank in range(world))
+        nodes = [f"n{rank // per_node}" for rank in range(world)]
+        # another amount on each pipeline: some need many iterations
+        nbytes = [10**6 * (1 + rank % wide) for rank in range(world)]
+        self.copies = plan_neighbours(nodes, self.pipelines, nbytes)
+
+    def profile(self) -> Profile:
+        """As a rank is told of it."""
+        packed = Packed([msgpack.packb(pack(one)) for one in self.timelines])
+        return Profile(packed, self.senders, reduce_work([reductions(one) for one in self.timelines]))
+
+    def rank(self, rank: int) -> Baft:
+        baft = Baft(rank, CONFIG, Events("n", rank), self.pipelines)
+        baft.guard(Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8)), self.copies)
+        return baft
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.DEEPSPEED])
+@pytest.mark.parametrize(("stages", "wide", "per_node"), [(4, 4, 2), (5, 2, 2), (6, 4, 4), (2, 2, 1), (4, 2, 4)])
+def test_what_ranks_plan_for_themselves_is_what_would_be_planned_for_the_job(
+    stages: int, wide: int, per_node: int, schedule: Schedule
+) -> None:
+    job = Job(stages, wide, per_node, schedule)
+    profile = Profile(tuple(job.timelines), job.senders)
+    ranks = range(len(job.timelines))
+    reserve = Reserve(CONFIG.reserve_ms / 1e3, CONFIG.reserve_ms / 1e3, SHORTEST_SECONDS)
+    whole = plan_bubbles(
+        transfers_of(job.copies.copies, dict(enumerate(job.senders))), dict(enumerate(job.timelines)),
+        {rank: profile.bubbles(rank) for rank in ranks}, 1e8, reserve,
+        ready_seconds=max(one.ready_seconds for one in job.senders), least_bytes=least_bytes(1e8),
+        messages=traffic(job.timelines, job.pipelines),
+    )  # fmt: skip
+    found = [job.rank(rank) for rank in ranks]
+    most = max(one.plan(job.profile()) for one in found)
+    assert most == whole.iterations
+    seen: set[int] = set()
+    for rank, one in enumerate(found):
+        plan = one.agreed(most)
+        assert plan is not None and plan.iterations == most
+        planned = [sender.transfer.sender for sender in plan.senders]
+        assert rank in planned and list(plan.senders) == [whole.senders[sender] for sender in planned]
+        seen.update(planned)
+    assert seen == set(ranks)
+
+
+def _unpacked(job: Job, rank: int) -> Sequence[int]:
+    profile = job.profile()
+    assert job.rank(rank).plan(profile) > 0 and isinstance(profile.timelines, Packed)
+    return sorted(profile.timelines.unpacked)
+
+
+def test_of_thousands_of_ranks_those_of_two_nodes_and_of_the_stages_beside_theirs_are_looked_at() -> None:
+    job = Job(stages=16, wide=128, per_node=8)  # 2048 ranks
+    stage, first = 6, 24  # on the fourth node of stage 6; its copies are on the fourth of stage 7
+    beside = [128 * (stage + step) + first + place for step in (-1, 0, 1, 2) for place in range(8)]
+    assert _unpacked(job, 128 * stage + first + 5) == beside
