@@ -134,7 +134,7 @@ class Session:
             plan = baft.agreed(max(told))
             if plan is not None and self.profiler is not None and self.profiler.profile is not None:
                 self._report_plan(plan, self.profiler.profile, told)
-            return max(told)
+            return plan.iterations if plan is not None else 0
 
         self._planning(follow)
 
@@ -149,8 +149,14 @@ class Session:
         if others:
             print(
                 f"ft_plugins: {others} ranks share no links with these; the event baft.plan of each tells its plan. "
-                f"Ranks need {min(told)} to {max(told)} iterations, most of them rank {told.index(max(told))}",
+                f"Most iterations, {max(told)}, need those that share links with rank {told.index(max(told))}",
                 flush=True,
+            )
+        unplanned = [rank for rank, iterations in enumerate(told) if not iterations]
+        if unplanned:
+            self._report_no_profile(
+                f"bubbles of {len(unplanned)} ranks could not be planned, their copies go by rate; why, says the event "
+                f"profile.lost of each, the first is rank {unplanned[0]}"
             )
 
     def _planning(self, call: Callable[[Baft], int]) -> int:

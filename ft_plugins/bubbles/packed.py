@@ -1,7 +1,7 @@
 """Timelines as they travel: plain values, and of a whole job unpacked one by one as they are asked for.
 
-A rank looks at those of its own node and of few others. To make objects of all spans of a thousand ranks would take
-seconds, in which all of them stand still.
+A rank looks at those of the nodes that share its links, and of the stages beside theirs. To make objects of all spans
+of a thousand ranks would take seconds, in which all of them stand still.
 
 Invariant: what is unpacked is what was packed. In: timelines. Out: plain values, and timelines again.
 """
@@ -57,4 +57,4 @@ class Packed(Sequence[Timeline]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
-    __hash__ = None  # type: ignore[assignment]  # as those that are equal to it
+    __hash__ = None  # type: ignore[assignment]  # it would unpack all of them

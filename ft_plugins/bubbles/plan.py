@@ -80,7 +80,8 @@ class SenderPlan:
 
 @dataclass(frozen=True)
 class BubblePlan:
-    """Who may send what when. `iterations`: how many of them one checkpoint takes; each has `seconds`.
+    """Who of the `senders` may send what when. `iterations`: how many of them one checkpoint takes, of these senders or
+    `in_step` with others; each has `seconds`.
 
     `fill_bytes`, `fill_layers`: how full the windows are up to the last that is needed, filled exactly or by layers;
     None where nothing was asked about layers, or nothing is sent in bubbles.
@@ -99,14 +100,13 @@ class BubblePlan:
         return tuple(sender for sender in self.senders if sender.reason)
 
     def in_step(self, iterations: int) -> BubblePlan:
-        """The same in a job where a checkpoint takes so many iterations, or as many as here if that is more: what goes
-        by a rate takes its time."""
-        most = max(iterations, self.iterations)
+        """The same in a job where a checkpoint takes so many iterations, as many as here or more, because others need
+        them: what goes by a rate takes its time."""
         senders = (
-            replace(one, bytes_per_second=one.transfer.nbytes / (most * self.seconds)) if one.reason else one
+            replace(one, bytes_per_second=one.transfer.nbytes / (iterations * self.seconds)) if one.reason else one
             for one in self.senders
         )
-        return replace(self, iterations=most, senders=tuple(senders))
+        return replace(self, iterations=iterations, senders=tuple(senders))
 
     def table(self) -> str:
         """The plan for people: a line for each sender, the first 64; then who goes without bubbles, and why."""
@@ -155,7 +155,7 @@ def plan_bubbles(
     most_iterations: int = MOST_ITERATIONS,
     messages: Mapping[int, Traffic] | None = None,
 ) -> BubblePlan:
-    """The plan of a job, from one iteration of each rank.
+    """The plan of a job, or of those of its nodes that share links with no others, from one iteration of each rank.
 
     `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: into the first
     iteration, until the version that is to be sent has been captured. `device_bytes`: memory of a device, 0 where a

@@ -2,9 +2,9 @@
 
     WARMING     a few iterations that are unlike the rest: buffers and communicators are made
     RECORDING   `iterations` of them are recorded, and their median taken
-    SIZING      the ranks tell each other how long that is        } asked at the end of one iteration,
-    SHARING     and then what it is: all have the same profile    } read at the end of the next one,
-    AGREEING    and what each rank has made of it: a number       } thrice
+    SIZING      the ranks tell each other how long that is,           } each is asked at the end of one
+    SHARING     then what it is: all have the same profile,           } iteration, and read at the end
+    AGREEING    and then what each rank has made of it: a number      } of the next one
     WATCHING    every `watch_every`-th iteration is compared with the profile
     ASKING      every `ask_every`-th: does any rank miss it too often? Then it is RECORDING again
     OFF         a rank has failed to: all of them know, and there is no profile
@@ -40,6 +40,7 @@ from .record import Recorder
 
 _ATTEMPTS = 3  # at a profile for which a rank has recorded nothing
 _NUMBER = 8  # bytes
+_LARGEST = (1 << 63) - 1
 
 
 class Gathering(Protocol):
@@ -270,7 +271,8 @@ class Profiler:
             reduce_work([one.reductions for one in told]),
         )
         self._misses = self._settings.misses_of(self.profile.timelines[self._rank].seconds)
-        self._ask(self._on_profile(self.profile).to_bytes(_NUMBER, "little"), _NUMBER)
+        made = min(self._on_profile(self.profile), _LARGEST)
+        self._ask(made.to_bytes(_NUMBER, "little"), _NUMBER)
         return Phase.AGREEING
 
     def _answered(self, parts: Sequence[bytes]) -> Phase:

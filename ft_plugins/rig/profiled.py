@@ -31,7 +31,7 @@ from . import deepspeed_runs, gpt_runs
 from .forkserver import JobSpec, load
 
 MEASURED = Profiling(warmup=1, iterations=5, watch_every=1, ask_every=2)
-ITERATIONS = MEASURED.warmup + MEASURED.iterations + 3  # two for the messages, one that is watched
+ITERATIONS = MEASURED.warmup + MEASURED.iterations + 4  # three for the messages, one that is watched
 
 
 def megatron(argv: Sequence[str]) -> None:

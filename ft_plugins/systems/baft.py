@@ -12,8 +12,8 @@ held, on all ranks at once: what they do to the link and to the processor is not
 protection is late by the iterations that are recorded, `profile_iterations`, and by three in which the ranks tell each
 other.
 
-Nodes that send to each other come in pairs, or in threes: planning is in the step path, and takes no longer in a large
-job than in a small one.
+Planning is in the step path. Where the ranks of a stage fill whole nodes, nodes share links in pairs or in threes, and
+a large job is planned as fast as a small one; else as many nodes as a stage has may be chained by them.
 
 Invariant: in the step path there is no send, no lock and no process group: a count at each edge, and at the edges of
 bubbles a few stores into shared memory. A plan changes nothing but when bytes go. While a plan no longer fits, the gate
@@ -65,7 +65,6 @@ class Baft:
         self._gate: Gate | None = None
         self.copies: NeighbourPlan | None = None  # of all ranks, while they are guarded
         self._together: tuple[Copy, ...] = ()  # the copies that share links with those of this rank
-        self._beside: list[Sequence[int]] = []  # pipelines in which these are
         self._found: BubblePlan | None = None  # until all agree on its iterations
         self._message_seconds = 0.0
         self._keeper: Gatekeeper | None = None
@@ -76,13 +75,10 @@ class Baft:
     def guard(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float] | None = None) -> None:
         """From now on the copies of this rank go when `gate` says so. `links`: bytes per second by position, as they
         were measured; what is configured goes before it."""
-        gate.close()
-        gate.plan(0, 0.0)
-        self._gate, self.copies, self._keeper = gate, copies, None
+        self._gate, self.copies = gate, copies
+        self.give_up()
         self._links = dict(links or {})
         self._together = copies.together(self._rank)
-        ranks = {copy.rank for copy in self._together}
-        self._beside = [pipeline for pipeline in self._pipelines if not ranks.isdisjoint(pipeline)]
 
     def let_go(self) -> None:
         """No more: the gate is closed, and copies go by rate, if any do."""
@@ -110,7 +106,7 @@ class Baft:
         ranks = {copy.rank for copy in self._together if copy.rank < len(profile.timelines)}
         carried, senders = self._carried(), dict(enumerate(profile.senders))
         known = [senders.get(copy.rank, SenderFacts()) for copy in self._together]
-        messages = traffic(profile.timelines, self._beside, ranks)
+        messages = traffic(profile.timelines, self._pipelines, ranks)
         self._message_seconds = messages.get(self._rank, Traffic()).seconds
         self._found = plan_bubbles(
             transfers_of(self._together, senders),

@@ -112,13 +112,14 @@ def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, 
     assert all([kind for kind, _, _ in row.spans] == [Kind.FORWARD, Kind.UPDATE] for row in rows)
 
 
-def _apart(rank: int, world: int, run_dir: Path) -> tuple[int, list[int]]:
+def _apart(rank: int, world: int, run_dir: Path, faultless: bool = True) -> tuple[int, list[int]]:
     """Iterations of a checkpoint, and whose plans this rank knows, where ranks 0 and 2 share no links with 1 and 3."""
     host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
     session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
-    session.baft = Baft(rank, BaftConfig(link_mbps=8_000.0), session._events)
+    session.baft = Baft(rank, BaftConfig(), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
-    session.baft.guard(gate, plan_neighbours(("n0", "n1", "n2", "n3"), ((0, 2), (1, 3)), (8, 10**10, 8, 8)))
+    links = {0: 1e9, 1: 1e9 if faultless else 0.0, 2: 1e9, 3: 1e9}
+    session.baft.guard(gate, plan_neighbours(("n0", "n1", "n2", "n3"), ((0, 2), (1, 3)), (8, 8, 8, 10**10)), links)
     _run(session, host)
     return gate.planned, [copy.rank for copy in session.baft._together]
 
@@ -129,10 +130,24 @@ def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(
     planned, together = zip(*ranks(_apart, 4, tmp_path), strict=True)
     assert together == ([0, 2], [1, 3], [0, 2], [1, 3])
     assert len(set(planned)) == 1 and planned[0] > 100, "10 GB at 1 GB/s, in iterations of less than 0.1 s"
-    printed = capfd.readouterr().out
-    assert f"a checkpoint every {planned[0]} iteration(s)" in printed
-    assert "2 ranks share no links with these" in printed
-    assert printed.rstrip().endswith(f"Ranks need 1 to {planned[0]} iterations, most of them rank 1")
+    printed, told = capfd.readouterr()
+    assert printed.count(f"a checkpoint every {planned[0]} iteration(s)") == 1, "by one rank"
+    assert "2 ranks share no links with these" in printed and "not be planned" not in told
+    most = f"Most iterations, {planned[0]}, need those that share links with rank 1"
+    assert printed.rstrip().endswith(most), "the first of the nodes that rank 3 shares links with"
+
+
+def test_where_some_ranks_cannot_plan_the_others_do_and_one_line_says_so(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    planned, _ = zip(*ranks(_apart, 4, tmp_path, False), strict=True)
+    assert planned == (1, 0, 1, 0)
+    _, told = capfd.readouterr()
+    lines = [line for line in told.splitlines() if "profile.lost" in line]
+    assert len(lines) == 1 and "bubbles of 2 ranks could not be planned" in lines[0] and "rank 1" in lines[0]
+    events = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
+    lost = {event.rank: event.fields["reason"] for event in events}
+    assert "link from position 1 to 3 has no bandwidth" in lost[1] and "no bandwidth" in lost[3] and 2 not in lost
 
 
 def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_they_went_is_left_out(

@@ -19,8 +19,10 @@ SETTINGS = Profiling(warmup=2, iterations=3, watch_every=1, ask_every=4, toleran
 
 
 def lasting(rank: int, seconds: float) -> Timeline:
+    """Reduces for a quarter of `seconds`, rank 2 for an eighth."""
     spans = (Span(Kind.FORWARD, 0, seconds, 0), Span(Kind.BACKWARD, seconds, 2 * seconds, 0))
-    return Timeline(rank, 3 * seconds, spans)
+    reduced = seconds / (8 if rank == 2 else 4)
+    return Timeline(rank, 3 * seconds, (*spans, Span(Kind.REDUCE, 2 * seconds, 2 * seconds + reduced)))
 
 
 def facts(rank: int) -> SenderFacts:
@@ -104,7 +106,7 @@ class Job:
             )
             for rank in range(ranks)
         ]  # fmt: skip
-        self.step = 0
+        self.step = self.made = 0
         self.broken: Exception | None = None
         self.sending: set[int] = set()  # ranks whose copies go
         self.phases: list[Phase] = []
@@ -112,7 +114,7 @@ class Job:
     def make_of(self, rank: int, profile: Profile) -> int:
         """What a rank makes of a profile: another number of each one."""
         self.profiles[rank].append(profile)
-        return 100 * len(self.profiles[rank]) + rank
+        return self.made or 100 * len(self.profiles[rank]) + rank
 
     def knows(self, rank: int) -> SenderFacts:
         if isinstance(self.broken, Exception):
@@ -153,6 +155,23 @@ def test_after_warming_up_and_two_messages_all_ranks_have_the_same_profile() -> 
     job.iterate(1)
     assert job.agreed == [[[100, 101, 102]]] * 3, "what each has made of it"
     assert job.phases[-1] is Phase.WATCHING
+
+
+def test_what_reductions_take_is_known_and_no_timeline_unpacked_but_the_own_one() -> None:
+    job = Job()
+    job.iterate(8)
+    for rank, profiler in enumerate(job.profilers):
+        found = profiler.profile
+        assert found is not None and isinstance(found.timelines, Packed)
+        assert found.reduce_work == (0.125,), "of 0.25, 0.25 and 0.125 seconds"
+        assert set(found.timelines.unpacked) == {rank}
+
+
+def test_a_number_beyond_all_bounds_ends_nothing() -> None:
+    job = Job()
+    job.made = 1 << 70
+    job.iterate(8)
+    assert job.agreed == [[[(1 << 63) - 1] * 3]] * 3
 
 
 def test_every_step_of_a_profile_is_one_of_the_table() -> None:
@@ -237,10 +256,10 @@ def test_when_one_rank_misses_the_profile_too_often_all_record_again() -> None:
 def test_where_iterations_are_long_a_profile_is_taken_anew_as_soon_as_bubbles_are_left_alone(
     slower: float, again: bool
 ) -> None:
-    """An iteration of 15 s with an edge after 10 s: 0.8 s off are more than a twentieth of it, 0.6 s are not."""
+    """An iteration of 15 s with an edge after 11.25 s: 0.9 s off are more than a twentieth of it, 0.68 s are not."""
     job = Job()
     job.iterate(8, 5.0)
-    assert 2 * 5.0 * 0.08 > edge_tolerance(15.0) > 2 * 5.0 * 0.06
+    assert 2.25 * 5.0 * 0.08 > edge_tolerance(15.0) > 2.25 * 5.0 * 0.06
     job.iterate(20, 5.0 * slower)
     assert len(job.profiles[0]) == (2 if again else 1)
 

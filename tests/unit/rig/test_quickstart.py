@@ -53,7 +53,7 @@ def test_with_baft_the_stages_are_on_two_nodes_and_one_of_them_is_killed(tmp_pat
 
 def test_with_baft_a_quick_run_is_long_enough_for_a_plan_before_the_kill_and_after_it() -> None:
     plan = parse(["--baft", "--quick"])
-    planned_at = Profiling().warmup + PROFILED + 2  # messages take two iterations
+    planned_at = Profiling().warmup + PROFILED + 3  # messages take three iterations
     assert plan.kill_at >= planned_at + 4
     assert plan.iterations - plan.kill_at >= planned_at + 4
 
