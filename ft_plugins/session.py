@@ -12,31 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any, cast
 
 import msgpack
-import torch
 
 from . import faults
-from .bubbles.clock import clock_of
-from .bubbles.plan import BubblePlan
-from .bubbles.profile import Phase, Profiler, Profiling
-from .bubbles.record import Recorder, Several
-from .bubbles.shown import shown
+from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, PaftConfig, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
 from .events import Event, Events, file_sink
-from .model.host import Edges, Host
-from .model.timeline import Profile, SenderFacts
+from .model.host import Host
+from .model.timeline import SenderFacts
 from .recovery.collective import Collective
-from .redundancy import neighbour
 from .snapshot.layout import layer_bytes
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
-from .systems.baft import Baft
 from .systems.carried import CarryingHost
+from .systems.measured import Measured
 from .systems.paft import Paft
 from .systems.reft import DEGRADED, PeerDegraded, Reft, budget_table
 
@@ -69,13 +63,11 @@ class Session:
         self._unprotected: int | None = None  # steps since protection was lost; None while it holds
         if host.rank == 0 and context.restart == 0:
             print(config.table(), flush=True)
-        self.profiler: Profiler | None = None
-        self.edges: Edges | None = None  # to be called by the host, where anything asks for spans
-        self.baft: Baft | None = None
+        self.measured: Measured | None = None
         if config.baft is not None and profiling is None:
             profiling = Profiling(iterations=config.baft.profile_iterations)
         if profiling is not None:
-            self._profile(profiling)
+            self.measured = Measured(host, config.baft, profiling, self._collective, self._events, self._sender_facts)
         self._carrying = CarryingHost(host)
         self._paft: Paft | None = None
         if config.paft is not None:
@@ -83,95 +75,13 @@ class Session:
         if config.capture is not None:
             self._claim()
 
-    def _profile(self, profiling: Profiling) -> None:
-        """Measure where the bubbles are, on the clock of the device that holds the parameters."""
-        self._device = next((tensor.device for tensor in self._host.tensors().values()), torch.device("cpu"))
-        recorder = Recorder(self._host.rank, clock_of(self._device))
-        self.edges = recorder
-        if self._config.baft is not None:
-            self.baft = Baft(
-                self._host.rank, self._config.baft, self._events, neighbour.pipelines(self._host.topology())
-            )
-            self.edges = Several(self.baft, recorder)
-        self.profiler = Profiler(
-            self._host.rank, recorder, self._collective, profiling, self._report_profile, self._follow_plan,
-            self._report_no_profile, self._sender_facts, self._traffic,
-        )  # fmt: skip
-
-    def _traffic(self) -> int:
-        return self.baft.moved if self.baft is not None else 0
-
     def _sender_facts(self) -> SenderFacts:
         """What only this rank knows of what bubbles are planned with."""
         if self._reft is None:
             return SenderFacts()
-        cuda = self._device.type == "cuda"
-        memory = torch.cuda.get_device_properties(self._device).total_memory if cuda else 0
-        reft = self._reft
-        return SenderFacts(reft.capture_seconds, reft.beside_bytes, memory, layer_bytes(reft.layout))
-
-    def _report_profile(self, profile: Profile) -> int:
-        """The iterations of a checkpoint by what this rank plans with it; 0 where it plans nothing."""
-        assert self.profiler is not None
-        left_out = {str(rank): list(steps) for rank, steps in self.profiler.left_out.items()}
-        own = profile.timelines[self._host.rank]
-        idle = sum(bubble.seconds for bubble in profile.bubbles(self._host.rank))
-        self._events.emit(
-            "profile.done", seconds=own.seconds, spans=len(own.spans), idle_seconds=idle,
-            waited_seconds=self.profiler.waited, left_out=left_out.get(str(self._host.rank), []),
-        )  # fmt: skip
-        if self._host.rank == 0:
-            print(f"ft_plugins: where an iteration's time goes\n{profile.table()}", flush=True)
-            for rank, steps in left_out.items():
-                why = "were unlike the others, or copies went in them"
-                print(f"ft_plugins: rank {rank}: iterations {steps} {why}: left out", flush=True)
-        return self._planning(lambda baft: baft.plan(profile))
-
-    def _follow_plan(self, told: Sequence[int]) -> None:
-        """All ranks have planned: what they have found."""
-
-        def follow(baft: Baft) -> int:
-            plan = baft.agreed(max(told))
-            if plan is not None and self.profiler is not None and self.profiler.profile is not None:
-                self._report_plan(plan, self.profiler.profile, told)
-            return plan.iterations if plan is not None else 0
-
-        self._planning(follow)
-
-    def _report_plan(self, plan: BubblePlan, profile: Profile, told: Sequence[int]) -> None:
-        rank = self._host.rank
-        (own,) = (sender for sender in plan.senders if sender.transfer.sender == rank)
-        self._events.emit("baft.timeline", **shown(profile.timelines[rank], profile.bubbles(rank), own))
-        if rank != 0:
-            return
-        print(f"ft_plugins: {plan.table()}", flush=True)
-        others = len(told) - len(plan.senders)
-        if others:
-            print(
-                f"ft_plugins: {others} ranks share no links with these; the event baft.plan of each tells its plan. "
-                f"Most iterations, {max(told)}, need those that share links with rank {told.index(max(told))}",
-                flush=True,
-            )
-        unplanned = [rank for rank, iterations in enumerate(told) if not iterations]
-        if unplanned:
-            self._report_no_profile(
-                f"bubbles of {len(unplanned)} ranks could not be planned, their copies go by rate; why, says the event "
-                f"profile.lost of each, the first is rank {unplanned[0]}"
-            )
-
-    def _planning(self, call: Callable[[Baft], int]) -> int:
-        """At the end of an iteration: whatever goes wrong, training goes on, and copies go by rate."""
-        if self.baft is None:
-            return 0
-        try:
-            return call(self.baft)
-        except Exception as error:
-            self.baft.give_up()
-            self._report_no_profile(f"bubbles could not be planned: {type(error).__name__}: {error}")
-            return 0
-
-    def _report_no_profile(self, reason: str) -> None:
-        self._events.emit("profile.lost", reason=reason, echo=True)
+        return SenderFacts(
+            self._reft.capture_seconds, self._reft.beside_bytes, layers=layer_bytes(self._reft.layout)
+        )
 
     def _unite(self, config: PaftConfig) -> None:
         """Have replicas compared or averaged, on every rank or on none. Raises what `Paft` raises, on all ranks."""
@@ -319,8 +229,8 @@ class Session:
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
         if self._host.rank == 0:
             print(f"ft_plugins: {plan.table()}", flush=True)
-        if self.baft is not None and self._reft.copies is not None:
-            self.baft.guard(self._reft.gate, self._reft.copies, self._reft.links)
+        if self.measured is not None and self._reft.copies is not None:
+            self.measured.guard(self._reft.gate, self._reft.copies, self._reft.links)
         done = plan.version.iteration if plan.version else loaded
         if last is not None and done >= last:
             self._restore_position()
@@ -336,10 +246,8 @@ class Session:
     def iteration_begin(self, step: int) -> None:
         """The first one puts data position and RNG in place."""
         self._restore_position()
-        if self.baft is not None:
-            self.baft.iteration_begin(held=self.profiler is not None and self.profiler.phase is Phase.RECORDING)
-        if self.profiler is not None:
-            self.profiler.iteration_begin(step)
+        if self.measured is not None:
+            self.measured.iteration_begin(step)
         if self._paft is not None and self._paft.early:
             self._agree(self._paft, lambda paft: paft.iteration_begin(step, self._rest))
 
@@ -375,11 +283,11 @@ class Session:
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
-        if self.baft is not None:
-            self.baft.iteration_end()
+        if self.measured is not None:
+            self.measured.bubbles_end()
         self._version_point(step)
-        if self.profiler is not None:  # last: what protection takes at the version point is no bubble to come
-            self.profiler.iteration_end(step)
+        if self.measured is not None:
+            self.measured.iteration_end(step)
 
     def _version_point(self, step: int) -> None:
         if self._reft is not None:
@@ -429,8 +337,8 @@ class Session:
     def _degrade(self, error: Exception) -> None:
         self._reft = None
         self._unprotected = 0
-        if self.baft is not None:
-            self.baft.let_go()  # it holds the memory
+        if self.measured is not None:
+            self.measured.let_go()
         self._events.emit(
             "protection.lost",
             reason=str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}",
@@ -460,7 +368,7 @@ def attach(
 ) -> Session:
     """Protect `host` as configured; `config` and `context` default to what ft-run passed by environment.
 
-    `profiling` has bubbles measured: `session.profiler.profile`. Raises ConfigError when nothing was configured, and
+    `profiling` has bubbles measured: `session.measured.profile`. Raises ConfigError when nothing was configured, and
     what `Session` and the host's `install_edges` raise. The caller then calls `resume`; the adapter's `install` makes
     the host call the hooks.
     """
@@ -469,7 +377,7 @@ def attach(
     if chosen is None:
         chosen = Config()
     session = Session(host, chosen, context, profiling)
-    if session.edges is not None:
-        host.install_edges(session.edges)
+    if session.measured is not None:
+        host.install_edges(session.measured.edges)
     host.install(session)
     return session

@@ -271,8 +271,10 @@ class _AtOnce:
     """Copies as they are planned, by torch.distributed instead of the SMPs."""
 
     def __init__(self, session: Session) -> None:
-        assert session.baft is not None and session.baft.copies is not None
-        copies, rank = session.baft.copies.copies, dist.get_rank()
+        assert session.measured is not None and session.measured.baft is not None
+        guarded, rank = session.measured.baft.copies, dist.get_rank()
+        assert guarded is not None
+        copies = guarded.copies
         self._out = torch.zeros(copies[rank].nbytes, dtype=torch.uint8)
         self._to = copies[rank].receiver
         self._into = {
@@ -287,6 +289,6 @@ class _AtOnce:
 
 
 def _write(session: Session, rank: int, blocks: list[dict[str, Any]], out: Path) -> None:
-    profile = session.profiler.profile if session.profiler is not None else None
+    profile = session.measured.profile if session.measured is not None else None
     timelines = [pack(one) for one in profile.timelines] if profile is not None and rank == 0 else []
     (out / f"rank-{rank:05d}.json").write_text(json.dumps({"blocks": blocks, "profile": timelines}))

@@ -108,8 +108,8 @@ def _emulate(chunks: Iterable[torch.nn.Module], lengths: argparse.Namespace) -> 
 
 
 def _write(session: Session, own: argparse.Namespace) -> None:
-    assert session.profiler is not None
-    profile = session.profiler.profile
+    assert session.measured is not None
+    profile = session.measured.profile
     if profile is not None and dist.get_rank() == 0:
         own.profile.write_text(json.dumps([pack(timeline) for timeline in profile.timelines]))
 

@@ -58,8 +58,8 @@ def _train(rank: int, world: int, run_dir: Path) -> Profile | None:
     place = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
     session = attach(host, Config(), place, SETTINGS)
     _run(session, host)
-    assert session.profiler is not None
-    return session.profiler.profile
+    assert session.measured is not None
+    return session.measured.profile
 
 
 def test_after_the_first_iterations_every_rank_knows_the_spans_of_all(
@@ -89,7 +89,7 @@ def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
     with pytest.raises(UnsupportedError, match="a training loop of torch alone has no pipeline"):
         attach(host, Config(), _place(), SETTINGS)
     session = attach(host, Config(), _place())
-    assert session.profiler is None and session.edges is None
+    assert session.measured is None
     session.iteration_begin(1)
     session.iteration_end(1)
 
@@ -98,9 +98,10 @@ def _plan(rank: int, world: int, run_dir: Path) -> None:
     """Train with copies that are planned by what was measured."""
     host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
     session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
-    session.baft = Baft(rank, BaftConfig(link_mbps=8_000.0), session._events)
+    assert (measured := session.measured) is not None
+    measured.baft = Baft(rank, BaftConfig(link_mbps=8_000.0), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
-    session.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
+    measured.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
     _run(session, host)
 
 
@@ -116,12 +117,13 @@ def _apart(rank: int, world: int, run_dir: Path, faultless: bool = True) -> tupl
     """Iterations of a checkpoint, and whose plans this rank knows, where ranks 0 and 2 share no links with 1 and 3."""
     host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
     session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
-    session.baft = Baft(rank, BaftConfig(), session._events)
+    assert (measured := session.measured) is not None
+    measured.baft = Baft(rank, BaftConfig(), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     links = {0: 1e9, 1: 1e9 if faultless else 0.0, 2: 1e9, 3: 1e9}
-    session.baft.guard(gate, plan_neighbours(("n0", "n1", "n2", "n3"), ((0, 2), (1, 3)), (8, 8, 8, 10**10)), links)
+    measured.baft.guard(gate, plan_neighbours(("n0", "n1", "n2", "n3"), ((0, 2), (1, 3)), (8, 8, 8, 10**10)), links)
     _run(session, host)
-    return gate.planned, [copy.rank for copy in session.baft._together]
+    return gate.planned, [copy.rank for copy in measured.baft._together]
 
 
 def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(
@@ -157,8 +159,9 @@ def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_th
     place = LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0)
     session = attach(host, Config(), place, Profiling(warmup=2, iterations=3))
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
-    session.baft = Baft(0, BaftConfig(), Events("n", 0))
-    session.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
+    assert (measured := session.measured) is not None
+    measured.baft = Baft(0, BaftConfig(), Events("n", 0))
+    measured.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
     session.resume()
     seen = []
     for step in range(1, 8):
@@ -198,10 +201,10 @@ def _replan(rank: int, world: int, run_dir: Path) -> list[tuple[str, int]]:
     settings = Profiling(warmup=1, iterations=3, watch_every=1, ask_every=4, tolerance=0.5, misses=2)
     session = attach(host, Config(), place, settings)
     # 1 kB/ms. By its clock no bubble is late, however busy this machine is: such would be left alone
-    session.baft = Baft(rank, BaftConfig(link_mbps=8.0), Events("n", rank), clock_ns=lambda: 0)
-    assert session.edges is not None
-    host.edges = Several(session.baft, session.edges)
-    session.baft.guard(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
+    assert (measured := session.measured) is not None
+    measured.baft = Baft(rank, BaftConfig(link_mbps=8.0), Events("n", rank), clock_ns=lambda: 0)
+    host.edges = Several(measured.baft, measured.edges)
+    measured.baft.guard(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
     session.resume()
     seen = []
     for step in range(1, 31):
@@ -252,12 +255,13 @@ def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Pat
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     baft = Unplannable(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
     baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
-    session.baft = baft
+    assert (measured := session.measured) is not None
+    measured.baft = baft
     _run(session, host)
     (lost,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
     assert "IndexError: no such slot" in lost.fields["reason"]
     assert gate.read() is None and gate.planned == 0
     baft.fails = False
     facts = Profile(tuple(Timeline(rank, 1.0, (Span(Kind.FORWARD, 0.0, 0.5),)) for rank in range(2)))
-    session._follow_plan([session._report_profile(facts)])
+    measured._agreed([measured._planned(facts)])
     assert gate.planned == 1, "another profile is planned with"

@@ -18,17 +18,31 @@ from ft_plugins.bubbles.plan import plan_bubbles
 from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.config import BaftConfig
 from ft_plugins.events import Events
-from ft_plugins.model.timeline import Profile, SenderFacts, reduce_work, reductions
+from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline, reduce_work, reductions
 from ft_plugins.planner.pipeline import Pipeline, Schedule
 from ft_plugins.planner.simulate import Link, Times, simulate
 from ft_plugins.redundancy.neighbour import plan_neighbours
 from ft_plugins.systems.baft import Baft
 
-CONFIG = BaftConfig(link_mbps=800.0)
+CONFIG = BaftConfig()
+SIZES = (200_000, 3_000_000, 700_000, 20_000_000)  # bytes of the ranks of a pipeline: one iteration, and many
+
+
+def reducing(timeline: Timeline, rank: int) -> Timeline:
+    """With a reduction of 4 to 12 ms at the end, of which 4 are work."""
+    end = timeline.seconds + 0.012
+    reduced = Span(Kind.REDUCE, end - 0.004 * (1 + rank % 3), end)
+    return replace(timeline, rank=rank, seconds=end, spans=(*timeline.spans, reduced))
+
+
+def busy(timeline: Timeline) -> Timeline:
+    """Without a bubble."""
+    return replace(timeline, spans=(Span(Kind.FORWARD, 0.0, timeline.seconds, 0),))
 
 
 class Job:
-    """`wide` pipelines of so many stages; of each stage `per_node` ranks stand on a node, another stage on another."""
+    """`wide` pipelines of so many stages, `per_node` ranks of them on a node, stage by stage. The first rank of all has
+    no bubbles, and the links of nodes are several."""
 
     def __init__(self, stages: int, wide: int, per_node: int, schedule: Schedule = Schedule.ONE_F_ONE_B) -> None:
         chunks = 2 if schedule is Schedule.INTERLEAVED else 1
@@ -39,12 +53,13 @@ class Job:
         played = simulate(pipeline, times, eager=True)
         world = stages * wide
         self.pipelines = [tuple(range(first, world, wide)) for first in range(wide)]
-        self.timelines = [replace(played[rank // wide], rank=rank) for rank in range(world)]
+        self.timelines = [reducing(played[rank // wide], rank) for rank in range(world)]
+        self.timelines[0] = busy(self.timelines[0])
         self.senders = tuple(SenderFacts(0.001 * (rank % 7), 100 + rank) for rank in range(world))
         nodes = [f"n{rank // per_node}" for rank in range(world)]
-        # another amount on each pipeline: some need many iterations
-        nbytes = [10**6 * (1 + rank % wide) for rank in range(world)]
+        nbytes = [SIZES[rank % wide % len(SIZES)] for rank in range(world)]
         self.copies = plan_neighbours(nodes, self.pipelines, nbytes)
+        self.links = {position: 2e7 * (1 + position % 3) for position in range(len(self.copies.nodes))}
 
     def profile(self) -> Profile:
         """As a rank is told of it."""
@@ -53,12 +68,12 @@ class Job:
 
     def rank(self, rank: int) -> Baft:
         baft = Baft(rank, CONFIG, Events("n", rank), self.pipelines)
-        baft.guard(Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8)), self.copies)
+        baft.guard(Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8)), self.copies, self.links)
         return baft
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.DEEPSPEED])
-@pytest.mark.parametrize(("stages", "wide", "per_node"), [(4, 4, 2), (5, 2, 2), (6, 4, 4), (2, 2, 1), (4, 2, 4)])
+@pytest.mark.parametrize(("stages", "wide", "per_node"), [(4, 4, 2), (5, 4, 2), (6, 4, 4), (2, 4, 1), (4, 3, 2)])
 def test_what_ranks_plan_for_themselves_is_what_would_be_planned_for_the_job(
     stages: int, wide: int, per_node: int, schedule: Schedule
 ) -> None:
@@ -68,13 +83,15 @@ def test_what_ranks_plan_for_themselves_is_what_would_be_planned_for_the_job(
     reserve = Reserve(CONFIG.reserve_ms / 1e3, CONFIG.reserve_ms / 1e3, SHORTEST_SECONDS)
     whole = plan_bubbles(
         transfers_of(job.copies.copies, dict(enumerate(job.senders))), dict(enumerate(job.timelines)),
-        {rank: profile.bubbles(rank) for rank in ranks}, 1e8, reserve,
-        ready_seconds=max(one.ready_seconds for one in job.senders), least_bytes=least_bytes(1e8),
+        {rank: profile.bubbles(rank) for rank in ranks}, job.links, reserve,
+        ready_seconds=max(one.ready_seconds for one in job.senders), least_bytes=least_bytes(min(job.links.values())),
         messages=traffic(job.timelines, job.pipelines),
     )  # fmt: skip
     found = [job.rank(rank) for rank in ranks]
-    most = max(one.plan(job.profile()) for one in found)
-    assert most == whole.iterations
+    needed = [one.plan(job.profile()) for one in found]
+    most = max(needed)
+    assert most == whole.iterations and whole.senders[0].reason and not all(one.reason for one in whole.senders)
+    assert min(needed) < most, "not all of them share links"
     seen: set[int] = set()
     for rank, one in enumerate(found):
         plan = one.agreed(most)
