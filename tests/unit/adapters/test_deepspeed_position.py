@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,22 +13,11 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime import dataloader  # noqa: E402
 from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter  # noqa: E402
 
 from ft_plugins.adapters.deepspeed.loaders import drawn, redraw
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def workers_end() -> Iterator[None]:
-    """Loaders are in a cycle with the classes that are made for a test. The workers of a loader that is found as
-    garbage do not hear that they should end, and torch waits 5 s for each."""
-    yield
-    for one in gc.get_objects():
-        if type(one) is _MultiProcessingDataLoaderIter:
-            one._shutdown_workers()
 
 
 class Numbers(torch.utils.data.Dataset):
