@@ -6,7 +6,8 @@ be had; the largest within M is traced back. Sums count in units: the greatest c
 M / UNITS where that is larger. Layers are rounded up to units, so no window ever takes more than it carries; where that
 leaves out a layer which just fits, the largest that fit, one after the other, may be more, and are taken.
 
-Invariant: every byte goes out once. A layer that no window can take whole is cut, into parts that fill the largest.
+Invariant: every byte goes out once. A layer that no window can take whole goes first, in parts as windows have room;
+the others go whole.
 
 In: bytes of each layer, in the order in which they lie in the slot; what each window carries. Out: byte ranges of the
 slot, window by window.
@@ -14,15 +15,16 @@ slot, window by window.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from math import gcd
+from typing import NamedTuple
 
 UNITS = 1 << 14
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Bytes `start .. stop` of the slot: a layer, or a part of one that is too large."""
 
     start: int
@@ -34,14 +36,10 @@ class Part:
         return self.stop - self.start
 
 
-def cut_layers(layers: Sequence[int], largest: int) -> list[Part]:
-    """The layers, those of more than `largest` bytes in parts. `largest` is at least 1."""
-    parts, at = [], 0
-    for nbytes in layers:
-        for start in range(at, at + nbytes, largest):
-            parts.append(Part(start, min(start + largest, at + nbytes)))
-        at += nbytes
-    return parts
+def lie(layers: Sequence[int]) -> list[Part]:
+    """Where the layers lie in the slot, those of no bytes left out."""
+    stops = list(accumulate(layers))
+    return [Part(stop - nbytes, stop) for nbytes, stop in zip(layers, stops, strict=True) if nbytes]
 
 
 def fullest(sizes: Sequence[int], room: int) -> list[int]:
@@ -81,17 +79,35 @@ def fill(layers: Sequence[int], first: Sequence[int], every: Sequence[int], most
     `first` and `every` are what the windows carry in the first iteration and in each one after it, in bytes; one of
     them has to carry something.
     """
-    left = cut_layers(layers, max(every))
-    found: list[list[tuple[Part, ...]]] = []
+    parts, largest = lie(layers), max(every)
+    large = deque(part for part in parts if part.nbytes > largest)
+    left = [part for part in parts if part.nbytes <= largest]
     smallest = min((part.nbytes for part in left), default=0)
-    while left and len(found) < most:
+    found: list[list[tuple[Part, ...]]] = []
+    while (large or left) and len(found) < most:
         taken_now: list[tuple[Part, ...]] = []
         for room in every if found else first:
+            heads = _cut(large, room) if large else ()
+            room -= sum(part.nbytes for part in heads)
             places = fullest([part.nbytes for part in left], room) if left and room >= smallest else []
-            taken_now.append(tuple(left[place] for place in places))
             if places:
                 gone = set(places)
+                heads = (*heads, *(left[place] for place in places))
                 left = [part for place, part in enumerate(left) if place not in gone]
                 smallest = min((part.nbytes for part in left), default=0)
+            taken_now.append(heads)
         found.append(taken_now)
     return found
+
+
+def _cut(parts: deque[Part], room: int) -> tuple[Part, ...]:
+    """The first `room` bytes of the parts, which are left without them."""
+    heads: list[Part] = []
+    while parts and room:
+        part = parts.popleft()
+        stop = min(part.stop, part.start + room)
+        room -= stop - part.start
+        heads.append(Part(part.start, stop))
+        if stop < part.stop:
+            parts.appendleft(Part(stop, part.stop))
+    return tuple(heads)

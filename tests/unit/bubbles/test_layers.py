@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.layers import UNITS, Part, cut_layers, fill, fullest
+from ft_plugins.bubbles.layers import UNITS, Part, fill, fullest
 
 PLANNING_CPU_SECONDS = 2  # 0.05 s are usual
 
@@ -72,9 +72,28 @@ def test_a_window_is_filled_better_by_others_than_by_the_first_that_fit() -> Non
 
 
 def test_a_layer_that_no_window_takes_whole_is_cut() -> None:
-    assert cut_layers([25, 10], 10) == [Part(0, 10), Part(10, 20), Part(20, 25), Part(25, 35)]
-    turns = fill([25], [10, 4], [10, 4], 10)
-    assert turns == [[(Part(0, 10),), ()], [(Part(10, 20),), ()], [(Part(20, 25),), ()]]
+    assert fill([25], [10, 4], [10, 4], 10) == [[(Part(0, 10),), (Part(10, 14),)], [(Part(14, 24),), (Part(24, 25),)]]
+
+
+def test_beside_a_cut_layer_others_go_whole_in_what_is_left_of_a_window() -> None:
+    assert fill([3, 25, 6], [10, 4], [10, 4], 10) == [
+        [(Part(3, 13),), (Part(13, 17),)],
+        [(Part(17, 27),), (Part(27, 28), Part(0, 3))],
+        [(Part(28, 34),), ()],
+    ]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(41, 200), min_size=1, max_size=6),
+    st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
+)
+def test_layers_that_no_window_takes_whole_take_no_more_iterations_than_bytes_do(
+    layers: list[int], every: list[int]
+) -> None:
+    """Windows of one iteration may be unlike: a cut by the largest would leave the others empty."""
+    turns = fill(layers, every, every, 1200)
+    assert len(turns) == -(-sum(layers) // sum(every))
 
 
 def test_no_more_iterations_are_filled_than_are_asked_for() -> None:
