@@ -4,7 +4,8 @@ Invariant: an event is one line of JSON, written with one `write` to a file open
 the agent, the SMP and the trainers of a node never interleave. The stream outlives incarnations and answers
 'where did the downtime go?'.
 
-In: `Events.emit(name, **fields)`. Out: `Event` objects to every subscriber; `read(path)` gives them back.
+In: `Events.emit(name, **fields)`. Out: `Event` objects to every subscriber; `read(path)` gives them back; and what is
+to be read in the job's own log, `say`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -93,6 +95,12 @@ def file_sink(path: Path) -> Sink:
                 os.close(fd)
 
     return write
+
+
+def say(words: str, alarm: bool = False) -> None:
+    """One line or more for the job's log: an `alarm` to stderr. A full disk loses them, never the job."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        print(f"ft_plugins: {words}", file=sys.stderr if alarm else sys.stdout, flush=True)
 
 
 def read(path: Path) -> Iterator[Event]:

@@ -11,7 +11,6 @@ In: a host, a configuration, the launch context. Out: hooks, called by the host;
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any, cast
@@ -22,7 +21,7 @@ from . import faults
 from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, PaftConfig, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
-from .events import Event, Events, file_sink
+from .events import Event, Events, file_sink, say
 from .model.host import Host
 from .model.timeline import SenderFacts
 from .recovery.collective import Collective
@@ -357,7 +356,7 @@ def _alarm(event: Event) -> None:
     """What a person must see even if nobody reads the events; what all ranks have to say alike, once."""
     alike = event.name == "restore.scratch" or event.fields.get("echo")
     if event.name in _ALARMS and not (alike and event.rank):
-        print(f"ft_plugins: {event.name}: rank {event.rank}: {event.fields.get('reason')}", file=sys.stderr, flush=True)
+        say(f"{event.name}: rank {event.rank}: {event.fields.get('reason')}", alarm=True)
 
 
 def attach(

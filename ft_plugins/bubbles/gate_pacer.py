@@ -50,8 +50,8 @@ class GatePacer:
     """Lets go what an open gate allows: a frame at a time, each only as long as it will be through by its deadline: at
     the rate that was planned with, and by the pace of the frames before, with a MARGIN. So a link that carries a tenth
     of what was planned delays nothing but copies. A window in which frames were late is used less far from then on
-    (`shortened`). What is granted in no bubble goes evenly over its time, and in `by_rate_share` of it at most: of
-    BY_RATE, what is left to each rank of its node. So do frames in bubbles, in SLOW_SHARE of it, where the link is more
+    (`shortened`). What is granted in no bubble goes evenly over its time, and in `by_rate_share` of it at most: the
+    rank's part of BY_RATE (`plan.by_rate_shares`). So do frames in bubbles, in SLOW_SHARE of it, where the link is more
     than SLOWER times slower than planned: training's own messages are then under way in much of what was a bubble.
 
     `otherwise` alone paces until a gate is opened or held for the first time: what is captured first is to be protected

@@ -201,6 +201,13 @@ def choose_snapshot(memory: Sequence[int], nbytes: int, device_bytes: int) -> Sn
     return Snapshot.DEVICE if max(memory) + nbytes <= device_bytes * (1 - DEVICE_MARGIN) else Snapshot.HOST
 
 
+def by_rate_shares(nbytes: Mapping[int, int]) -> dict[int, float]:
+    """Of a node's time, what each of its ranks may send in that goes by a rate: BY_RATE, divided by what they send."""
+    parts = {rank: max(1, sent) for rank, sent in nbytes.items()}
+    whole = sum(parts.values())
+    return {rank: BY_RATE * part / whole for rank, part in parts.items()}
+
+
 def _share(filled: Sequence[tuple[int, int]]) -> float | None:
     """What goes out, of what the windows carry."""
     taken, offered = (sum(column) for column in zip(*filled, strict=True)) if filled else (0, 0)

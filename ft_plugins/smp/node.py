@@ -22,7 +22,7 @@ from typing import Any
 
 from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
-from ..bubbles.plan import BY_RATE
+from ..bubbles.plan import by_rate_shares
 from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..redundancy.plan import ExchangePlan
@@ -326,7 +326,7 @@ class NodeTier:
             running = self._exchange
             if running is not None and running.differences:
                 self._missed = running.version  # it can never count: a later one is tried
-                self._tell(str(running.differences[0]))
+                self._tell(f"replica.differs: {running.differences[0]}")
             exchange = running.version if running is not None else None
             encoded = exchange if running is not None and running.done and exchange in self._vault.versions() else None
             if encoded is not None and told_now.audited and encoded != told_now.base:
@@ -344,6 +344,7 @@ class NodeTier:
         if self._told is not None and self._told.position == 0:
             name = "checkpoints.rarer" if self._pace.rarer else "checkpoints.as_planned"
             self._events.emit(name, **self._pace.fields())
+            self._tell(f"{name}: {self._pace.words()}")
 
     def _follow(self, directive: Directive) -> None:
         with self._lock:
@@ -386,9 +387,10 @@ class NodeTier:
             rate = RatePacer(self._told.exchange_mbps * 1e6 / 8)
             ranks = self._plan.ranks[self._told.position]
             if self._told.stages and not self._pace.pacers:
-                share = BY_RATE / len(ranks)  # of the link of this node
+                shares = by_rate_shares({rank: self._plan.nbytes[rank] for rank in ranks})
                 self._pace.pacers = {
-                    rank: GatePacer(Gate(self._segments[rank].gate), rate, by_rate_share=share) for rank in ranks
+                    rank: GatePacer(Gate(self._segments[rank].gate), rate, by_rate_share=share)
+                    for rank, share in shares.items()
                 }
             self._exchange = Exchange(
                 self._plan, self._told.position, version, self._told.lineage,
@@ -409,7 +411,8 @@ class NodeTier:
 
     def _tell(self, alarm: str) -> None:
         """Have the trainers print an alarm: what is printed here nobody sees."""
-        written(self._run_dir / protocol.ALARM, {"alarm": alarm})
+        with suppress(OSError):  # a full disk is no reason to take this node, or another, for lost
+            written(self._run_dir / protocol.ALARM, {"alarm": alarm})
 
     # ---- requests of other nodes' SMPs ----
 

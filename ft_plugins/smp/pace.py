@@ -36,12 +36,14 @@ class Pace:
         self._base = last  # what came before all that is waited for
         self._distances: deque[int] = deque(maxlen=_IN_A_ROW)
         self._sums = deque([(0, 0)], maxlen=_LATELY + 1)  # bytes in bubbles, and all, when versions counted
+        self.waits = 0  # iterations that were captured since one counted
         self.rarer = False
 
     def counted(self, version: Version) -> bool:
         """`version` counts now. Whether `rarer` has changed by it."""
         before, was = self._last, self.rarer
         self._last = self._base = version
+        self.waits = 0
         self._sums.append(self._gone())
         if before is not None and before.lineage == version.lineage:
             self._distances.append(version.iteration - before.iteration)
@@ -59,8 +61,8 @@ class Pace:
             return False
         if self._base is None or newest.lineage != self._base.lineage:
             self._base = newest  # the first one of its lineage: none of it counts yet
-        waits = newest.iteration - self._base.iteration
-        if planned is None or self.rarer or waits <= _IN_A_ROW * (_RARER * planned + 1) + _HELD:
+        self.waits = newest.iteration - self._base.iteration
+        if planned is None or self.rarer or self.waits <= _IN_A_ROW * (_RARER * planned + 1) + _HELD:
             return False
         self.rarer = True
         return True
@@ -99,6 +101,16 @@ class Pace:
             "offered": sum(pacer.fullness.offered for pacer in self.pacers.values()),
         }
 
+    def words(self) -> str:
+        """What people are told when `rarer` has changed."""
+        often = _often(self.iterations, self.waits)
+        if not self.rarer:
+            return f"{often}, planned {self.planned}"
+        return (
+            f"{often}, planned {self.planned}: a lost node costs so many more. Training goes on unhindered, but links "
+            "carry less than planned, or bubbles have become shorter: see 'ft-plugins status'"
+        )
+
     def status(self) -> dict[str, Any]:
         """For people and programs: the same, and by rank."""
         ranks = [
@@ -107,16 +119,24 @@ class Pace:
             }  # fmt: skip
             for rank, pacer in sorted(self.pacers.items())
         ]
-        return {**self.fields(), "share_in_bubbles": self.share_in_bubbles, "rarer": self.rarer, "copies": ranks}
+        share = self.share_in_bubbles
+        return {**self.fields(), "waits": self.waits, "share_in_bubbles": share, "rarer": self.rarer, "copies": ranks}
 
 
 def in_words(tier: Mapping[str, Any]) -> str:
     """What a status says of it, in a few words; '' where it says nothing."""
-    if not tier.get("iterations"):
-        return f"none yet, planned every {tier['planned']}: rarer than planned" if tier.get("rarer") else ""
-    every = f"every {tier['iterations']} iteration{'s' * (tier['iterations'] > 1)}"
+    if not tier.get("iterations") and not tier.get("rarer"):
+        return ""
+    often = _often(tier["iterations"], tier["waits"] if tier["rarer"] else 0)
     if not tier.get("planned"):
-        return every
+        return often
     inside = tier["share_in_bubbles"]
     share = f", {inside:.0%} of it in bubbles" if inside is not None else ""
-    return f"{every}, planned {tier['planned']}{share}" + (": rarer than planned" if tier["rarer"] else "")
+    return f"{often}, planned {tier['planned']}{share}" + (": rarer than planned" if tier["rarer"] else "")
+
+
+def _often(iterations: int | None, waits: int) -> str:
+    """Between the last two that counted, or since, where that is more."""
+    if iterations is None or waits > iterations:
+        return f"none in {waits} iterations"
+    return f"every {iterations} iteration{'s' * (iterations > 1)}"

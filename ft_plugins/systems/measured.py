@@ -2,8 +2,8 @@
 
     edges told by the host -> recorder -> profiler -> profile -> BAFT, which plans -> iterations, agreed on -> its gate
 
-Invariant: nothing here harms training. What goes wrong in measuring or planning becomes an event, and copies go by a
-rate; all ranks stay in step (bubbles.profile).
+Invariant: nothing here harms training. What goes wrong in measuring or planning becomes an event, a plan made before
+holds no longer, and copies go by a rate; all ranks stay in step (bubbles.profile).
 
 In: a host's edges, begin and end of its iterations, what this rank knows of the copies that it sends. Out: `profile`;
 gates that are opened by a plan; events `profile.done`, `profile.lost`, `baft.plan`, `baft.timeline`; and where an
@@ -24,7 +24,7 @@ from ..bubbles.profile import Gathers, Phase, Profiler, Profiling
 from ..bubbles.record import Recorder, Several
 from ..bubbles.shown import shown
 from ..config import BaftConfig
-from ..events import Events
+from ..events import Events, say
 from ..model.host import Edges, Host
 from ..model.timeline import Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan, pipelines
@@ -53,7 +53,7 @@ class Measured:
         self.baft = Baft(host.rank, config, events, pipelines(host.topology())) if config is not None else None
         self.edges: Edges = recorder if self.baft is None else Several(self.baft, recorder)
         self._profiler = Profiler(
-            host.rank, recorder, collective, settings, self._planned, self._agreed, self._lost, self._facts,
+            host.rank, recorder, collective, settings, self._planned, self._agreed, self._ended, self._facts,
             self._traffic,
         )  # fmt: skip
 
@@ -109,10 +109,10 @@ class Measured:
             waited_seconds=self._profiler.waited, left_out=list(left_out.get(self._rank, ())),
         )  # fmt: skip
         if self._rank == 0:
-            print(f"ft_plugins: where an iteration's time goes\n{profile.table()}", flush=True)
+            say(f"where an iteration's time goes\n{profile.table()}")
             for rank, steps in left_out.items():
                 why = "were unlike the others, or copies went in them"
-                print(f"ft_plugins: rank {rank}: iterations {list(steps)} {why}: left out", flush=True)
+                say(f"rank {rank}: iterations {list(steps)} {why}: left out")
         return self._planning(lambda baft: baft.plan(profile))
 
     def _agreed(self, told: Sequence[int]) -> None:
@@ -135,21 +135,30 @@ class Measured:
             return call(self.baft)
         except Exception as error:
             self.baft.give_up()
-            self._lost(f"bubbles could not be planned: {type(error).__name__}: {error}")
+            self._lost(
+                f"bubbles could not be planned: {type(error).__name__}: {error}; copies go by a rate until there is "
+                "another profile"
+            )
             return 0
+
+    def _ended(self, reason: str) -> None:
+        """There is no profile, and will be none: nobody would notice when a plan by one before fits no more."""
+        if self.baft is not None:
+            self.baft.give_up()
+            reason = f"{reason}; copies go by a rate from now on, and in bubbles again when the job is started anew"
+        self._lost(reason)
 
     def _report(self, plan: BubblePlan, profile: Profile, told: Sequence[int]) -> None:
         (own,) = (sender for sender in plan.senders if sender.transfer.sender == self._rank)
         self._events.emit("baft.timeline", **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own))
         if self._rank != 0:
             return
-        print(f"ft_plugins: {plan.table()}", flush=True)
+        say(plan.table())
         others = len(told) - len(plan.senders)
         if others:
-            print(
-                f"ft_plugins: {others} ranks share no links with these; the event baft.plan of each tells its plan. "
-                f"Most iterations, {max(told)}, need those that share links with rank {told.index(max(told))}",
-                flush=True,
+            say(
+                f"{others} ranks share no links with these; the event baft.plan of each tells its plan. "
+                f"Most iterations, {max(told)}, need those that share links with rank {told.index(max(told))}"
             )
         unplanned = [rank for rank, iterations in enumerate(told) if not iterations]
         if unplanned:

@@ -28,7 +28,7 @@ from .. import faults
 from ..bubbles.gate import Gate
 from ..config import Config, ReftConfig
 from ..errors import BudgetError, ConfigError, CorruptSlotError, FtError, InventoryError, ProtectionError, ResumeError
-from ..events import Events
+from ..events import Events, say
 from ..model.host import Host
 from ..recovery.collective import Collective
 from ..recovery.nodes import JobNodes
@@ -438,7 +438,7 @@ class Reft:
         with contextlib.suppress(OSError, ValueError, KeyError):
             alarm = json.loads((self._run_dir / ALARM).read_text())["alarm"]
             if alarm != self._alarm:
-                print(f"ft_plugins: replica.differs: {alarm}", file=sys.stderr, flush=True)
+                say(alarm, alarm=True)
             self._alarm = alarm
 
     def _committed(self, commit: Commit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.profile import Profiling
-from ft_plugins.bubbles.record import Several
+from ft_plugins.bubbles.record import Recorder, Several
 from ft_plugins.bubbles.shown import Row
 from ft_plugins.config import BaftConfig, Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
@@ -265,3 +266,49 @@ def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Pat
     facts = Profile(tuple(Timeline(rank, 1.0, (Span(Kind.FORWARD, 0.0, 0.5),)) for rank in range(2)))
     measured._agreed([measured._planned(facts)])
     assert gate.planned == 1, "another profile is planned with"
+
+
+def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would notice that it fits no more: then nothing would go but a trickle, for as long as the job runs."""
+    host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
+    settings = Profiling(warmup=1, iterations=1, watch_every=1, ask_every=2)
+    session = attach(host, Config(), LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0), settings)
+    gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
+    assert (measured := session.measured) is not None
+    session.resume()
+    for step in range(1, 7):
+        session.iteration_begin(step)
+        host.iterate()
+        session.iteration_end(step)
+    measured.baft = Baft(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
+    measured.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
+    facts = Profile(tuple(Timeline(rank, 1.0, (Span(Kind.FORWARD, 0.0, 0.5),)) for rank in range(2)))
+    measured._agreed([measured._planned(facts)])
+    assert gate.planned == 1
+
+    def fails(recorder: Recorder) -> None:
+        raise RuntimeError("the clock of the device is gone")
+
+    monkeypatch.setattr(Recorder, "take", fails)
+    for step in range(7, 13):
+        session.iteration_begin(step)
+        host.iterate()
+        session.iteration_end(step)
+    session.shutdown()
+    assert gate.planned == 0 and gate.read() is None
+    (lost,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
+    assert "the clock of the device is gone" in lost.fields["reason"] and lost.fields["reason"].endswith(
+        "copies go by a rate from now on, and in bubbles again when the job is started anew"
+    )
+
+
+def test_a_log_on_a_full_disk_loses_lines_and_never_the_job(tmp_path: Path) -> None:
+    host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
+    session = attach(host, Config(), LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0), SETTINGS)
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
+        _run(session, host)
+        assert session.measured is not None and session.measured.profile is not None
+        told = True
+    assert told, "training went on"

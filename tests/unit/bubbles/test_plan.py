@@ -19,7 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.bubbles.filling import Grant, Granularity, Transfer, transfers_of
-from ft_plugins.bubbles.plan import BY_RATE, BubblePlan, SenderPlan, Snapshot, choose_snapshot, plan_bubbles
+from ft_plugins.bubbles.plan import (
+    BY_RATE,
+    BubblePlan,
+    SenderPlan,
+    Snapshot,
+    by_rate_shares,
+    choose_snapshot,
+    plan_bubbles,
+)
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Bubble, Kind, SenderFacts, Span, Timeline
@@ -515,3 +523,10 @@ def test_the_table_says_who_sends_what_when() -> None:
         "  rank     to          bytes   idle shared  bubbles    n",
         "     0      1            250  30.0%  19.0%        2    2",
     ]
+
+
+def test_what_goes_by_a_rate_from_one_node_never_takes_more_than_its_part_of_the_time() -> None:
+    shares = by_rate_shares({4: 3000, 5: 1000, 6: 0})
+    assert sum(shares.values()) == pytest.approx(BY_RATE) and min(shares.values()) > 0
+    assert shares[4] == pytest.approx(3 * shares[5]), "a rank with little is not given what another needs"
+    assert by_rate_shares({0: 0, 1: 0}) == {0: BY_RATE / 2, 1: BY_RATE / 2}

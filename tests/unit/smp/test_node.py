@@ -5,6 +5,9 @@ Every node here is a `NodeTier` of its own with real segments and real sockets; 
 
 from __future__ import annotations
 
+import errno
+import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +21,11 @@ import xxhash
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
+from ft_plugins.bubbles.plan import BY_RATE
 from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.pacer import Allowance
+from ft_plugins.smp import protocol
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.protection import Protection
@@ -472,6 +477,53 @@ def test_whatever_fails_while_a_copy_is_sent_is_said_and_tried_again(
     job.train(1, 1)  # until it counts
     (said,) = [event for node in job.nodes for event in node.seen if event.name == "exchange.retry"]
     assert said.fields["reason"] == "ZeroDivisionError: by no time"
+
+
+def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_node(
+    cluster: Callable[..., Cluster],
+) -> None:
+    job = cluster(2)
+    job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
+    job.protect()
+    job.train(1, 1)
+    for node in job.nodes:
+        for segment in node.segments.values():
+            Gate(segment.gate).plan(1, 1.0)
+            Gate(segment.gate).hold(SECONDS, time.monotonic_ns())
+    for iteration in range(2, 40):  # captured, but nothing may go
+        for node in job.nodes:
+            node.write(iteration)
+    first, second = (node.run_dir / protocol.ALARM for node in job.nodes)
+    wait(first.exists)
+    alarm = json.loads(first.read_text())["alarm"]
+    assert re.match(r"checkpoints\.rarer: none in (2[6-9]|3\d) iterations, planned 1: ", alarm), alarm
+    assert not second.exists() and job.nodes[0].tier.status()["rarer"]
+
+
+def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cluster(2)
+    job.protect()
+
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("ft_plugins.smp.node.written", full)
+    job.nodes[0].tier._tell("replica.differs: ranks 0 and 2")
+    job.train(1, 2)
+    assert not [event for node in job.nodes for event in node.seen if event.name in ("peer.silent", "node.lost")]
+
+
+def test_what_goes_by_a_rate_is_divided_among_ranks_by_what_they_send(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
+    job.protect()
+    job.train(1, 1)
+    for node in job.nodes:
+        sizes = {rank: job.shapes[rank].nbytes for rank in node.segments}
+        shares = {rank: pacer._by_rate_share for rank, pacer in node.tier._pace.pacers.items()}
+        assert shares == {rank: BY_RATE * size / sum(sizes.values()) for rank, size in sizes.items()}
 
 
 def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Callable[..., Cluster]) -> None:

@@ -100,13 +100,25 @@ def test_without_a_plan_nothing_is_rarer_than_it() -> None:
 
 def test_a_status_says_it_in_words() -> None:
     def said(**more: Any) -> str:
-        nothing = {"iterations": 1, "planned": None, "share_in_bubbles": None, "rarer": False}
+        nothing = {"iterations": 1, "planned": None, "share_in_bubbles": None, "rarer": False, "waits": 0}
         return in_words(nothing | more)
 
     assert said(iterations=None) == in_words({}) == ""
-    assert said(iterations=None, planned=2, rarer=True) == "none yet, planned every 2: rarer than planned"
+    none = "none in 40 iterations, planned 2: rarer than planned"
+    assert said(iterations=None, planned=2, rarer=True, waits=40) == none
+    assert said(iterations=2, planned=2, rarer=True, waits=40) == none, "not every 2, as it was before"
     assert said() == "every 1 iteration"
     assert said(iterations=3, planned=2) == "every 3 iterations, planned 2"
     assert said(iterations=9, planned=2, share_in_bubbles=0.97, rarer=True) == (
         "every 9 iterations, planned 2, 97% of it in bubbles: rarer than planned"
     )
+
+
+def test_what_a_person_is_told_of_a_change() -> None:
+    pace = paced(2)
+    assert pace.captured(Version(1, 40))
+    assert pace.words().startswith("none in 40 iterations, planned 2: a lost node costs so many more")
+    for at in (41, 43, 45, 47):
+        pace.counted(Version(1, at))
+        pace.captured(Version(1, at + 2))
+    assert not pace.rarer and pace.words() == "every 2 iterations, planned 2"
