@@ -15,7 +15,8 @@ met all ranks: nothing waits in the step path but for a rank that is late anyway
 here ends the profile, never training.
 
 An iteration in which copies went that nobody has planned yet (`traffic` has changed) is no measure of the others, and
-is left out.
+is left out. One that is over while a single frame is still under way is not noticed: such are few, and the median is
+taken.
 
 In: a `Recorder` that the host tells of spans, begin and end of iterations, a collective; what this rank knows of the
 copies that it sends, which the others are told with its timeline. Out: `profile`, `on_profile` for each new one, and

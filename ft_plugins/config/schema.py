@@ -135,7 +135,7 @@ class BaftConfig(SystemConfig):
     )
     profile_iterations: int = Field(
         6,
-        ge=1,
+        ge=2,  # of one alone nothing is left where the clock of a device lags behind
         description="measure so many before bubbles are planned",
         json_schema_extra=_more("iterations"),
     )

@@ -145,11 +145,16 @@ class Baft:
         )  # fmt: skip
         return found
 
+    @property
+    def links_known(self) -> bool:
+        """Whether what links carry was configured, or measured."""
+        return self._config.link_mbps is not None or bool(self._links)
+
     def _carried(self) -> float | dict[int, float]:
         """Bytes per second of links: as configured, else as measured, else a usual one."""
-        if self._config.link_mbps is not None or not self._links:
-            return (self._config.link_mbps or USUAL_MBPS) * 1e6 / 8
-        return self._links
+        if self._config.link_mbps is None and self.links_known:
+            return self._links
+        return (self._config.link_mbps or USUAL_MBPS) * 1e6 / 8
 
     # ---- what the host tells ----
 

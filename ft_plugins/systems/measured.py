@@ -28,7 +28,7 @@ from ..events import Events, say
 from ..model.host import Edges, Host
 from ..model.timeline import Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan, pipelines
-from .baft import Baft
+from .baft import USUAL_MBPS, Baft
 
 
 class Measured:
@@ -122,7 +122,7 @@ class Measured:
             plan = baft.agreed(max(told))
             if plan is None or self.profile is None:
                 return 0
-            self._report(plan, self.profile, told)
+            self._report(plan, self.profile, told, baft.links_known)
             return plan.iterations
 
         self._planning(follow)
@@ -148,12 +148,17 @@ class Measured:
             reason = f"{reason}; copies go by a rate from now on, and in bubbles again when the job is started anew"
         self._lost(reason)
 
-    def _report(self, plan: BubblePlan, profile: Profile, told: Sequence[int]) -> None:
+    def _report(self, plan: BubblePlan, profile: Profile, told: Sequence[int], links_known: bool) -> None:
         (own,) = (sender for sender in plan.senders if sender.transfer.sender == self._rank)
         self._events.emit("baft.timeline", **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own))
         if self._rank != 0:
             return
         say(plan.table())
+        if not links_known:
+            say(
+                f"what links carry could not be measured: {USUAL_MBPS:.0f} megabits per second are assumed; where they "
+                "carry less, name it by --baft-link-mbps"
+            )
         others = len(told) - len(plan.senders)
         if others:
             say(

@@ -2,7 +2,7 @@ The same under DeepSpeed: bf16, optimizer state sharded by ZeRO-1
 
 job    deepspeed, tp2 pp2 dp2, 4 nodes, distributed optimizer, 20 iterations
 # a stopped SMP is missed after so long, and before that three iterations go by, on a busy machine too
-flags  --baft --baft-profile-iterations 1 --reft-exchange-interval 4 --ftp-detect-seconds 30
+flags  --baft --baft-profile-iterations 2 --reft-exchange-interval 4 --ftp-detect-seconds 30
 runs   with all configurations
 fault  n2 exchange.frame@epoch=1,iteration=8,frame=1:stop;exchange.frame@epoch=1,iteration=12,frame=1:stop
 when   the smp of n2 has stopped

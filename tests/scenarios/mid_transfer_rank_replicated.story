@@ -1,7 +1,7 @@
 A rank is killed while it captures and its node sends; parameters and optimizer state are replicated
 
 job    megatron, tp2 pp2 dp2, 4 nodes, replicated optimizer, 20 iterations
-flags  --baft --baft-profile-iterations 1 --reft-exchange-interval 4
+flags  --baft --baft-profile-iterations 2 --reft-exchange-interval 4
 runs   with all configurations
 # version 8 is held half sent, version 9 ends half captured
 fault  n2 exchange.frame@epoch=1,iteration=8,frame=1:hold;capture.bucket.end@rank=5,iteration=9,restart=0:kill

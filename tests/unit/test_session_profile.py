@@ -95,12 +95,12 @@ def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
     session.iteration_end(1)
 
 
-def _plan(rank: int, world: int, run_dir: Path) -> None:
+def _plan(rank: int, world: int, run_dir: Path, link_mbps: float | None = 8_000.0) -> None:
     """Train with copies that are planned by what was measured."""
     host = Telling({"w": torch.zeros(4)}, rank=rank, world_size=world)
     session = attach(host, Config(), LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0), SETTINGS)
     assert (measured := session.measured) is not None
-    measured.baft = Baft(rank, BaftConfig(link_mbps=8_000.0), session._events)
+    measured.baft = Baft(rank, BaftConfig(link_mbps=link_mbps), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     measured.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
     _run(session, host)
@@ -112,6 +112,16 @@ def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, 
     rows = [Row.read(event.rank, event.fields) for event in told]
     assert [(row.rank, row.receiver, row.nbytes) for row in rows] == [(0, 1, 8), (1, 0, 16)]
     assert all([kind for kind, _, _ in row.spans] == [Kind.FORWARD, Kind.UPDATE] for row in rows)
+
+
+def test_where_nobody_knows_what_links_carry_one_line_says_what_is_assumed(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = "10000 megabits per second are assumed"
+    ranks(_plan, 2, tmp_path)
+    assert said not in capfd.readouterr().out, "it was configured"
+    ranks(_plan, 2, tmp_path, None)
+    assert capfd.readouterr().out.count(said) == 1, "by one rank"
 
 
 def _apart(rank: int, world: int, run_dir: Path, faultless: bool = True) -> tuple[int, list[int]]:
