@@ -14,23 +14,25 @@ Blocks of 5 iterations in one run, in random order, each after one that is not c
 
     overhead      median over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval; beside
                   it the mean with its own, which a few blocks decide: disturbed by something else, or dearer
-    null          off / off - 1, of every second pair and the next: what such a difference is when there is none
+    null          off / off - 1, of every second pair and the next: what such a difference is when there is none; half
+                  as many pairs as of the overhead, so its interval (`null_lower`, `null_upper`) is wider
     unplanned     once / off - 1
     processor     what protection takes of a rank's own processor, as a share of the iteration, whether training waits
                   for it or not; ranks queue for it here, as they have no core each
     in_bubble     of all bytes of copies: what was through within the bubble that it was planned for; left out where
                   disturbed links let fewer than three versions through
     filled        how full planned windows got in which there was something to send (bubbles/fullness.py): a frame has
-                  to be through by the end of its window, so the last milliseconds of each are left
+                  to be through by the end of its window, so the last milliseconds of each are left. This is what the
+                  claim of 95% is about
     fill          how full they are planned: by bytes (as full as can be: all, where bubbles carry anything), and by
-                  whole layers
-    iterations    per checkpoint: from one version that counted to the next, mean (of fewer than two: all there were);
-                  `iterations_planned` as the ranks have planned last, `full_state` as would be planned for the whole
-                  state of mixed precision, six times the bytes
+                  whole layers: of the plan, so 1 by bytes wherever there are bubbles
+    iterations    per checkpoint, of what the paper sends, two bytes a parameter: from one version that counted to the
+                  next, mean (of fewer than two: all there were); `iterations_planned` as the ranks have planned last,
+                  `full_state` as would be planned for the whole state of mixed precision, six times the bytes
     rarer         whether the SMPs have said that checkpoints get rarer than planned (`rarer_said`)
 
 Claims: overhead_worst <= 0.01, null_difference <= 0.005, unplanned_overhead_worst >= 0.1, in_bubble_share >= 0.9,
-fill_share_bytes >= 0.95, iterations_per_checkpoint_worst <= 3.
+filled_share >= 0.95, iterations_per_checkpoint_worst <= 3.
 
 --disturb: the same, for `overhead` and `iterations`, when what was planned with is no longer so: `slow`: links carry a
 tenth from the first plan on; `jitter`: each pass of the second stage takes up to 30% more or less; `drift`: two
@@ -79,8 +81,8 @@ SECONDS = 3.6  # of an iteration's passes, which time is stretched to
 FULL_STATE = 6  # times the bytes that the paper sends
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 120.0
 EACH = (
-    "overhead", "overhead_upper", "overhead_mean", "overhead_mean_upper", "null", "unplanned", "processor",
-    "in_bubble", "filled", "iterations", "iterations_planned", "bubbles", "seconds",
+    "overhead", "overhead_upper", "overhead_mean", "overhead_mean_upper", "null", "null_lower", "null_upper",
+    "unplanned", "processor", "in_bubble", "filled", "iterations", "iterations_planned", "bubbles", "seconds",
 )  # fmt: skip
 
 
@@ -252,6 +254,7 @@ def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
         "unplanned_overhead_worst": min(one.cost.unplanned for one in found),
         "processor_share_worst": max(one.processor for one in found),
         "null_difference": max(abs(one.cost.null) for one in found),
+        "null_farthest": max(abs(end) for one in found for end in (one.cost.null_lower, one.cost.null_upper)),
         "in_bubble_share": min((one.in_bubble for one in found if one.in_bubble is not None), default=None),
         "filled_share": min((one.filled for one in found if one.filled is not None), default=None),
         "fill_share_bytes": min(one.fill_bytes for one in found),

@@ -6,6 +6,8 @@
                               layers), 1f1b, links of 1 ms: messages, bubbles, what goes in which, exactly and by
                               layers; seconds of the thread on a processor, median
     plan_slowest_seconds      the slowest schedule
+    plan_long_seconds         1f1b, of a state that takes `plan_long_iterations`: layers are chosen anew for each; a job
+                              that sends by bytes asks about those of one rank, one by layers about all 64
     analytic_error_worst      bubble shares against closed forms, over schedules and sizes, as a share of them
     shapes                    the paper's configurations: bubbles, iterations of a checkpoint, overhead (figures 3, 7)
     family                    16 to 16,384 ranks: bubbles by schedule (figure 4), goodput by protection
@@ -42,6 +44,7 @@ from ft_plugins.planner.study import Scale, Shape, scales_table, shapes_table, s
 from ft_plugins.rig.figures import line
 
 STAGES, MICROBATCHES, LAYERS = 64, 512, 96
+LONG_STATE = 25e9  # bytes
 
 
 def of(schedule: Schedule, ranks: int, microbatches: int) -> Pipeline:
@@ -49,18 +52,20 @@ def of(schedule: Schedule, ranks: int, microbatches: int) -> Pipeline:
     return Pipeline(schedule, ranks, microbatches, 2 if schedule is Schedule.INTERLEAVED else 1)
 
 
-def seconds_of(schedule: Schedule, rounds: int) -> float:
-    """All that a job does with the timelines of one pipeline: messages, bubbles, what goes in which."""
+def seconds_of(schedule: Schedule, rounds: int, nbytes: float = 1e9) -> tuple[float, int]:
+    """All that a job does with the timelines of one pipeline: messages, bubbles, what goes in which. And the iterations
+    that `nbytes` of each rank take."""
     stage = LAYERS / STAGES * 1e-2
     times = Times((stage,), (2 * stage,), (stage,), links=(Link(1e-3),))
-    found = []
+    found, iterations = [], 0
     for _ in range(rounds):
         timelines = simulate(of(schedule, STAGES, MICROBATCHES), times)
         started = time.thread_time()
         messages = traffic(timelines, [range(STAGES)])
-        fitting.plan(timelines, 1e9, 1e9, layers=LAYERS, messages=messages)
+        planned = fitting.plan(timelines, nbytes, 1e9, layers=LAYERS, messages=messages)
         found.append(time.thread_time() - started)
-    return statistics.median(found)
+        iterations = planned.iterations if planned is not None else 0
+    return statistics.median(found), iterations
 
 
 def analytic_error() -> float:
@@ -126,12 +131,16 @@ def draw(shapes: list[Shape], scales: list[Scale], folder: Path) -> None:
 
 def measure(quick: bool, plot: Path | None, cluster: Path | None) -> dict[str, float | bool]:
     """All figures; tables on the way."""
-    seconds = {schedule: seconds_of(schedule, 1 if quick else 5) for schedule in Schedule}
+    rounds = 1 if quick else 5
+    seconds = {schedule: seconds_of(schedule, rounds)[0] for schedule in Schedule}
+    long_seconds, long_iterations = seconds_of(Schedule.ONE_F_ONE_B, rounds, LONG_STATE)
     shown = "   ".join(f"{schedule.value} {took:.2f} s" for schedule, took in seconds.items())
     print(f"{STAGES} stages, {MICROBATCHES} microbatches: {shown}\n", flush=True)
     figures: dict[str, float | bool] = {
         "plan_seconds": seconds[Schedule.ONE_F_ONE_B],
         "plan_slowest_seconds": max(seconds.values()),
+        "plan_long_seconds": long_seconds,
+        "plan_long_iterations": long_iterations,
         "analytic_error_worst": analytic_error(),
     }
     shapes = [study_shape(job) for batch in PAPER.values() for job in batch]

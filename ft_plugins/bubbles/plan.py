@@ -83,8 +83,8 @@ class BubblePlan:
     """Who of the `senders` may send what when. `iterations`: how many of them one checkpoint takes, of these senders or
     `in_step` with others; each has `seconds`.
 
-    `fill_bytes`, `fill_layers`: how full the windows are up to the last that is needed, filled exactly or by layers;
-    None where nothing was asked about layers, or nothing is sent in bubbles.
+    `fill_bytes`, `fill_layers`: how full the windows are up to the last that is needed, filled exactly, or by layers,
+    of the senders whose layers are given; None where there are none, or nothing is sent in bubbles.
     """
 
     senders: tuple[SenderPlan, ...]

@@ -2,7 +2,8 @@
 
     spans     [kind, begin, end]            forward, backward, update, reduce: in order
     bubbles   [index, begin, end]
-    windows   [bubble, begin, end, bytes]   what may go in them, in any iteration
+    windows   [bubble, begin, end, bytes]   what may go in them, in any iteration; of several bubbles after one span
+                                            `bubble` is the first, under which a gate counts all that goes there
 
 Invariant: bounded, however long the schedule is: of more than `MOST` of a kind the first ones, and how many were left
 out. Times in seconds since the iteration began, to ten microseconds.
@@ -70,9 +71,10 @@ def shown(timeline: Timeline, bubbles: Sequence[Bubble], plan: SenderPlan) -> di
         if span.kind in _SHOWN
     ]
     idle = [[one.index, round(one.begin, _DIGITS), round(one.end, _DIGITS)] for one in bubbles]
+    counted = {one.after: one.bubble for one in reversed(plan.every)}
     windows = [
         [
-            one.bubble, *(round(timeline.opens(one.after) + at, _DIGITS) for at in (one.begin, one.deadline)),
+            counted[one.after], *(round(timeline.opens(one.after) + at, _DIGITS) for at in (one.begin, one.deadline)),
             one.nbytes,
         ]
         for one in plan.every

@@ -4,7 +4,8 @@
 in bubbles, or at once as FTPipeHD does it: training waits for all of it (figure 7). `Scale` is one of the family:
 bubbles under each schedule (figure 4), and goodput under each protection.
 
-Two figures for the iterations of a checkpoint, because of the first stage (see `idle`): as a `ring`, and in `pairs`.
+Two figures for the iterations of a checkpoint, because of the first stage (see `idle`): as a `ring`, as in the paper,
+and in `pairs`, as a job sends it.
 
 Invariant: pure, and the same every time. In: a `Job`. Out: `Shape` or `Scale`.
 """
@@ -37,9 +38,8 @@ class Shape:
 
     @property
     def iterations(self) -> int:
-        """Of a checkpoint, by the better of both ways; as long as sending at once takes where neither goes."""
-        found = [one for one in (self.ring, self.pairs) if one is not None]
-        return min(found, default=int(self.send_seconds // self.iteration_seconds) + 1)
+        """Of a checkpoint, in pairs, as a job sends it; as long as sending at once takes where that does not go."""
+        return self.pairs or int(self.send_seconds // self.iteration_seconds) + 1
 
     @property
     def in_bubbles(self) -> float:

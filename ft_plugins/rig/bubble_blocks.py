@@ -30,7 +30,7 @@ BLOCK = 5  # iterations
 @dataclass(frozen=True)
 class Cost:
     """Shares of an iteration without protection, which takes `seconds`: medians, the ends of 95% intervals above them;
-    and the mean, which a few blocks decide. `null`: of one such iteration and another one."""
+    and the mean, which a few blocks decide. `null`: of one such iteration and another one, and both its ends."""
 
     seconds: float
     overhead: float
@@ -38,6 +38,8 @@ class Cost:
     overhead_mean: float
     overhead_mean_upper: float
     null: float
+    null_lower: float
+    null_upper: float
     unplanned: float
 
 
@@ -65,11 +67,12 @@ def cost(blocks: Sequence[Block], pairs: int) -> Cost:
         statistics.median(seconds for block in at_once if block.mode == mode for seconds in block.seconds)
         for mode in (ONCE, OFF)
     )
+    nulls = [one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)]
     return Cost(
         statistics.median(each[OFF] for each in paired),
         statistics.median(overheads), interval(overheads)[1],
         statistics.mean(overheads), interval(overheads, middle=np.mean)[1],
-        statistics.median(one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)),
+        statistics.median(nulls), *interval(nulls),
         once / beside - 1,
     )  # fmt: skip
 

@@ -123,7 +123,8 @@ def draw_overheads(shapes: Sequence[Shape], path: Path) -> None:
         overhead = axes.twinx()
         overhead.plot([one.in_bubbles * 100 for one in chosen], "o-", color="#c8322b", label="BAFT's overhead")
         overhead.set_ylim(0, 4)
-        overhead.set_ylabel("overhead of BAFT, %", color="#c8322b")
+        wait = f"{chosen[0].snapshot_seconds * 1e3:.0f} ms"
+        overhead.set_ylabel(f"overhead of BAFT, %, if training waits {wait} for a snapshot", color="#c8322b")
         overhead.spines[["top"]].set_visible(False)
     figure.axes[0].legend(frameon=False, fontsize=9)
     figure.savefig(path)

@@ -68,9 +68,9 @@ def _draw_row(axes: Any, use: BubbleUse, row: Row, place: int, width: float) -> 
     for bubble in dict.fromkeys(window.bubble for window in row.windows):
         left = use.an_iteration(row.rank, bubble)
         for window in (one for one in row.windows if one.bubble == bubble):
-            went = min(left, window.nbytes)
+            went = min(left, window.nbytes) if left is not None else None
             _draw_window(axes, window, went, low, width)
-            left -= went
+            left = left - went if left is not None and went is not None else None
     to = f"→ rank {row.receiver}: {size(row.nbytes)}"
     axes.annotate(
         f"{to}, by a rate" if row.reason else to, (1.0, place), xycoords=("axes fraction", "data"), xytext=(6, 0),
@@ -78,13 +78,15 @@ def _draw_row(axes: Any, use: BubbleUse, row: Row, place: int, width: float) -> 
     )  # fmt: skip
 
 
-def _draw_window(axes: Any, window: Window, went: float, low: float, width: float) -> None:
-    """Filled from below, as full as it was."""
+def _draw_window(axes: Any, window: Window, went: float | None, low: float, width: float) -> None:
+    """Filled from below, as full as it was; empty and without figures where nobody told."""
     begin, length = _ms(window.begin, window.end)
+    axes.add_patch(Rectangle((begin, low), length, _HEIGHT, fill=False, edgecolor=WINDOW, linewidth=1.1))
+    if went is None:
+        return
     share = went / window.nbytes if window.nbytes else 0.0
     bottom = low + _HEIGHT
     axes.add_patch(Rectangle((begin, bottom), length, -_HEIGHT * share, color=WINDOW, linewidth=0, alpha=0.85))
-    axes.add_patch(Rectangle((begin, low), length, _HEIGHT, fill=False, edgecolor=WINDOW, linewidth=1.1))
     if length > _LABEL_SHARE * width:
         text = f"{size(went)}\nof {size(window.nbytes)}"
         axes.text(begin + length / 2, low + _HEIGHT / 2, text, ha="center", va="center", fontsize=7.5, color=INK)

@@ -2,7 +2,8 @@
 
 Invariant: everything is from events of the job itself: `baft.timeline` and `baft.plan` of each rank, `node.counts` of
 each node. Of several plans the one is taken under which most versions counted; the first of them, begun before there
-was that plan, is left out of all sums.
+was that plan, is left out of all sums. A node tells only the bubbles of a rank in which most went: of others nothing is
+known, which is not to say that nothing went.
 
 In: events of all nodes. Out: `BubbleUse`; None where nothing was planned.
 """
@@ -10,9 +11,11 @@ In: events of all nodes. Out: `BubbleUse`; None where nothing was planned.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
+from ..bubbles.gate_pacer import MOST_FILLED
 from ..bubbles.shown import Row
 from ..events import Event
 
@@ -60,16 +63,21 @@ class Sending:
 
 @dataclass(frozen=True)
 class BubbleUse:
-    """`rows` by rank, `nodes` where each stands; `sent` are bytes by rank and bubble, during `sending`."""
+    """`rows` by rank, `nodes` where each stands; `sent` are bytes by rank and bubble, during `sending`; of ranks
+    `in_part` they are not all."""
 
     rows: tuple[Row, ...]
     nodes: Mapping[int, str]
     sent: Mapping[int, Mapping[int, int]]
     sending: Sending
+    in_part: Set[int] = frozenset()
 
-    def an_iteration(self, rank: int, bubble: int) -> float:
-        """Bytes that went in that bubble, on average."""
-        return self.sent.get(rank, {}).get(bubble, 0) / self.sending.iterations if self.sending.iterations else 0.0
+    def an_iteration(self, rank: int, bubble: int) -> float | None:
+        """Bytes that went in that bubble, on average; None where it was not told."""
+        sent = self.sent.get(rank, {})
+        if rank in self.in_part and bubble not in sent:
+            return None
+        return sent.get(bubble, 0) / self.sending.iterations if self.sending.iterations else 0.0
 
 
 def bubble_use(events: Sequence[Event]) -> BubbleUse | None:
@@ -92,6 +100,7 @@ def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
     """What went under one plan, which every rank has told of."""
     sums = dict.fromkeys(_COUNTED, 0)
     sent: dict[int, dict[int, int]] = defaultdict(dict)
+    in_part: set[int] = set()
     spans = [(0, 0)]  # versions and iterations, of each node
     for node in {event.node for event in plans.values()}:
         since = max(event.time for event in plans.values() if event.node == node)
@@ -102,16 +111,27 @@ def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
         spans.append((len(counts) - 1, last["iteration"] - first["iteration"]))
         for key in _COUNTED:
             sums[key] += last[key] - first[key]
-        before = {(rank, bubble): nbytes for rank, bubble, nbytes in first.get("filled", ())}
-        for rank, bubble, nbytes in last.get("filled", ()):
-            sent[rank][bubble] = nbytes - before.get((rank, bubble), 0)
+        before, after = (_filled(fields) for fields in (first, last))
+        for rank, bubbles in after.items():
+            if len(bubbles) >= MOST_FILLED:
+                in_part.add(rank)
+            whole, told = len(before.get(rank, ())) < MOST_FILLED, before.get(rank, {})
+            sent[rank] = {at: nbytes - told.get(at, 0) for at, nbytes in bubbles.items() if whole or at in told}
     rows = tuple(Row.read(rank, event.fields) for rank, event in sorted(plans.items()))
     idle = sum(end - begin for row in rows for _, begin, end in row.bubbles)
     versions, iterations = max(spans)
     sending = Sending(
         idle / max(1e-9, sum(row.seconds for row in rows)), _planned(events, plans), versions, iterations, **sums
     )
-    return BubbleUse(rows, {rank: event.node for rank, event in plans.items()}, sent, sending)
+    return BubbleUse(rows, {rank: event.node for rank, event in plans.items()}, sent, sending, in_part)
+
+
+def _filled(fields: Mapping[str, Any]) -> dict[int, dict[int, int]]:
+    """Bytes by rank and bubble, since there is the plan."""
+    found: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, bubble, nbytes in fields.get("filled", ()):
+        found[rank][bubble] = nbytes
+    return found
 
 
 def _counts(events: Sequence[Event], node: str, since: float) -> list[Event]:

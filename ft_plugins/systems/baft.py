@@ -108,13 +108,17 @@ class Baft:
         known = [senders.get(copy.rank, SenderFacts()) for copy in self._together]
         messages = traffic(profile.timelines, self._pipelines, ranks)
         self._message_seconds = messages.get(self._rank, Traffic()).seconds
+        granularity = Granularity(self._config.granularity)
+        transfers = transfers_of(self._together, senders)
+        if granularity is Granularity.BYTES:  # how full layers would fill is a figure beside it, and takes most time
+            transfers = tuple(one if one.sender == self._rank else replace(one, layers=()) for one in transfers)
         self._found = plan_bubbles(
-            transfers_of(self._together, senders),
+            transfers,
             {rank: profile.timelines[rank] for rank in ranks},
             {rank: profile.bubbles(rank) for rank in ranks},
             carried,
             Reserve(self._config.reserve_ms / 1e3, self._config.reserve_ms / 1e3, SHORTEST_SECONDS),
-            Granularity(self._config.granularity),
+            granularity,
             # a version goes out when all ranks have captured it
             ready_seconds=max((one.ready_seconds for one in profile.senders), default=0.0),
             device_bytes=min(one.device_bytes for one in known),

@@ -50,6 +50,17 @@ def test_where_the_host_is_ahead_windows_are_shown_when_they_are() -> None:
     assert told == shown(timeline, bubbles(timeline), plan)
 
 
+def test_windows_after_one_span_are_told_under_the_bubble_that_the_gate_counts_them_by() -> None:
+    """A reduction lies between two bubbles after the same pass: the host opens the gate for both at once."""
+    timeline = iteration(2)
+    plan = planned(timeline)
+    first, *_, last = plan.every
+    both = (*plan.every, last._replace(bubble=9, begin=0.009, deadline=0.0095))
+    told = shown(timeline, bubbles(timeline), replace(plan, every=both))
+    assert [window[0] for window in told["windows"]] == [0, 1, 2, 3, 3]
+    assert [first.bubble, told["windows"][4][1]] == [0, 0.079]
+
+
 def test_a_long_schedule_is_told_in_part() -> None:
     timeline = iteration(MOST)
     told = shown(timeline, bubbles(timeline), planned(timeline))

@@ -36,7 +36,8 @@ def test_each_block_is_compared_with_its_neighbour_and_what_drifts_is_in_neither
     found = cost(blocks, 8)
     expected = pytest.approx(0.03)
     assert found.overhead == found.overhead_upper == found.overhead_mean == found.overhead_mean_upper == expected
-    assert found.null == pytest.approx(1 / 1.01 - 1) and found.unplanned == 0.5
+    assert [found.null, found.null_lower, found.null_upper] == pytest.approx([1 / 1.01 - 1] * 3)
+    assert found.unplanned == 0.5
     assert found.seconds == pytest.approx((speeds[3] + speeds[4]) / 2)
     assert [len(those) for those in compared(blocks, 8)] == [16, 2]
 
@@ -48,6 +49,15 @@ def test_a_few_dear_blocks_are_in_the_mean_and_not_in_the_median() -> None:
     found = cost([*blocks, block(ONCE, 1.0), block(OFF, 1.0)], 20)
     assert found.overhead == found.overhead_upper == 0
     assert found.overhead_mean == pytest.approx(0.05) and found.overhead_mean_upper >= 0.1
+
+
+def test_how_sure_a_null_comparison_is_is_told_beside_it() -> None:
+    """Of ten comparisons of two blocks without protection five differ, by 4%."""
+    blocks = [block(ON, 99.0)]
+    for number in range(20):
+        blocks += [block(ON, 1.0), block(OFF, 1.04 if number % 4 == 0 else 1.0)]
+    found = cost([*blocks, block(ONCE, 1.0), block(OFF, 1.0)], 20)
+    assert [found.null, found.null_lower, found.null_upper] == pytest.approx([0.02, 0.0, 0.04])
 
 
 def counts(*versions: tuple[int, int, int]) -> list[Event]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.bubbles.gate_pacer import MOST_FILLED
 from ft_plugins.events import Event
 from ft_plugins.rig.bubble_rows import draw_bubbles, size
 from ft_plugins.rig.bubble_use import BubbleUse, bubble_use
@@ -88,6 +89,41 @@ def test_a_plan_under_which_no_two_versions_counted_says_so() -> None:
     sending = used(planned(10, iterations=3), counted(11, 8, 100)).sending
     assert sending.every is None and sending.in_bubble_share is None
     assert "every 3 was planned, no two" in sending.line()
+
+
+def told(bytes_by_bubble: dict[int, int]) -> list[list[int]]:
+    """Of rank 0, as a node tells it: the bubbles in which most went."""
+    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[:MOST_FILLED]
+    return [[0, bubble, nbytes] for bubble, nbytes in sorted(most)]
+
+
+def test_a_bubble_that_a_node_did_not_tell_both_times_is_not_known_and_not_empty(tmp_path: Path) -> None:
+    """Of 40 bubbles the last 32 had most at first, later all but the second eight; nothing ever went in the 41st."""
+    before = {bubble: 1000 + bubble for bubble in range(40)}
+    after = {bubble: nbytes + (0 if 8 <= bubble < 16 else 400) for bubble, nbytes in before.items()}
+    plan = planned(10)
+    plan[1].fields["windows"] = [[bubble, bubble / 500, bubble / 500 + 0.001, MIB] for bubble in range(41)]
+    events = list(plan)
+    for time, iteration, filled in ((11, 8, before), (12, 10, after)):
+        counts = counted(time, iteration, 100 * iteration)
+        counts[0].fields["filled"] = told(filled)
+        events += counts
+    use = used(events)
+    found = [use.an_iteration(0, bubble) for bubble in range(41)]
+    assert found == [None] * 16 + [200.0] * 24 + [None]
+    assert use.an_iteration(2, 0) == 50 and use.an_iteration(2, 1) == 0, "of rank 2 all is told"
+    draw_bubbles(use, tmp_path / "part.png")
+    assert (tmp_path / "part.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_most_bubbles_only_came_up_later_what_went_in_them_is_known() -> None:
+    events = list(planned(10))
+    for time, iteration, filled in ((11, 8, {3: 10}), (12, 10, {at: 10 + at for at in range(40)})):
+        counts = counted(time, iteration, 100 * iteration)
+        counts[0].fields["filled"] = told(filled)
+        events += counts
+    use = used(events)
+    assert [use.an_iteration(0, at) for at in (3, 7, 8, 39)] == [None, None, 9.0, 24.5]
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

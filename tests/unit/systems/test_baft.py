@@ -230,6 +230,27 @@ def test_by_layers_the_gate_lets_through_what_whole_layers_have(granularity: str
     assert event.fields["granularity"] == granularity and event.fields["fill_layers"] == plan.fill_layers
 
 
+def test_by_bytes_a_rank_asks_only_how_full_its_own_layers_would_fill() -> None:
+    """Of every rank it takes longer than all else that is planned, in the step path; what goes when is the same."""
+    layers = (300_000_000, 100_000_000)
+    facts = replace(idle_together(), senders=(SenderFacts(layers=layers),) * 4)
+
+    def planned(rank: int, granularity: str) -> BubblePlan:
+        one = Rank(rank, BaftConfig(link_mbps=8_000.0, granularity=granularity))  # type: ignore[arg-type]
+        one.baft.guard(one.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
+        found = one.plan(facts)
+        assert found is not None
+        return found
+
+    def asked(plan: BubblePlan) -> list[int]:
+        return [one.transfer.sender for one in plan.senders if one.transfer.layers]
+
+    first, last, all_layers = planned(0, "bytes"), planned(2, "bytes"), planned(2, "layer")
+    assert (asked(first), asked(last), asked(all_layers)) == ([0], [2], [0, 2])
+    assert [one.every for one in first.senders] == [one.every for one in last.senders]
+    assert first.iterations == last.iterations and first.fill_layers is not None
+
+
 def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
     busy = [timeline(rank, (Kind.FORWARD, 0.0, 0.5), (Kind.BACKWARD, 0.5, 1.0)) for rank in range(4)]
     rank = Rank(0)
