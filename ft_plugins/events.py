@@ -97,10 +97,10 @@ def file_sink(path: Path) -> Sink:
     return write
 
 
-def say(words: str, alarm: bool = False) -> None:
+def say(words: str, alarm: bool = False, who: str = "ft_plugins: ") -> None:
     """One line or more for the job's log: an `alarm` to stderr. A full disk loses them, never the job."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-        print(f"ft_plugins: {words}", file=sys.stderr if alarm else sys.stdout, flush=True)
+        print(f"{who}{words}", file=sys.stderr if alarm else sys.stdout, flush=True)
 
 
 def read(path: Path) -> Iterator[Event]:

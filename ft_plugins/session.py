@@ -61,7 +61,7 @@ class Session:
         self._silent: Reft | None = None  # that captures no more
         self._unprotected: int | None = None  # steps since protection was lost; None while it holds
         if host.rank == 0 and context.restart == 0:
-            print(config.table(), flush=True)
+            say(config.table(), who="")
         self.measured: Measured | None = None
         if config.baft is not None and profiling is None:
             profiling = Profiling(iterations=config.baft.profile_iterations)
@@ -95,7 +95,7 @@ class Session:
         self._paft.connect(self._collective)
         self._carrying.state, self._carrying.drifts = self._paft.state, self._paft.drifts
         if self._host.rank == 0 and self._context.restart == 0:
-            print(f"ft_plugins: {self._paft.table()}", flush=True)
+            say(self._paft.table())
 
     def _claim(self) -> None:
         """Claim the memory on every rank, or on none: without one rank no version is ever complete."""
@@ -146,11 +146,11 @@ class Session:
         elif self._host.rank == 0 and self._context.restart == 0:
             for node in dict.fromkeys(names):
                 held = {rank: Shape(*entry) for rank, entry in enumerate(shapes) if names[rank] == node}
-                print(budget_table(held, node, self._reft.certifies if self._reft else 0), flush=True)
+                say(budget_table(held, node, self._reft.certifies if self._reft else 0), who="")
         if self._reft is not None:
             sizes = self._reft.nodes.tell_sizes()
             if sizes and self._host.rank == 0 and self._context.restart == 0:
-                print(f"ft_plugins: {sizes}", flush=True)
+                say(sizes)
 
     def _require_one_job(self) -> None:
         """All ranks were given the same configuration and know of each other. Raises ConfigError on all of them."""
@@ -227,7 +227,7 @@ class Session:
             return loaded
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
         if self._host.rank == 0:
-            print(f"ft_plugins: {plan.table()}", flush=True)
+            say(plan.table())
         if self.measured is not None and self._reft.copies is not None:
             self.measured.guard(self._reft.gate, self._reft.copies, self._reft.links)
         done = plan.version.iteration if plan.version else loaded

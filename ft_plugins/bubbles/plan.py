@@ -33,6 +33,7 @@ from .windows import Reserve
 MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
 DEVICE_MARGIN = 0.05  # of the device's memory that a snapshot leaves free: what a profile has not seen
 BY_RATE = 0.5  # of the time, at most, a link carries copies in no bubble: the rest of it is training's
+LEAST_PART = 0.1
 TABLE_SENDERS = 64
 
 
@@ -202,8 +203,10 @@ def choose_snapshot(memory: Sequence[int], nbytes: int, device_bytes: int) -> Sn
 
 
 def by_rate_shares(nbytes: Mapping[int, int]) -> dict[int, float]:
-    """Of a node's time, what each of its ranks may send in that goes by a rate: BY_RATE, divided by what they send."""
-    parts = {rank: max(1, sent) for rank, sent in nbytes.items()}
+    """Of a node's time, what each of its ranks may send in that goes by a rate: BY_RATE, divided by what they send; to
+    each at least LEAST_PART of an equal part, or what goes beside a slot, however small, would never be through."""
+    least = max(1.0, LEAST_PART * sum(nbytes.values()) / len(nbytes))
+    parts = {rank: max(least, sent) for rank, sent in nbytes.items()}
     whole = sum(parts.values())
     return {rank: BY_RATE * part / whole for rank, part in parts.items()}
 

@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ..config import Config
 from ..errors import ConfigError, FtError, ProtectionError
-from ..events import Event, Events, file_sink
+from ..events import Event, Events, file_sink, say
 from ..recovery import sizes
 from ..smp import client as smp
 from . import plugin, worker
@@ -123,7 +123,7 @@ def _alarm(event: Event) -> None:
     """What a person must see even if nobody reads the events."""
     if event.name in _ALARMS:
         facts = ", ".join(f"{key} {value}" for key, value in event.fields.items())
-        print(f"ft-run: {event.name} on node {event.node}: {facts}", file=sys.stderr, flush=True)
+        say(f"{event.name} on node {event.node}: {facts}", alarm=True, who="ft-run: ")
 
 
 def _sweep_old(job: Job, events: Events) -> None:

@@ -23,6 +23,7 @@ from .bubble_pictures import MOST_RANKS, SPANS
 from .bubble_use import BubbleUse
 
 IDLE, WINDOW, INK = "#e9edf1", "#d98e04", "#1c1f22"
+UNTOLD = ":"
 _HEIGHT = 0.78  # of a row, of which there is one a unit
 _LABEL_SHARE = 0.053  # of the width; a window that is narrower has no label
 
@@ -53,6 +54,8 @@ def draw_bubbles(use: BubbleUse, path: Path) -> None:
         Patch(facecolor="white", edgecolor=WINDOW, label="window in which bytes may go"),
         Patch(color=WINDOW, label="what went, on average"),
     ]
+    if use.in_part:
+        patches.append(Patch(facecolor="white", edgecolor=WINDOW, linestyle=UNTOLD, label="nobody told what went"))
     figure.legend(handles=patches, frameon=False, loc="outside lower left", ncols=len(patches))
     figure.savefig(path)
 
@@ -79,9 +82,11 @@ def _draw_row(axes: Any, use: BubbleUse, row: Row, place: int, width: float) -> 
 
 
 def _draw_window(axes: Any, window: Window, went: float | None, low: float, width: float) -> None:
-    """Filled from below, as full as it was; empty and without figures where nobody told."""
+    """Filled from below, as full as it was; of dots where nobody told."""
     begin, length = _ms(window.begin, window.end)
-    axes.add_patch(Rectangle((begin, low), length, _HEIGHT, fill=False, edgecolor=WINDOW, linewidth=1.1))
+    line = "-" if went is not None else UNTOLD
+    frame = Rectangle((begin, low), length, _HEIGHT, fill=False, edgecolor=WINDOW, linewidth=1.1, linestyle=line)
+    axes.add_patch(frame)
     if went is None:
         return
     share = went / window.nbytes if window.nbytes else 0.0

@@ -78,6 +78,7 @@ class NodeTier:
         self._pace = Pace(1, None)
         self._directive = Directive()
         self._missed: Version | None = None
+        self._alarms: dict[str, str] = {}
         self._began = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -304,8 +305,9 @@ class NodeTier:
                     lost = [0]
                     self._events.emit("peer.silent", reason=str(error)) if not declared else None
             if lost and not declared and not stop.is_set():
-                declared = True
-                self.declare(self.token, [f"node {plan.nodes[position]}" for position in lost])
+                with suppress(OSError):  # of a disk that is full now: told with the next beat, or the one after
+                    self.declare(self.token, [f"node {plan.nodes[position]}" for position in lost])
+                    declared = True
             while not stop.is_set() and self._poll() and time.monotonic() - began < period:
                 stop.wait(_POLL_SECONDS)
             stop.wait(max(0.0, period - (time.monotonic() - began)))
@@ -326,7 +328,7 @@ class NodeTier:
             running = self._exchange
             if running is not None and running.differences:
                 self._missed = running.version  # it can never count: a later one is tried
-                self._tell(f"replica.differs: {running.differences[0]}")
+                self._tell("replicas", "replica.differs", str(running.differences[0]))
             exchange = running.version if running is not None else None
             encoded = exchange if running is not None and running.done and exchange in self._vault.versions() else None
             if encoded is not None and told_now.audited and encoded != told_now.base:
@@ -344,7 +346,7 @@ class NodeTier:
         if self._told is not None and self._told.position == 0:
             name = "checkpoints.rarer" if self._pace.rarer else "checkpoints.as_planned"
             self._events.emit(name, **self._pace.fields())
-            self._tell(f"{name}: {self._pace.words()}")
+            self._tell("checkpoints", name, self._pace.words())
 
     def _follow(self, directive: Directive) -> None:
         with self._lock:
@@ -406,13 +408,14 @@ class NodeTier:
 
     def declare(self, token: int, lost: list[str]) -> None:
         """Tell the agent, through a file: those are lost, the workers of incarnation `token` have to start again."""
-        self._events.emit("node.lost", lost=lost)
         written(self._run_dir / "lost.json", {"token": token, "lost": lost})
+        self._events.emit("node.lost", lost=lost)
 
-    def _tell(self, alarm: str) -> None:
-        """Have the trainers print an alarm: what is printed here nobody sees."""
+    def _tell(self, about: str, event: str, words: str) -> None:
+        """Have the trainers print an alarm: what is printed here nobody sees. The last one about each thing is kept."""
+        self._alarms[about] = f"{event}: {words}"
         with suppress(OSError):  # a full disk is no reason to take this node, or another, for lost
-            written(self._run_dir / protocol.ALARM, {"alarm": alarm})
+            written(self._run_dir / protocol.ALARM, self._alarms)
 
     # ---- requests of other nodes' SMPs ----
 
@@ -468,6 +471,7 @@ class NodeTier:
             self._coordinator = None
             if self._vault is not None:
                 self._vault.pause()
+        self._alarms = {}
         for name in ("lost.json", protocol.ALARM):
             (self._run_dir / name).unlink(missing_ok=True)
 

@@ -48,6 +48,8 @@ class Pace:
         if before is not None and before.lineage == version.lineage:
             self._distances.append(version.iteration - before.iteration)
         planned = self.planned
+        if planned is None:
+            self.rarer = False  # than nothing; that there is no plan any more, the trainers say
         if planned is None or len(self._distances) < _IN_A_ROW:
             return False
         too_far = [distance > _RARER * planned + 1 for distance in self._distances]
@@ -57,6 +59,8 @@ class Pace:
     def captured(self, newest: Version) -> bool:
         """There is `newest` now, whether it counts or not. Whether `rarer` has changed by it."""
         planned = self.planned
+        if planned is None:
+            self.rarer = False
         if not newest.iteration:  # of its lineage nothing is captured yet; it may begin at any iteration
             return False
         if self._base is None or newest.lineage != self._base.lineage:
@@ -107,8 +111,8 @@ class Pace:
         if not self.rarer:
             return f"{often}, planned {self.planned}"
         return (
-            f"{often}, planned {self.planned}: a lost node costs so many more. Training goes on unhindered, but links "
-            "carry less than planned, or bubbles have become shorter: see 'ft-plugins status'"
+            f"{often}, planned {self.planned}: a lost node costs so many more. Links carry less than planned, or "
+            "bubbles have become shorter: see 'ft-plugins status'"
         )
 
     def status(self) -> dict[str, Any]:
@@ -137,6 +141,8 @@ def in_words(tier: Mapping[str, Any]) -> str:
 
 def _often(iterations: int | None, waits: int) -> str:
     """Between the last two that counted, or since, where that is more."""
-    if iterations is None or waits > iterations:
-        return f"none in {waits} iterations"
-    return f"every {iterations} iteration{'s' * (iterations > 1)}"
+    none = iterations is None or waits > iterations
+    many = waits if none else iterations
+    if not many:
+        return "one just now"
+    return f"{'none in' if none else 'every'} {many} iteration{'s' * (many > 1)}"

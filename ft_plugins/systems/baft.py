@@ -1,6 +1,6 @@
 """BAFT: copies on the node of a neighbouring stage, sent while the pipeline is idle; as one rank composes it.
 
-    profile of all ranks -> bubbles -> plan of the nodes that share links (the same on each of their ranks)
+    profile of all ranks -> bubbles -> plan of the nodes that share links (the same grants on each of their ranks)
         -> iterations of a checkpoint, which all ranks agree on -> this rank's gate, opened and closed at edges
 
 Where what lives, how it is sent, counts and comes back is REFT's machinery with another placement
@@ -98,9 +98,9 @@ class Baft:
         return self._gate.moved if self._gate is not None else 0
 
     def plan(self, profile: Profile) -> int:
-        """Plan anew what those send that share links with this rank, all of whom find the same; it holds once all ranks
-        have `agreed`. Iterations of a checkpoint; 0 while nothing is guarded. Raises ConfigError for a rank without
-        timeline."""
+        """Plan anew what those send that share links with this rank, all of whom find the same grants; it holds once
+        all ranks have `agreed`. By bytes, `fill_layers` is this rank's own. Iterations of a checkpoint; 0 while nothing
+        is guarded. Raises ConfigError for a rank without timeline."""
         if self._gate is None:
             return 0
         ranks = {copy.rank for copy in self._together if copy.rank < len(profile.timelines)}

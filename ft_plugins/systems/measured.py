@@ -145,7 +145,10 @@ class Measured:
         """There is no profile, and will be none: nobody would notice when a plan by one before fits no more."""
         if self.baft is not None:
             self.baft.give_up()
-            reason = f"{reason}; copies go by a rate from now on, and in bubbles again when the job is started anew"
+            reason = (
+                f"{reason}; copies go by a rate from now on, up to half of the time and beside training's messages, "
+                "and in bubbles again when the job is started anew"
+            )
         self._lost(reason)
 
     def _report(self, plan: BubblePlan, profile: Profile, told: Sequence[int], links_known: bool) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -94,7 +93,7 @@ class Reft:
         self._base: Version | None = None  # what was restored
         self._path = path_of(run_dir.parent.name, run_dir.name, host.rank)  # a run directory is job / node
         self._peer_degraded = False
-        self._alarm = ""  # printed last
+        self._alarms: dict[str, str] = {}  # printed last, by what they are about
         self._waits: list[tuple[int, float]] = []  # fences not yet reported: that is left to the capture thread
         self._captures: deque[float] = deque(maxlen=_CAPTURES)  # seconds until they were sealed
         self._small_bytes = 0  # of the newest version
@@ -277,12 +276,11 @@ class Reft:
     def _report_protection(self, nodes: JobNodes, claimed: list[tuple[str, int]]) -> None:
         if self._host.rank != 0 or self._lineage:
             return
-        print(nodes.exchange.table() if nodes.exchange else "")
-        for name, nbytes in claimed:
-            print(f"  {name}: {nbytes} bytes claimed for two versions of parity and copies")
+        lines = [nodes.exchange.table() if nodes.exchange else ""]
+        lines += [f"  {name}: {nbytes} bytes claimed for two versions of parity and copies" for name, nbytes in claimed]
         for (name, _), rate in zip(claimed, nodes.links.values(), strict=False):
-            print(f"  {name}: its link carries {rate * 8e-6:.0f} megabits per second, as measured")
-        sys.stdout.flush()
+            lines.append(f"  {name}: its link carries {rate * 8e-6:.0f} megabits per second, as measured")
+        say("\n".join(lines), who="")
 
     def _choose(self, found: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
         """What is restored; a checkpoint in storage, if it is that, lies in a slot then. Raises ResumeError."""
@@ -436,10 +434,11 @@ class Reft:
         if not self.nodes.leads:
             return
         with contextlib.suppress(OSError, ValueError, KeyError):
-            alarm = json.loads((self._run_dir / ALARM).read_text())["alarm"]
-            if alarm != self._alarm:
-                say(alarm, alarm=True)
-            self._alarm = alarm
+            alarms = dict(json.loads((self._run_dir / ALARM).read_text()))
+            for name, words in alarms.items():
+                if words != self._alarms.get(name):
+                    say(words, alarm=True)
+            self._alarms = alarms
 
     def _committed(self, commit: Commit) -> None:
         self._report_waits()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..config import Config, ReftConfig
 from ..errors import ConfigError, FtError, ResumeError
-from ..events import Events
+from ..events import Events, say
 from ..model.host import Host
 from ..model.topology import Topology
 from ..recovery import sizes
@@ -99,7 +99,7 @@ class ReftNodes:
             asked = f"--reft-redundancy {wanted}" if named else "--baft"
             raise ConfigError(f"{asked}: {reason}")
         if self._host.rank == 0 and len(set(nodes)) > 1:
-            print(f"ft_plugins: a lost node cannot be survived: {reason}", flush=True)
+            say(f"a lost node cannot be survived: {reason}")
         return 0
 
     def _impossible(self, topology: Topology, nodes: Sequence[str], losses: int) -> str:
@@ -216,8 +216,7 @@ class ReftNodes:
             lineage=found.version.lineage, bytes=moved, seconds=seconds,
         )  # fmt: skip
         if self._host.rank == 0:
-            print(
-                f"ft_plugins: iteration {found.version.iteration} of {found.world_size} ranks taken over by "
-                f"{self._collective.world_size}, {seconds:.1f} s",
-                flush=True,
+            say(
+                f"iteration {found.version.iteration} of {found.world_size} ranks taken over by "
+                f"{self._collective.world_size}, {seconds:.1f} s"
             )

@@ -24,6 +24,7 @@ import xxhash
 
 from ... import faults
 from ...errors import InventoryError, ResumeError, TopologyError, UnsupportedError
+from ...events import say
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
 from ...snapshot import codec
@@ -127,7 +128,7 @@ class DeepSpeedHost(Stepping, HeldState):
         if before is not None and before != self._rates:
             self._rates_said = True
             if self.rank == 0:
-                print(f"ft_plugins: {_OWN_SCHEDULER}", flush=True)
+                say(_OWN_SCHEDULER)
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """That of the first replica: scalars of the optimizer are equal on all, the generators differ."""

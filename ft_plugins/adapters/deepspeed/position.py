@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import ResumeError
+from ...events import say
 from .loaders import (
     Epoch,
     Pass,
@@ -149,7 +150,7 @@ class Positions:
         later = epoch is not None and epoch.read > 1 and self._passes.drawn != before
         if later and role not in self._several and not is_stateful(source) and _sampled(source) is None:
             self._several.add(role)
-            print(f"ft_plugins: data position of '{role}': {_SEVERAL}", flush=True)
+            say(f"data position of '{role}': {_SEVERAL}")
 
     def expect(self, role: str, source: Any) -> None:
         """`source` will be read next for `role`; its position may be put in place."""
@@ -277,11 +278,9 @@ class Positions:
                 pass
         if epoch.read:
             seconds = time.perf_counter() - began
-            print(
-                f"ft_plugins: data position of '{role}': {epoch.read} batches were read again and dropped, "
-                f"{seconds:.1f} s; an iterator with state_dict and load_state_dict, or a loader with a sampler, "
-                "is put in place at once",
-                flush=True,
+            say(
+                f"data position of '{role}': {epoch.read} batches were read again and dropped, {seconds:.1f} s; an "
+                "iterator with state_dict and load_state_dict, or a loader with a sampler, is put in place at once"
             )
         if hasattr(source, _MARK):
             setattr(source, _MARK, epoch)

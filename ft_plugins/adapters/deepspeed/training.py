@@ -30,6 +30,7 @@ import torch
 
 from ...config import Config, LaunchContext, deepspeed_json, launch_context, merge
 from ...errors import ConfigError, ResumeError, UnsupportedError
+from ...events import say
 from ...session import Session, attach
 from .position import Positions
 from .wrapping import replace
@@ -247,7 +248,7 @@ class Loop:
         if line not in self._said:
             self._said.add(line)
             if self._host.rank == 0:
-                print(f"ft_plugins: {line}", flush=True)
+                say(line)
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

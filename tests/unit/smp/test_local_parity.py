@@ -296,7 +296,7 @@ def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cl
         (source,) = [source for source in bucket.sources if source.rank == holder]
         assert "w5" in {piece.item for piece in source.pieces} and source.nbytes == fields["bytes"]
     alarms = [path.read_text() for path in cluster.folder.glob(f"*/{protocol.ALARM}")]
-    told = [json.loads(alarm)["alarm"] for alarm in alarms]
+    told = [json.loads(alarm)["replicas"] for alarm in alarms]
     assert told and all(alarm.startswith("replica.differs: ") and f"{flipped}" in alarm for alarm in told)
     lost = 2 if flipped != 3 else 1
     before = {rank: cluster.trainers[rank].data(Version(1, 3)) for rank in RANKS}

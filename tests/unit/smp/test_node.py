@@ -28,6 +28,7 @@ from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
+from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.wire import Peer
 from ft_plugins.snapshot.paths import path_of, remove, vault_of
@@ -305,6 +306,26 @@ def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(
         assert not (node.run_dir / "lost.json").exists(), "a new incarnation starts with a clean slate"
 
 
+def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cluster(2)
+    refused = []
+
+    def full(path: Path, value: object) -> None:
+        if path.name == "lost.json" and len(refused) < 2:
+            refused.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        written(path, value)
+
+    monkeypatch.setattr("ft_plugins.smp.node.written", full)
+    job.protect(4)
+    job.nodes[1].tier._stop.set()
+    wait((job.nodes[0].run_dir / "lost.json").exists, 10 * DETECT)
+    assert len(refused) == 2
+    assert [event.fields["lost"] for event in job.nodes[0].seen if event.name == "node.lost"] == [["node n1"]]
+
+
 def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Callable[..., Cluster]) -> None:
     job = cluster(3)
     job.protect()
@@ -495,7 +516,7 @@ def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_nod
             node.write(iteration)
     first, second = (node.run_dir / protocol.ALARM for node in job.nodes)
     wait(first.exists)
-    alarm = json.loads(first.read_text())["alarm"]
+    (alarm,) = json.loads(first.read_text()).values()
     assert re.match(r"checkpoints\.rarer: none in (2[6-9]|3\d) iterations, planned 1: ", alarm), alarm
     assert not second.exists() and job.nodes[0].tier.status()["rarer"]
 
@@ -510,7 +531,7 @@ def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr("ft_plugins.smp.node.written", full)
-    job.nodes[0].tier._tell("replica.differs: ranks 0 and 2")
+    job.nodes[0].tier._tell("replicas", "replica.differs", "ranks 0 and 2")
     job.train(1, 2)
     assert not [event for node in job.nodes for event in node.seen if event.name in ("peer.silent", "node.lost")]
 

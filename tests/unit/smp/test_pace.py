@@ -107,11 +107,23 @@ def test_a_status_says_it_in_words() -> None:
     none = "none in 40 iterations, planned 2: rarer than planned"
     assert said(iterations=None, planned=2, rarer=True, waits=40) == none
     assert said(iterations=2, planned=2, rarer=True, waits=40) == none, "not every 2, as it was before"
-    assert said() == "every 1 iteration"
+    assert said(iterations=None, planned=2, rarer=True, waits=1) == none.replace("40 iterations", "1 iteration")
+    assert said(iterations=None, planned=2, rarer=True) == none.replace("none in 40 iterations", "one just now")
+    assert said() == said(rarer=True, waits=1).partition(":")[0] == "every 1 iteration"
     assert said(iterations=3, planned=2) == "every 3 iterations, planned 2"
     assert said(iterations=9, planned=2, share_in_bubbles=0.97, rarer=True) == (
         "every 9 iterations, planned 2, 97% of it in bubbles: rarer than planned"
     )
+
+
+def test_of_a_plan_that_is_given_up_nothing_is_rarer_any_more() -> None:
+    for counts in (True, False):
+        pace = paced(2)
+        assert pace.captured(Version(1, 40))
+        (pacer,) = pace.pacers.values()
+        pacer._gate.plan(0, 0.0)
+        assert not (pace.counted(Version(1, 41)) if counts else pace.captured(Version(1, 41)))
+        assert not pace.rarer and "rarer" not in in_words(pace.status())
 
 
 def test_what_a_person_is_told_of_a_change() -> None:
