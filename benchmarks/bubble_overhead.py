@@ -15,7 +15,8 @@ Blocks of 5 iterations in one run, in random order, each after one that is not c
     overhead      median over pairs of blocks of (on / off - 1), and the upper end of its 95% bootstrap interval; beside
                   it the mean with its own, which a few blocks decide: disturbed by something else, or dearer
     null          off / off - 1, of every second pair and the next: what such a difference is when there is none; half
-                  as many pairs as of the overhead, so its interval (`null_lower`, `null_upper`) is wider
+                  as many pairs as of the overhead, so its interval (`null_lower`, `null_upper`; of all shapes the end
+                  that is furthest from nothing, `null_farthest`) is wider
     unplanned     once / off - 1
     processor     what protection takes of a rank's own processor, as a share of the iteration, whether training waits
                   for it or not; ranks queue for it here, as they have no core each

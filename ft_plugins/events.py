@@ -98,7 +98,8 @@ def file_sink(path: Path) -> Sink:
 
 
 def say(words: str, alarm: bool = False, who: str = "ft_plugins: ") -> None:
-    """One line or more for the job's log: an `alarm` to stderr. A full disk loses them, never the job."""
+    """One line or more for the job's log: an `alarm` to stderr, `who` says it. A full disk loses them, never the
+    job."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
         print(f"{who}{words}", file=sys.stderr if alarm else sys.stdout, flush=True)
 

@@ -33,7 +33,7 @@ from .windows import Reserve
 MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
 DEVICE_MARGIN = 0.05  # of the device's memory that a snapshot leaves free: what a profile has not seen
 BY_RATE = 0.5  # of the time, at most, a link carries copies in no bubble: the rest of it is training's
-LEAST_PART = 0.1
+LEAST_PART = 0.1  # of an equal part of that: what a rank has of it that sends next to nothing
 TABLE_SENDERS = 64
 
 

@@ -2,6 +2,7 @@
 
     ####  forward, backward, update, reduction, in their colours        light: a bubble
     [==]  a window of it in which the plan lets bytes go, filled as far as bytes went, on average over the iterations
+    [..]  the same, dotted, where no node told what went
 
 Invariant: draws what `bubble_use` found and nothing else; needs no display.
 
@@ -84,17 +85,15 @@ def _draw_row(axes: Any, use: BubbleUse, row: Row, place: int, width: float) -> 
 def _draw_window(axes: Any, window: Window, went: float | None, low: float, width: float) -> None:
     """Filled from below, as full as it was; of dots where nobody told."""
     begin, length = _ms(window.begin, window.end)
-    line = "-" if went is not None else UNTOLD
-    frame = Rectangle((begin, low), length, _HEIGHT, fill=False, edgecolor=WINDOW, linewidth=1.1, linestyle=line)
+    if went is not None:
+        share, bottom = went / window.nbytes if window.nbytes else 0.0, low + _HEIGHT
+        axes.add_patch(Rectangle((begin, bottom), length, -_HEIGHT * share, color=WINDOW, linewidth=0, alpha=0.85))
+        if length > _LABEL_SHARE * width:
+            text = f"{size(went)}\nof {size(window.nbytes)}"
+            axes.text(begin + length / 2, low + _HEIGHT / 2, text, ha="center", va="center", fontsize=7.5, color=INK)
+    style = "-" if went is not None else UNTOLD
+    frame = Rectangle((begin, low), length, _HEIGHT, fill=False, edgecolor=WINDOW, linewidth=1.1, linestyle=style)
     axes.add_patch(frame)
-    if went is None:
-        return
-    share = went / window.nbytes if window.nbytes else 0.0
-    bottom = low + _HEIGHT
-    axes.add_patch(Rectangle((begin, bottom), length, -_HEIGHT * share, color=WINDOW, linewidth=0, alpha=0.85))
-    if length > _LABEL_SHARE * width:
-        text = f"{size(went)}\nof {size(window.nbytes)}"
-        axes.text(begin + length / 2, low + _HEIGHT / 2, text, ha="center", va="center", fontsize=7.5, color=INK)
 
 
 def _ms(begin: float, end: float) -> tuple[float, float]:

@@ -47,9 +47,7 @@ class Pace:
         self._sums.append(self._gone())
         if before is not None and before.lineage == version.lineage:
             self._distances.append(version.iteration - before.iteration)
-        planned = self.planned
-        if planned is None:
-            self.rarer = False  # than nothing; that there is no plan any more, the trainers say
+        planned = self._followed()
         if planned is None or len(self._distances) < _IN_A_ROW:
             return False
         too_far = [distance > _RARER * planned + 1 for distance in self._distances]
@@ -58,9 +56,7 @@ class Pace:
 
     def captured(self, newest: Version) -> bool:
         """There is `newest` now, whether it counts or not. Whether `rarer` has changed by it."""
-        planned = self.planned
-        if planned is None:
-            self.rarer = False
+        planned = self._followed()
         if not newest.iteration:  # of its lineage nothing is captured yet; it may begin at any iteration
             return False
         if self._base is None or newest.lineage != self._base.lineage:
@@ -70,6 +66,12 @@ class Pace:
             return False
         self.rarer = True
         return True
+
+    def _followed(self) -> int | None:
+        """`planned`; where the plan is gone nothing is rarer any more: that it is gone, the trainers say."""
+        planned = self.planned
+        self.rarer = self.rarer and planned is not None
+        return planned
 
     @property
     def planned(self) -> int | None:

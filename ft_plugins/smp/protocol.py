@@ -25,7 +25,8 @@ REQUESTS = frozenset({"status", "watch", "fence", "attach", "restore", "shutdown
 NODE_REQUESTS = frozenset({"endpoint", "protect", "inventory", "rebuild"})  # about the other nodes
 SIZE_REQUESTS = frozenset({"resize", "former", "spare", "settle"})  # about the job at another size
 STORAGE_REQUESTS = frozenset({"checkpoint"})
-ALARM = "alarm.json"  # in the run directory: what the SMP wants a person to see, printed by the lowest rank of the node
+# in the run directory: what the SMP wants a person to see, by what it is about; the lowest rank of the node prints it
+ALARM = "alarm.json"
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:

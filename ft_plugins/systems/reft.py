@@ -93,7 +93,7 @@ class Reft:
         self._base: Version | None = None  # what was restored
         self._path = path_of(run_dir.parent.name, run_dir.name, host.rank)  # a run directory is job / node
         self._peer_degraded = False
-        self._alarms: dict[str, str] = {}  # printed last, by what they are about
+        self._alarms: dict[str, str] = {}  # printed last, by what each is about
         self._waits: list[tuple[int, float]] = []  # fences not yet reported: that is left to the capture thread
         self._captures: deque[float] = deque(maxlen=_CAPTURES)  # seconds until they were sealed
         self._small_bytes = 0  # of the newest version
@@ -433,8 +433,8 @@ class Reft:
         """What the SMP wants a person to see, once on each node."""
         if not self.nodes.leads:
             return
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            alarms = dict(json.loads((self._run_dir / ALARM).read_text()))
+        with contextlib.suppress(OSError, ValueError):
+            alarms = json.loads((self._run_dir / ALARM).read_text())
             for name, words in alarms.items():
                 if words != self._alarms.get(name):
                     say(words, alarm=True)
