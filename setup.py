@@ -29,6 +29,7 @@ setup(
         "xxhash",
         "psutil",
         "msgpack",
+        "cryptography>=42",  # AES-GCM, by which connections between nodes are authenticated
         "safetensors>=0.8",
         "typer",
         "rich",

@@ -39,7 +39,9 @@ def pins() -> dict[str, str]:
 
 def test_the_core_is_few_and_light() -> None:
     core = {canonical(requirement) for requirement in setup_lists()[""]}
-    assert core == {"torch", "numpy", "pydantic", "xxhash", "psutil", "msgpack", "safetensors", "typer", "rich"}
+    assert core == {
+        "torch", "numpy", "pydantic", "xxhash", "psutil", "msgpack", "cryptography", "safetensors", "typer", "rich"
+    }  # fmt: skip
 
 
 def test_the_extras_are_those_that_the_documentation_names() -> None:
