@@ -1,0 +1,207 @@
+"""Mutual authentication of two processes of one job, and the protection of every unit that they send after it. No I/O.
+
+Both sides hold the job's secret and neither sends it. From the secret and everything that was said in the handshake
+HKDF-SHA256 (RFC 5869) derives one proof and one key for each direction. So a proof cannot be reflected to its sender,
+used for another job, node or purpose, or replayed; and a relay that passes the handshake on learns no key: it cannot
+forge, repeat, drop or reorder a unit without the receiver noticing.
+
+    client -> purpose, job, node, nonce, encrypt  |  server -> node, nonce, proof  |  client -> proof
+
+Units are authenticated by AES-256-GCM with a counter as nonce, as associated data alone (GMAC), or also encrypted where
+both sides want that. GMAC is the fastest authentication at hand (7 GB/s on one core, blake2b 0.8, HMAC-SHA256 1.6).
+There is no forward secrecy: whoever learns the secret can read what was recorded of an encrypted connection before.
+
+In: a secret of at least 16 bytes, the messages of the peer. Out: messages for the peer, then a `Channel`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from ..errors import ProtocolError
+
+HANDSHAKE_LIMIT = 4096  # bytes of one message before the peer has proved that it knows the secret
+TAG = 16  # bytes that follow each unit
+_VERSION = b"ft_plugins channel 1"
+_NONCE = 32
+_KEY = 32
+_NAME = 256  # characters of a purpose, a job or a node
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Who:
+    """What a process says of itself in a handshake. Two sides that differ in anything but `node` do not agree.
+
+    `purpose` keeps protocols of one job apart: the proofs of one are worth nothing to the other.
+    """
+
+    purpose: str
+    job: str
+    node: str
+    encrypt: bool = False
+
+
+class Sealer:
+    """Protects the units of one direction, in order."""
+
+    def __init__(self, key: bytes, encrypt: bool) -> None:
+        self._cipher = AESGCM(key)
+        self._encrypt = encrypt
+        self._count = 0
+
+    def seal(self, unit: Buffer) -> tuple[Buffer, bytes]:
+        """What to send for `unit`, of the same length, and the tag that follows it."""
+        nonce = _counted(self._count)
+        self._count += 1
+        if not self._encrypt:
+            return unit, self._cipher.encrypt(nonce, b"", unit)
+        sealed = memoryview(self._cipher.encrypt(nonce, unit, None))
+        return sealed[:-TAG], bytes(sealed[-TAG:])
+
+
+class Opener:
+    """Checks the units of one direction, in order."""
+
+    def __init__(self, key: bytes, encrypt: bool) -> None:
+        self._cipher = AESGCM(key)
+        self._encrypt = encrypt
+        self._count = 0
+
+    def open(self, body: Buffer, tag: bytes) -> Buffer:
+        """The unit that was sent as `body` and `tag`; `body` itself where nothing is encrypted.
+
+        Raises ProtocolError for a unit that was changed, repeated or left out on the way: the connection is void then.
+        """
+        nonce = _counted(self._count)
+        self._count += 1
+        try:
+            if self._encrypt:
+                return self._cipher.decrypt(nonce, b"".join((body, tag)), None)
+            self._cipher.decrypt(nonce, tag, body)
+            return body
+        except InvalidTag as error:
+            raise ProtocolError(
+                f"unit {self._count} of a connection is not what its sender sent: it was changed on the way"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Both directions of a connection whose ends have proved that they know the secret; `node` is the other end's."""
+
+    node: str
+    sealer: Sealer
+    opener: Opener
+
+
+class Client:
+    """The side that connects."""
+
+    def __init__(self, secret: bytes, me: Who) -> None:
+        self._secret = secret
+        self._me = me
+        self._nonce = secrets.token_bytes(_NONCE)
+
+    def hello(self) -> dict[str, Any]:
+        """The first message."""
+        me = self._me
+        return {"purpose": me.purpose, "job": me.job, "node": me.node, "nonce": self._nonce, "encrypt": me.encrypt}
+
+    def answer(self, challenge: dict[str, Any]) -> tuple[dict[str, Any], Channel]:
+        """The reply to the server's message, after which both sides speak by the channel.
+
+        Raises ProtocolError when the server does not know the secret, or speaks for something else.
+        """
+        node, nonce, proof = _name(challenge, "node"), _bytes(challenge, "nonce"), _bytes(challenge, "proof")
+        keys = _derive(self._secret, self._me, node, self._nonce, nonce)
+        if not hmac.compare_digest(proof, keys.server_proof):
+            raise ProtocolError(
+                "it does not know the secret of this job, or differs in --ftp-encrypt: give the same --ftp-secret-file "
+                "and the same flags on all nodes"
+            )
+        encrypt = self._me.encrypt
+        return {"proof": keys.client_proof}, Channel(
+            node, Sealer(keys.to_server, encrypt), Opener(keys.to_client, encrypt)
+        )
+
+
+class Server:
+    """The side that was connected to; one for each connection."""
+
+    def __init__(self, secret: bytes, me: Who) -> None:
+        self._secret = secret
+        self._me = me
+        self._nonce = secrets.token_bytes(_NONCE)
+        self._client = ""
+        self._keys: _Keys | None = None
+
+    def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a client's first message.
+
+        Raises ProtocolError for a malformed message, and for a client of another job, purpose or encryption.
+        """
+        me = self._me
+        said = Who(_name(hello, "purpose"), _name(hello, "job"), _name(hello, "node"), hello.get("encrypt") is True)
+        for what, expected, found in (
+            ("the protocol", me.purpose, said.purpose),
+            ("job", me.job, said.job),
+            ("--ftp-encrypt", me.encrypt, said.encrypt),
+        ):
+            if expected != found:
+                raise ProtocolError(f"{what}: expected {expected!r}, found {found!r:.100}")
+        theirs = _bytes(hello, "nonce")
+        self._client = said.node
+        self._keys = _derive(self._secret, said, me.node, theirs, self._nonce)
+        return {"node": me.node, "nonce": self._nonce, "proof": self._keys.server_proof}
+
+    def finish(self, answer: dict[str, Any]) -> Channel:
+        """The channel, once the client has proved that it knows the secret. Raises ProtocolError where it does not."""
+        if self._keys is None or not hmac.compare_digest(_bytes(answer, "proof"), self._keys.client_proof):
+            raise ProtocolError("the peer does not know the secret of this job")
+        encrypt = self._me.encrypt
+        return Channel(self._client, Sealer(self._keys.to_client, encrypt), Opener(self._keys.to_server, encrypt))
+
+
+@dataclass(frozen=True)
+class _Keys:
+    server_proof: bytes
+    client_proof: bytes
+    to_server: bytes
+    to_client: bytes
+
+
+def _derive(secret: bytes, client: Who, server_node: str, client_nonce: bytes, server_nonce: bytes) -> _Keys:
+    """Four independent values; each depends on all that was said, its parts told apart by their lengths."""
+    said = [text.encode() for text in (client.purpose, client.job, client.node, server_node, str(client.encrypt))]
+    parts = (_VERSION, *said, client_nonce, server_nonce)
+    info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    found = HKDF(SHA256(), 4 * _KEY, salt=None, info=info).derive(secret)
+    return _Keys(*(found[at : at + _KEY] for at in range(0, len(found), _KEY)))
+
+
+def _counted(count: int) -> bytes:
+    return count.to_bytes(12, "big")
+
+
+def _name(message: dict[str, Any], field: str) -> str:
+    value = message.get(field)
+    if not isinstance(value, str) or not value or len(value) > _NAME or not value.isprintable():
+        raise ProtocolError(f"handshake: expected {field} as up to {_NAME} printable characters")
+    return value
+
+
+def _bytes(message: dict[str, Any], field: str) -> bytes:
+    value = message.get(field)
+    if not isinstance(value, bytes) or len(value) != _NONCE:
+        raise ProtocolError(f"handshake: expected {field} as {_NONCE} bytes")
+    return value

@@ -1,0 +1,118 @@
+"""Two processes know each other by the job's secret, and whoever stands between them can only end the connection."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.errors import ProtocolError
+from ft_plugins.smp.channel import TAG, Channel, Client, Server, Who
+
+SECRET = b"sixteen bytes or more"
+CLIENT = Who("smp", "gpt", "a")
+SERVER = Who("smp", "gpt", "b")
+
+
+def meet(
+    client: Who = CLIENT, server: Who = SERVER, secret: bytes = SECRET, other: bytes = SECRET
+) -> tuple[Channel, Channel]:
+    calling, called = Client(secret, client), Server(other, server)
+    answer, near = calling.answer(called.challenge(calling.hello()))
+    return near, called.finish(answer)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_what_one_side_seals_the_other_opens(encrypt: bool) -> None:
+    near, far = meet(replace(CLIENT, encrypt=encrypt), replace(SERVER, encrypt=encrypt))
+    assert (near.node, far.node) == ("b", "a")
+    for one, other in ((near, far), (far, near)):
+        for unit in (b"first", b"", bytes(range(256)) * 4096):
+            body, tag = one.sealer.seal(unit)
+            assert len(body) == len(unit) and len(tag) == TAG
+            assert (bytes(body) != unit) is (encrypt and unit != b"")
+            assert bytes(other.opener.open(body, tag)) == unit
+
+
+def test_a_side_without_the_secret_is_found_out_by_either() -> None:
+    with pytest.raises(ProtocolError, match="does not know the secret"):
+        meet(other=b"another secret, as long")
+    calling, called = Client(b"another secret, as long", CLIENT), Server(SECRET, SERVER)
+    called.challenge(calling.hello())
+    with pytest.raises(ProtocolError, match="does not know the secret"):
+        called.finish({"proof": bytes(32)})
+
+
+@pytest.mark.parametrize(
+    "server", [Who("rendezvous", "gpt", "b"), Who("smp", "bert", "b"), Who("smp", "gpt", "b", True)]
+)
+def test_two_that_mean_different_things_do_not_agree(server: Who) -> None:
+    with pytest.raises(ProtocolError, match="expected"):
+        meet(server=server)
+
+
+def test_a_proof_is_worth_nothing_in_the_other_direction_or_a_second_time() -> None:
+    calling, called = Client(SECRET, CLIENT), Server(SECRET, SERVER)
+    challenge = called.challenge(calling.hello())
+    with pytest.raises(ProtocolError):
+        called.finish({"proof": challenge["proof"]})
+    answer, _ = calling.answer(challenge)
+    again = Server(SECRET, SERVER)
+    again.challenge(calling.hello())
+    with pytest.raises(ProtocolError):
+        again.finish(answer)
+
+
+def test_a_node_cannot_be_renamed_on_the_way() -> None:
+    calling, called = Client(SECRET, CLIENT), Server(SECRET, SERVER)
+    with pytest.raises(ProtocolError):
+        calling.answer({**called.challenge(calling.hello()), "node": "c"})
+    calling, called = Client(SECRET, CLIENT), Server(SECRET, SERVER)
+    with pytest.raises(ProtocolError):
+        calling.answer(called.challenge({**calling.hello(), "node": "c"}))
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+@given(unit=st.binary(min_size=1, max_size=64), at=st.integers(0, 63), bit=st.integers(0, 7))
+def test_a_changed_bit_of_a_unit_or_its_tag_is_refused(encrypt: bool, unit: bytes, at: int, bit: int) -> None:
+    near, far = meet(replace(CLIENT, encrypt=encrypt), replace(SERVER, encrypt=encrypt))
+    body, tag = near.sealer.seal(unit)
+    whole = bytearray(bytes(body) + tag)
+    whole[at % len(whole)] ^= 1 << bit
+    with pytest.raises(ProtocolError, match="changed on the way"):
+        far.opener.open(bytes(whole[:-TAG]), bytes(whole[-TAG:]))
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 0), (1,)])
+def test_units_cannot_be_swapped_repeated_or_left_out(order: tuple[int, ...]) -> None:
+    near, far = meet()
+    sent = [near.sealer.seal(unit) for unit in (b"one", b"two")]
+    with pytest.raises(ProtocolError):
+        for index in order:
+            far.opener.open(*sent[index])
+
+
+def test_a_unit_cannot_be_returned_to_its_sender() -> None:
+    near, _ = meet()
+    with pytest.raises(ProtocolError):
+        near.opener.open(*near.sealer.seal(b"read"))
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {},
+        {"purpose": "smp", "job": "gpt", "node": "a"},
+        {"purpose": "smp", "job": "gpt", "node": "a", "nonce": b"short"},
+        {"purpose": "smp", "job": "gpt", "node": "a", "nonce": "x" * 32},
+        {"purpose": "smp", "job": "gpt", "node": "\ud800", "nonce": bytes(32)},
+        {"purpose": "smp", "job": "gpt", "node": "\x1b[2J", "nonce": bytes(32)},
+        {"purpose": "smp", "job": ["gpt"], "node": "a", "nonce": bytes(32)},
+        {"purpose": "smp", "job": "g" * 257, "node": "a", "nonce": bytes(32)},
+    ],
+)
+def test_a_malformed_hello_is_the_projects_own_error(hello: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError, match="handshake"):
+        Server(SECRET, SERVER).challenge(hello)
