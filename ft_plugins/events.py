@@ -2,7 +2,7 @@
 
 Invariant: an event is one line of JSON, written with one `write` to a file opened with O_APPEND, so that lines of
 the agent, the SMP and the trainers of a node never interleave. The stream outlives incarnations and answers
-'where did the downtime go?'.
+'where did the downtime go?': what every iteration reports is summed up in it, so that it does not push out the rest.
 
 In: `Events.emit(name, **fields)`. Out: `Event` objects to every subscriber; `read(path)` gives them back; and what is
 to be read in the job's own log, `say`.
@@ -14,13 +14,17 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FILE_LIMIT = 64 << 20  # bytes
+FILE_LIMIT = 32 << 20  # bytes of the history
+RECENT_LIMIT = 16 << 20  # bytes of routine events, one by one
+ROUTINE = frozenset({"capture.commit", "fence.wait", "exchange.begin", "exchange.sent", "node.counts"})
+SUMMED = 100  # routine events of one name in a summary
 
 
 @dataclass(frozen=True)
@@ -77,24 +81,77 @@ class Events:
 
 
 def file_sink(path: Path) -> Sink:
-    """A sink that appends to `path` (created 0600), one `write` a line.
+    """A sink that appends to `path`; routine events to `recent_of(path)`, and in `path` a `routine.summary` stands for
+    up to SUMMED of them, written no later than the next event that is not routine.
 
-    A full disk or a folder that is gone loses lines, never the job: nothing is raised. A file of FILE_LIMIT bytes makes
-    room for a new one and is kept as `path` with '.1', so that no more than twice that is ever held.
+    A full disk or a folder that is gone loses lines, never the job: nothing is raised. A file that has reached its
+    limit makes room for a new one and is kept with '.1' behind its name: no more than twice both limits is ever held.
     """
+    recent = recent_of(path)
+    summaries: dict[str, _Summary] = {}
+    lock = threading.Lock()
 
     def write(event: Event) -> None:
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, (event.line() + "\n").encode())
-                found = os.fstat(fd)
-                if found.st_size > FILE_LIMIT and os.stat(path).st_ino == found.st_ino:  # nobody was quicker
-                    os.replace(path, path.with_name(path.name + ".1"))
-            finally:
-                os.close(fd)
+        with lock:
+            if event.name not in ROUTINE:
+                for summary in summaries.values():
+                    _append(path, summary.event(), FILE_LIMIT)
+                summaries.clear()
+                _append(path, event, FILE_LIMIT)
+                return
+            _append(recent, event, RECENT_LIMIT)
+            summary = summaries.setdefault(event.name, _Summary(event))
+            summary.add(event)
+            if summary.count >= SUMMED:
+                _append(path, summaries.pop(event.name).event(), FILE_LIMIT)
 
     return write
+
+
+def recent_of(path: Path) -> Path:
+    """Where the newest routine events stand one by one, of a history in `path`."""
+    return path.with_name(f"{path.stem}.recent{path.suffix}")
+
+
+class _Summary:
+    """Routine events of one name and one process."""
+
+    def __init__(self, event: Event) -> None:
+        self._newest = self._longest = self._oldest = event
+        self._sums: dict[str, float] = {}
+        self.count = 0
+
+    def add(self, event: Event) -> None:
+        """`event` is one more of them."""
+        self.count += 1
+        self._newest = event
+        for key in ("seconds", "bytes"):
+            if key in event.fields:
+                self._sums[key] = self._sums.get(key, 0) + event.fields[key]
+        if event.fields.get("seconds", 0.0) > self._longest.fields.get("seconds", 0.0):
+            self._longest = event
+
+    def event(self) -> Event:
+        """All of them as one: how many, the first and last iteration, sums, and the one that took longest."""
+        newest, longest = self._newest, self._longest.fields
+        facts: dict[str, Any] = {"of": newest.name, "count": self.count}
+        facts |= {"first": self._oldest.fields.get("iteration"), "last": newest.fields.get("iteration")}
+        if "seconds" in self._sums:
+            facts |= {"longest": longest["seconds"], "longest_at": longest.get("iteration")}
+        return Event("routine.summary", newest.time, newest.node, newest.rank, newest.pid, facts | self._sums)
+
+
+def _append(path: Path, event: Event, limit: int) -> None:
+    """Write one line into `path` (created 0600). Never raises."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, (event.line() + "\n").encode())
+            found = os.fstat(fd)
+            if found.st_size > limit and os.stat(path).st_ino == found.st_ino:  # no other process was quicker
+                os.replace(path, path.with_name(path.name + ".1"))
+        finally:
+            os.close(fd)
 
 
 def say(words: str, alarm: bool = False, who: str = "ft_plugins: ") -> None:
@@ -105,7 +162,14 @@ def say(words: str, alarm: bool = False, who: str = "ft_plugins: ") -> None:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a file in the order in which they were written; a line cut short (by a full disk) is left out."""
+    """The events of a history, and those of its recent routine events that are there, by time; a line cut short (by a
+    full disk) is left out."""
+    history, recent = list(_read(path)), list(_read(recent_of(path)))
+    yield from sorted([*recent, *history], key=lambda event: event.time) if recent else history
+
+
+def _read(path: Path) -> Iterator[Event]:
+    """Of one file, in the order in which they were written."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):

@@ -309,6 +309,7 @@ class Session:
         if self._reft is not None:
             self._guarded(lambda reft: reft.close(in_order=True), over=True)
             self._reft = None
+            self._events.emit("rank.end")
 
     def _guarded(self, call: Callable[[Reft], object], over: bool = False) -> None:
         """The boundary where protection degrades: whatever its own code raises, training goes on, on all ranks alike.

@@ -63,6 +63,7 @@ class ProgressAgent(LocalElasticAgent):
         self._bounded = bounded
         self._store_of_workers: TCPStore | None = None  # on the node of group rank 0: it serves as long as it is held
         self._versions: list[int | None] = []
+        self._before: WorkerFailure | None = None  # the last failure, if nothing had begun then
         self._first_token = 0  # of this ft-run
         self._token = 0  # of the running incarnation
         self._opened = False  # a lineage, under that or a later token
@@ -148,6 +149,7 @@ class ProgressAgent(LocalElasticAgent):
         if self._job:  # torch hands its own environment on to workers; its signals travel the same way
             config = restarted(self._job.config) if self._resumed(token, worker_group) else self._job.config
             os.environ.update(worker_environment(config, self._job.run_dir, token, os.getpid()))
+        self._publish_begun(worker_group)
         with self._watcher.paused() if self._watcher else nullcontext():
             started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._context()
@@ -172,6 +174,27 @@ class ProgressAgent(LocalElasticAgent):
                 told = exchange.multi_get([f"opened/{rank}" for rank in range(group.group_world_size)])
                 self._opened = b"1" in told
         return self._opened
+
+    def _publish_begun(self, worker_group: WorkerGroup) -> None:
+        """Let the other nodes know whether anything of the job is here: a substitute has nothing of what it goes on
+        from."""
+        group: Any = worker_group
+        if self._watcher and not self._bounded and group.group_world_size > 1:
+            self._exchange(worker_group).set(f"begun/{group.group_rank}", str(int(self._watcher.begun())))
+
+    def _nothing_begun(self) -> bool:
+        """Whether no node of the job has a version or an iteration yet, as far as that is known for certain. Raises
+        ProtectionError."""
+        if self._watcher is None or self._watcher.begun():
+            return False
+        group: Any = self._worker_group
+        if group.group_world_size == 1:
+            return True
+        try:
+            exchange, keys = self._exchange(group), [f"begun/{rank}" for rank in range(group.group_world_size)]
+            return bool(exchange.check(keys)) and b"1" not in exchange.multi_get(keys)
+        except DistError:
+            return False
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._failed_at is None:  # another node failed or joined: torch starts workers again without counting
@@ -258,10 +281,14 @@ class ProgressAgent(LocalElasticAgent):
 
     def _give_verdict(self, cause: WorkerFailure | Silence) -> None:
         """Let torch's counter say what was decided."""
+        before, self._before = self._before, None
         try:
             if not self._bounded and not (isinstance(cause, WorkerFailure) and cause.refused):
                 self._versions.append(self._watcher.newest() if self._watcher else None)
-            self.verdict = judge(cause, self._versions, self._remaining_restarts if self._bounded else None)
+                if isinstance(cause, WorkerFailure) and self._nothing_begun():
+                    self._before = cause
+            remaining = self._remaining_restarts if self._bounded else None
+            self.verdict = judge(cause, self._versions, remaining, before if self._before else None)
         except ProtectionError as error:
             self.verdict = Verdict(False, "failed", f"{cause.line()}; {error}")
         if not self.verdict.restart:

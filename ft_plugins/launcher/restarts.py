@@ -1,13 +1,15 @@
 """Whether a failed job is started again: bounded by progress, not by a count. Pure.
 
 Invariant: a job that gets further is restarted for ever; one that does not is stopped after three restores of the same
-version, with the rank and the error that stopped it. What no restart can cure is never restarted.
+version, or when it fails twice in the same way before its first iteration, with the rank and the error that stopped it.
+What no restart can cure is never restarted.
 
 In: how workers ended, and the newest restorable version at each failure. Out: a `Verdict`.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +49,14 @@ class WorkerFailure:
         how = f"was ended by {self.signal}" if self.exitcode < 0 else f"exited with status {self.exitcode}"
         first = self.message.splitlines()[0] if self.message else ""
         return f"rank {self.rank} {how}" + (f": {first}" if first else "")
+
+    def repeats(self, other: WorkerFailure) -> bool:
+        """Whether a worker ended in the same way as another one before: by its own status, with the same error but for
+        numbers (ranks, ports, process ids). A signal may come from outside: it repeats nothing."""
+        own, others = (
+            (failure.exitcode, re.sub(r"\d+", "#", failure.message.partition("\n")[0])) for failure in (self, other)
+        )
+        return self.exitcode > 0 and own == others
 
 
 @dataclass(frozen=True)
@@ -94,16 +104,28 @@ class Verdict:
     reason: str
 
 
-def judge(cause: WorkerFailure | Silence, versions: Sequence[int | None], remaining: int | None) -> Verdict:
+def judge(
+    cause: WorkerFailure | Silence,
+    versions: Sequence[int | None],
+    remaining: int | None,
+    before: WorkerFailure | None = None,
+) -> Verdict:
     """Decide after a failure caused by `cause`.
 
     `versions` as for `restores_so_far`, this failure's included. `remaining` restarts are left where `--max-restarts`
-    was given, None where progress decides.
+    was given, None where progress decides. `before` caused the failure before this one, if the job had neither a
+    version nor an iteration at either of them.
     """
     if isinstance(cause, WorkerFailure) and cause.refused:
         return Verdict(False, "refused", cause.message.strip() or cause.line())
     if remaining is not None:
         return Verdict(True, "failed", "") if remaining > 0 else Verdict(False, "failed", cause.line())
+    if before is not None and isinstance(cause, WorkerFailure) and cause.repeats(before):
+        reason = (
+            f"stopped, as it failed twice in the same way before the first iteration: {cause.line()}; "
+            "remove the cause and give the same command again, or set --max-restarts"
+        )
+        return Verdict(False, "stuck", reason)
     if restores_so_far(versions) < RESTORES_OF_ONE_VERSION:
         return Verdict(True, "failed", "")
     place = "the beginning was tried again" if versions[-1] is None else f"iteration {versions[-1]} was restored"

@@ -86,14 +86,15 @@ class Watcher:
         found = self._request("status", lambda client: smp.newest_common(client.status()))
         return found.iteration if found else None
 
+    def begun(self) -> bool:
+        """Whether a rank of this node has completed an iteration, or there is a version. Raises ProtectionError."""
+        found = self._request("status", lambda client: client.status())
+        return not _empty(found) or any(segment["completed"] for segment in found["segments"])
+
     def empty(self) -> bool:
         """Whether no segment of this node holds a version, nor is it known that the job went on without this node.
         Raises ProtectionError."""
-        found = self._request("status", lambda client: client.status())
-        held = any(slot["state"] == "CLEAN" for segment in found["segments"] for slot in segment["slots"])
-        # what cannot be read may be of use to another version of ft_plugins, what is set aside to another size
-        kept = found["refused"] or found["set_aside"] or found["node_tier"].get("released")
-        return not held and not kept
+        return _empty(self._request("status", lambda client: client.status()))
 
     def opened_since(self, token: int) -> bool:
         """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""
@@ -262,3 +263,11 @@ class Watcher:
         finally:
             os.close(process)
         return self._stop[0] not in ready
+
+
+def _empty(status: dict[str, Any]) -> bool:
+    """Whether the SMP with this `status` has nothing that a job could be resumed from."""
+    held = any(slot["state"] == "CLEAN" for segment in status["segments"] for slot in segment["slots"])
+    # what cannot be read may be of use to another version of ft_plugins, what is set aside to another size
+    kept = status["refused"] or status["set_aside"] or status["node_tier"].get("released")
+    return not held and not kept

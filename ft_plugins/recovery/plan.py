@@ -106,9 +106,19 @@ class RecoveryPlan:
     mark: Mark = Mark.NONE
     passed_over: tuple[int, ...] = ()
 
+    @property
+    def fresh(self) -> bool:
+        """Whether training starts from the beginning and nothing is lost by that."""
+        return self.tier == "none" and not self.completed
+
     def table(self) -> str:
-        """The plan for people."""
-        left = f"{self.completed} were completed, {self.lost} lost; lineage {self.lineage}"
+        """The plan for people. Frameworks log an iteration before its end, so one that was not completed may be in
+        their log: it is computed again, and that is said."""
+        next_one = 1 + (self.version.iteration if self.version is not None else self.loaded)
+        left = (
+            f"every rank had completed {self.completed}, {self.lost} lost; iteration {next_one} is computed next, again "
+            f"if it was logged before; lineage {self.lineage}"
+        )
         if self.version is not None:
             why = f" ({self.reason})" if self.tier == "storage" else ""
             why += f", {self.mark.word}" if self.mark else ""
@@ -126,7 +136,9 @@ class RecoveryPlan:
             return "\n".join(lines)
         if self.tier == "storage":
             return f"recovery: iteration {self.loaded} of the framework's own checkpoint ({self.reason}); {left}"
-        return f"recovery: from the beginning ({self.reason}); lineage {self.lineage}"
+        if self.fresh:
+            return f"training starts from the beginning ({self.reason}); lineage {self.lineage}"
+        return f"recovery: from the beginning ({self.reason}), {self.lost} lost; lineage {self.lineage}"
 
 
 def plan_recovery(

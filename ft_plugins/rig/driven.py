@@ -27,7 +27,7 @@ from ..snapshot import paths
 
 _END_SECONDS = 20.0  # for ft-run to end its workers after SIGTERM
 _GONE_SECONDS = 10.0  # for what was killed to be gone
-_KEPT = ("events.jsonl", "smp.log")
+_KEPT = ("events.jsonl", "events.recent.jsonl", "smp.log")
 
 
 class GrowingLines:
@@ -109,7 +109,7 @@ class DrivenNode:
         self._note.emit(name, **fields)
 
     def events(self) -> tuple[Event, ...]:
-        """All of them so far, in the order in which they were written."""
+        """All of them so far, by time."""
         kept = self.folder / "events.jsonl"
         return tuple(read(kept if kept.exists() else self.run_dir / "events.jsonl"))
 

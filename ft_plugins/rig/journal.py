@@ -11,13 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..events import recent_of
+
 _LOOK_SECONDS = 0.005
 
 Entry = dict[str, Any]
 
 
 def entries(path: Path) -> list[Entry]:
-    """The complete lines of `path`; none where there is no file yet."""
+    """The complete lines of `path`, none where there is no file yet; of events those of recent routine ones as well, by
+    time."""
+    found, recent = _lines(path), _lines(recent_of(path))
+    return sorted([*recent, *found], key=lambda entry: float(entry["time"])) if recent else found
+
+
+def _lines(path: Path) -> list[Entry]:
     if not path.exists():
         return []
     text = path.read_text()

@@ -47,8 +47,8 @@ LINK_MBPS = 200.0  # that bubbles are planned with: of a cluster's links the sha
 PROFILED = 4  # iterations from which bubbles are planned
 _KILLED_RANK = 5
 _LOOK_SECONDS = 0.2
-_WRITTEN = ("output.log", "loss.jsonl", "events.jsonl", "smp.log", "state-*.json")
-_OF_NODES = ("node*/output.log", "node*/events.jsonl", "node*/smp.log")
+_WRITTEN = ("output.log", "loss.jsonl", "events*.jsonl", "smp.log", "state-*.json")
+_OF_NODES = ("node*/output.log", "node*/events*.jsonl", "node*/smp.log")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ..events import Event
 from .bubble_use import Sending, bubble_use
 
 NOTICED = ("worker.failed", "node.lost", "workers.restart")  # whichever comes first: a launcher knows of a failure
+FROM_THE_BEGINNING = ("start.fresh", "restore.scratch")  # without a version, and by the second something was lost
 MEMORY_TIERS = ("process", "node")  # as recovery names them; the third is storage
 KILL = "kill"  # emitted by whoever sends the signal, right before it; of a rank, or of the node in its field `lost`
 
@@ -137,7 +138,7 @@ def make_report(failed: Run, unfailed: Run) -> Report:
     restores = restore_count(failed.events)
     differing = differences(failed.digests, unfailed.digests)
     losses_identical = same_losses(failed.losses, unfailed.losses)
-    scratch = _by_rank(event for event in after if event.name == "restore.scratch")
+    scratch = _by_rank(event for event in after if event.name in FROM_THE_BEGINNING)
     scratch_restarts = max(scratch.values(), default=0)
     source = restored_from(failed.events)
     return Report(

@@ -296,7 +296,8 @@ class Reft:
     def _report_restore(self, plan: RecoveryPlan, **seconds: float) -> None:
         """`seconds`: of all, until every slot was whole and verified, and from then until the tensors were loaded."""
         if plan.tier == "none":
-            self._events.emit("restore.scratch", reason=plan.reason, completed=plan.completed, lost=plan.lost)
+            name = "start.fresh" if plan.fresh else "restore.scratch"
+            self._events.emit(name, reason=plan.reason, completed=plan.completed, lost=plan.lost)
             return
         self._events.emit(
             "restore.done",

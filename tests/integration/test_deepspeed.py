@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.events import read
 from ft_plugins.rig.deepspeed_runs import EXAMPLE, Configuration, DeepSpeedRun
 from ft_plugins.rig.golden import assert_identical
 
@@ -101,8 +102,8 @@ def test_a_script_that_leaves_the_process_group_up_ends_in_order_too(short: Path
     run = DeepSpeedRun("u", short, SMALLEST, {"reft": {}, "orphan_seconds": 60.0}, iterations=2)
     done = launched(run, (*TORCHRUN, "--standalone"), script)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [told] = [path.read_text().splitlines() for path in run.folder.glob("ft_plugins/*/*/events.jsonl")]
-    assert any(event["name"] == "capture.commit" for event in map(json.loads, told))
+    [history] = run.folder.glob("ft_plugins/*/*/events.jsonl")
+    assert any(event.name == "capture.commit" for event in read(history))
     assert not list(Path("/dev/shm").glob(f"ftp-{script.stem}-*")), done.stderr
 
 

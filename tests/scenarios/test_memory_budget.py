@@ -25,7 +25,7 @@ def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(
     spec = jobs(entry="ft_plugins.rig.fills:main", argv=argv, flags=("--reft", "--ftp-faults", faults))
     job = torch_server.start(spec)
     segment = path_of(spec.name, spec.node, 0)
-    wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "restore.scratch" for e in lines), 60)
+    wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "start.fresh" for e in lines), 60)
     at_start = segment.stat().st_blocks * 512
     (attached,) = job.events("rank.attach")
     with Client(spec.run_dir) as client:

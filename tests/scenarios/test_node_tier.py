@@ -144,7 +144,8 @@ def refused_or_young(story: Job, under_way: int) -> None:
             assert {entry["restored"] for entry in found[3:]} == {under_way}
             story.end()
             return
-        scratch = [event for running in story.nodes.values() for event in running.events("restore.scratch")]
+        names = ("start.fresh", "restore.scratch")
+        scratch = [event for running in story.nodes.values() for name in names for event in running.events(name)]
         again = [event for event in scratch if event.fields["reason"] != "no version was captured before"]
         if again:
             assert all(event.fields["completed"] <= 2 for event in again)

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.events import Event, Events, file_sink, read
+from ft_plugins.events import SUMMED, Event, Events, file_sink, read, recent_of
+from ft_plugins.rig.journal import entries
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -46,9 +48,9 @@ def test_an_event_tells_who_speaks_and_reaches_every_sink_in_order(tmp_path: Pat
     event = events.emit("capture.commit", iteration=5, path=tmp_path)
     assert seen == [(1, event), (2, event)]
     assert (event.name, event.node, event.rank, event.pid) == ("capture.commit", "node7", 3, os.getpid())
-    (found,) = read(tmp_path / "events.jsonl")
+    (found,) = read(tmp_path / "events.jsonl")  # a routine event stands in the file of recent ones
     assert found.fields == {"iteration": 5, "path": str(tmp_path)} and found.time == event.time
-    assert stat.S_IMODE((tmp_path / "events.jsonl").stat().st_mode) == 0o600
+    assert stat.S_IMODE(recent_of(tmp_path / "events.jsonl").stat().st_mode) == 0o600
 
 
 def test_a_field_that_says_whom_it_is_about_stands_in_the_speakers_place(tmp_path: Path) -> None:
@@ -115,6 +117,78 @@ def test_an_event_file_that_is_full_makes_room_and_the_one_before_is_kept(
     assert kept == list(range(20))[-len(kept) :] and len(kept) >= 4
     assert {found.name for found in tmp_path.iterdir()} <= {"events.jsonl", "events.jsonl.1"}
     assert all(found.stat().st_size < 600 for found in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("iterations", [24_000, pytest.param(100_000, marks=pytest.mark.all_configurations)])
+def test_a_recovery_stays_in_the_history_however_many_iterations_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
+) -> None:
+    """One rank, with a thirty-second of the room that the ranks of a node share."""
+    monkeypatch.setattr("ft_plugins.events.FILE_LIMIT", 1 << 20)
+    monkeypatch.setattr("ft_plugins.events.RECENT_LIMIT", 1 << 20, raising=False)
+    path = tmp_path / "events.jsonl"
+    events = Events("n", 0)
+    events.subscribe(file_sink(path))
+    events.emit("restore.done", iteration=7)
+    for iteration in range(8, 8 + iterations):
+        events.emit("fence.wait", iteration=iteration, seconds=0.001)
+        events.emit("capture.commit", lineage=2, iteration=iteration, seconds=0.25, bytes=1 << 30, slot=iteration % 3)
+    events.emit("rank.end")
+    history = [event for place in (tmp_path / "events.jsonl.1", path) for event in read(place)]
+    assert [event.name for event in history].count("restore.done") == 1
+    summed = [event.fields for event in history if event.name == "routine.summary"]
+    commits = [fields for fields in summed if fields["of"] == "capture.commit"]
+    assert sum(fields["count"] for fields in commits) == iterations == sum(fields["count"] for fields in summed) - iterations
+    assert (commits[0]["first"], commits[-1]["last"]) == (8, 7 + iterations)
+    assert sum(found.stat().st_size for found in tmp_path.iterdir()) < 4 * (1 << 20)
+
+
+def test_a_summary_says_how_often_from_when_to_when_and_which_was_the_longest(tmp_path: Path) -> None:
+    events = Events("n", 3)
+    events.subscribe(file_sink(tmp_path / "events.jsonl"))
+    for iteration in range(1, 2 * SUMMED + 1):
+        seconds = 9.0 if iteration == 5 else 0.5
+        events.emit("capture.commit", lineage=1, iteration=iteration, seconds=seconds, bytes=10, slot=0)
+    first, second = (e for e in read(tmp_path / "events.jsonl") if e.name == "routine.summary")
+    assert first.rank == 3 and first.fields == {
+        "of": "capture.commit", "count": SUMMED, "first": 1, "last": SUMMED, "seconds": 0.5 * (SUMMED - 1) + 9.0,
+        "longest": 9.0, "longest_at": 5, "bytes": 10 * SUMMED,
+    }  # fmt: skip
+    assert (second.fields["first"], second.fields["last"], second.fields["longest"]) == (SUMMED + 1, 2 * SUMMED, 0.5)
+
+
+def test_what_came_before_an_event_of_note_stands_before_it_and_every_recent_event_can_be_read(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events.jsonl"
+    events = Events("n", 0)
+    events.subscribe(file_sink(path))
+    events.emit("rank.attach")
+    for iteration in (1, 2, 3):
+        events.emit("fence.wait", iteration=iteration, seconds=0.5)
+    events.emit("protection.lost", reason="no SMP")
+    events.emit("fence.wait", iteration=4, seconds=0.5)
+    names = [json.loads(line)["name"] for line in path.read_text().splitlines()]
+    assert names == ["rank.attach", "routine.summary", "protection.lost"]
+    assert stat.S_IMODE(recent_of(path).stat().st_mode) == 0o600
+    both = ["rank.attach", *["fence.wait"] * 3, "routine.summary", "protection.lost", "fence.wait"]
+    assert [event.name for event in read(path)] == both == [entry["name"] for entry in entries(path)]
+
+
+def test_threads_of_one_process_share_a_summary(tmp_path: Path) -> None:
+    events = Events("n", 0)
+    events.subscribe(file_sink(tmp_path / "events.jsonl"))
+    threads = [
+        threading.Thread(target=lambda: [events.emit("fence.wait", iteration=i, seconds=1.0) for i in range(500)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    events.emit("rank.end")
+    summed = [event.fields["count"] for event in read(tmp_path / "events.jsonl") if event.name == "routine.summary"]
+    assert sum(summed) == 2000 and max(summed) <= SUMMED
 
 
 @pytest.fixture

@@ -133,6 +133,20 @@ def test_the_next_incarnation_goes_on_where_the_last_one_stood_random_numbers_in
     assert len(node.events("fence.wait")) >= 15
 
 
+def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
+    node: Node, live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    live(3)
+    printed, alarms = capfd.readouterr()
+    assert "ft_plugins: training starts from the beginning (no version was captured before)" in printed
+    assert "start" not in alarms and "scratch" not in alarms
+    assert [event.name for event in node.events("start.fresh") + node.events("restore.scratch")] == ["start.fresh"]
+    live(1, resume="fresh")
+    printed, alarms = capfd.readouterr()
+    assert "recovery: from the beginning (--ftp-resume fresh), 3 lost" in printed
+    assert "restore.scratch: rank 0: --ftp-resume fresh" in alarms
+
+
 def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(
     node: Node, live: Callable[..., dict[str, Any]]
 ) -> None:

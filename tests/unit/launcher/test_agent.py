@@ -219,6 +219,19 @@ def always_fail(told: Told) -> None:
     forever()
 
 
+def fail_after_an_iteration(told: Told) -> None:
+    context = launch_context(os.environ)
+    if context.rank == 0:
+        forever()
+    assert context.run_dir is not None
+    with Client(context.run_dir) as client:
+        path = client.attach(context.rank, context.token, SHAPE, {"job": "test"}, fresh=False)
+    segment = Segment(path)
+    segment.completed = 1
+    segment.close()
+    raise RuntimeError("the loss is infinite")
+
+
 def fail_at_version_7(told: Told) -> None:
     context = launch_context(os.environ)
     if context.restart == 0:
@@ -317,13 +330,22 @@ def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node: Node) ->
     assert node.events("workers.restart")[0]["seconds"] < 25
 
 
-def test_a_job_that_fails_at_the_beginning_each_time_is_stopped(node: Node) -> None:
+def test_a_job_that_fails_in_the_same_way_before_its_first_iteration_is_started_twice(node: Node) -> None:
     outcome = node.run(always_fail)
-    assert (outcome.status, outcome.restarts) == ("stuck", 3)
+    assert (outcome.status, outcome.restarts) == ("stuck", 1)
+    assert "failed twice in the same way before the first iteration" in outcome.reason
     assert "rank 1 exited with status 1: RuntimeError: the loss is infinite" in outcome.reason
-    assert [event["restart"] for event in node.events("workers.restart")] == [1, 2, 3]
+    assert [event["restart"] for event in node.events("workers.restart")] == [1]
     assert [event["status"] for event in node.events("job.end")] == ["stuck"]
     assert liveness.held(node.job.run_dir / "smp.lock")  # it keeps what there is
+
+
+def test_a_job_that_fails_before_its_first_version_but_not_before_its_first_iteration_is_tried_more_often(
+    node: Node,
+) -> None:
+    outcome = node.run(fail_after_an_iteration)
+    assert (outcome.status, outcome.restarts) == ("stuck", 3)
+    assert "the beginning was tried again 3 times" in outcome.reason
 
 
 def test_a_job_that_fails_after_the_same_version_each_time_is_stopped(node: Node) -> None:

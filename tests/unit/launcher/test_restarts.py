@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher.restarts import (
     RESTORES_OF_ONE_VERSION,
+    Silence,
     WorkerFailure,
     judge,
     restores_so_far,
@@ -70,8 +71,52 @@ def test_the_reason_for_stopping_names_rank_error_version_and_remedy() -> None:
     assert "beginning" in judge(failure(0), [None] * 4, None).reason
 
 
+MISSING = failure(0, 1, "FileNotFoundError: data.bin")
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        MISSING,
+        failure(3, 1, "FileNotFoundError: data.bin"),
+        failure(0, 1, "FileNotFoundError: data.bin\nTraceback of another process 4711"),
+    ],
+    ids=["the same rank", "another rank", "another traceback"],
+)
+def test_the_same_error_twice_before_the_first_iteration_ends_the_job_and_is_named(second: WorkerFailure) -> None:
+    assert judge(MISSING, [None], None).restart
+    verdict = judge(second, [None, None], None, before=MISSING)
+    assert (verdict.restart, verdict.status) == (False, "stuck")
+    for part in ("twice in the same way before the first iteration", "FileNotFoundError: data.bin", "same command"):
+        assert part in verdict.reason
+
+
+def test_ranks_ports_and_process_ids_in_an_error_make_no_other_error_of_it() -> None:
+    first = failure(0, 1, "ValueError: rank 0: port 29500, pid 77")
+    second = failure(5, 1, "ValueError: rank 5: port 41, pid 8")
+    assert not judge(second, [None, None], None, before=first).restart
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (MISSING, failure(0, 1, "ConnectionError: refused")),
+        (MISSING, failure(0, 2, MISSING.message)),
+        (failure(0, -signal.SIGKILL, ""), failure(0, -signal.SIGKILL, "")),  # from outside, as often as not
+        (None, MISSING),
+        (MISSING, Silence(("node b",))),
+    ],
+)
+def test_another_error_before_the_first_iteration_is_tried_as_often_as_any_version(
+    first: WorkerFailure | None, second: WorkerFailure | Silence
+) -> None:
+    assert judge(second, [None, None], None, before=first).restart
+    assert not judge(second, [None] * 4, None, before=first).restart
+
+
 def test_an_explicit_count_is_torchs() -> None:
     assert judge(failure(0), [], 2).restart
+    assert judge(failure(0), [], 2, before=failure(0)).restart
     verdict = judge(failure(1), [], 0)
     assert (verdict.restart, verdict.status) == (False, "failed")
     assert verdict.reason == "rank 1 exited with status 1: RuntimeError: boom"

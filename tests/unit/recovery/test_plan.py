@@ -98,8 +98,15 @@ def test_killed_in_iteration_9_restores_8_and_loses_none_or_7_and_loses_one() ->
     struck = plan_recovery([rank(0, 6, 7, 8, completed=8), rank(1, 6, 7, completed=8)])
     assert (struck.version, struck.completed, struck.lost) == (Version(1, 7), 8, 1)
     assert struck.table() == (
-        "recovery: iteration 7 of lineage 1 from the process tier; 8 were completed, 1 lost; lineage 2"
+        "recovery: iteration 7 of lineage 1 from the process tier; every rank had completed 8, 1 lost; "
+        "iteration 8 is computed next, again if it was logged before; lineage 2"
     )
+
+
+def test_an_iteration_that_was_logged_but_not_completed_by_every_rank_is_said_to_be_computed_again() -> None:
+    """A framework logs an iteration before its end: iteration 5 stands in the log, 4 were completed."""
+    table = plan_recovery([rank(0, 3, 4, completed=5), rank(1, 3, 4, completed=4)]).table()
+    assert "every rank had completed 4, 0 lost; iteration 5 is computed next, again if it was logged before" in table
 
 
 def test_an_iteration_of_a_void_lineage_is_never_combined_with_the_same_iteration_of_a_newer_one() -> None:
@@ -124,7 +131,17 @@ def test_an_iteration_of_a_void_lineage_is_never_combined_with_the_same_iteratio
 def test_from_the_beginning_says_why(facts: list[RankFacts], corrupt: list[tuple[int, Version]], reason: str) -> None:
     plan = plan_recovery(facts, corrupt)
     assert plan.version is None and plan.reason == reason
-    assert plan.table() == f"recovery: from the beginning ({reason}); lineage {plan.lineage}"
+    assert plan.table() == f"training starts from the beginning ({reason}); lineage {plan.lineage}"
+    lost = plan_recovery([replace(each, completed=2) for each in facts], corrupt)
+    assert lost.table() == f"recovery: from the beginning ({reason}), 2 lost; lineage {plan.lineage}"
+
+
+def test_a_start_at_which_nothing_is_lost_is_not_called_a_recovery() -> None:
+    first = plan_recovery([rank(0), rank(1)])
+    assert first.fresh and not first.table().startswith("recovery")
+    again = plan_recovery([rank(0, completed=7), rank(1, completed=7)])
+    assert not again.fresh, "seven iterations are lost"
+    assert again.table() == "recovery: from the beginning (no version was captured before), 7 lost; lineage 2"
 
 
 def test_thousands_of_ranks_are_planned_for() -> None:
@@ -529,7 +546,8 @@ def test_the_newest_certified_version_is_taken_before_newer_ones_that_nobody_com
     plan = plan_recovery([heard, rank(1, 3, 6, 7, 8, completed=8)])
     assert (plan.version, plan.mark, plan.lost) == (Version(1, 6), Mark.CERTIFIED, 2), "one rank that heard is enough"
     assert plan.table() == (
-        "recovery: iteration 6 of lineage 1 from the process tier, certified; 8 were completed, 2 lost; lineage 2\n"
+        "recovery: iteration 6 of lineage 1 from the process tier, certified; every rank had completed 8, 2 lost; "
+        "iteration 7 is computed next, again if it was logged before; lineage 2\n"
         "  newer, but it is not known whether their replicas agreed: iterations 7, 8"
     )
     other = plan_recovery([heard, rank(1, 3, 7, 8, completed=8)])

@@ -67,7 +67,7 @@ def test_the_source_is_memory_then_the_larger_iteration_on_disk_or_what_was_aske
 def test_a_checkpoint_that_is_taken_is_named_with_what_memory_could_not() -> None:
     assert with_storage(BROKEN, "auto", 0, S, False).table() == (
         "recovery: iteration 40 of lineage 1 from the storage tier (rank 1 holds no version); "
-        "50 were completed, 10 lost; lineage 3"
+        "every rank had completed 50, 10 lost; iteration 41 is computed next, again if it was logged before; lineage 3"
     )
 
 

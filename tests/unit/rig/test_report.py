@@ -127,8 +127,9 @@ def test_a_version_counts_as_a_snapshot_when_every_rank_has_committed_it() -> No
     assert found[0][0] == pytest.approx(1031.03)  # when the last of the four had it
 
 
-def test_a_restart_from_scratch_is_no_proof_even_with_identical_state() -> None:
-    scratch = [event("restore.scratch", 1071.0, rank, reason="no version was captured before") for rank in range(RANKS)]
+@pytest.mark.parametrize("name", ["start.fresh", "restore.scratch"])
+def test_a_restart_from_scratch_is_no_proof_even_with_identical_state(name: str) -> None:
+    scratch = [event(name, 1071.0, rank, reason="no version was captured before") for rank in range(RANKS)]
     found = report(restores=scratch)
     assert found.identical and found.restores == 0 and found.restored_from is None and found.scratch_restarts == 1
     assert not found.proven
@@ -137,7 +138,7 @@ def test_a_restart_from_scratch_is_no_proof_even_with_identical_state() -> None:
 
 def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None:
     run = failed_run()
-    first = [event("restore.scratch", 1030.5, rank, reason="no version was captured before") for rank in range(RANKS)]
+    first = [event("start.fresh", 1030.5, rank, reason="no version was captured before") for rank in range(RANKS)]
     assert make_report(replace(run, events=[*first, *run.events]), unfailed_run()).proven
 
 

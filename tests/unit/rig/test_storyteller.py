@@ -77,7 +77,7 @@ def bubbled(nbytes: int) -> Event:
 
 
 def anew(completed: int) -> Event:
-    return Event("restore.scratch", 0.0, fields={"completed": completed})
+    return Event("restore.scratch" if completed else "start.fresh", 0.0, fields={"completed": completed})
 
 
 def follow(folder: Path, said: str, *nodes: Told) -> None:
