@@ -27,10 +27,14 @@ EXIT_REFUSED = 78  # EX_CONFIG of sysexits.h
 class FtError(Exception):
     """Base of all errors raised on purpose by this package.
 
-    `echo` marks an error that another rank reports: this one ends with it, quietly.
+    `echo` marks an error that another rank reports: this one ends with it, quietly. A message may quote what came from
+    outside; read as text it has no character that a terminal would obey or an encoder refuse.
     """
 
     echo = False
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(FtError):
@@ -91,3 +95,10 @@ class UnsupportedError(FtError):
 
 class PatchError(FtError):
     """A patch of an upstream framework no longer applies."""
+
+
+def printable(text: str) -> str:
+    """`text` with escape codes, lone surrogates and the like written out, as Python does in a string."""
+    if text.isprintable():
+        return text
+    return "".join(mark if mark.isprintable() or mark in "\n\t" else repr(mark)[1:-1] for mark in text)

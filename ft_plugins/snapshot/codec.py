@@ -1,7 +1,8 @@
 """Small state as bytes: msgpack with an explicit list of types, never pickle.
 
 Invariant: `decode(encode(state)) == state` with the same types, tuples and tensors included; a type that is not on the
-list is an InventoryError at encoding time that names where in the state it stands.
+list is an InventoryError at encoding time that names where in the state it stands. Nesting is bounded both ways: each
+level of tuples is a decoder of its own, and takes its part of the thread's stack.
 
 Types are taken exactly: a subclass (named tuple, default dict, nn.Parameter) would come back as its base: refused.
 
@@ -21,10 +22,12 @@ import numpy as np
 import torch
 
 from ..errors import InventoryError, ProtocolError
+from ..intake import DEPTH, SHOWN
 
 _NUMERIC = "biufcmM"  # kinds of numpy dtypes whose name tells all; structured ones and objects are not among them
 _TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP, _COUNTER = range(1, 9)
 _LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack carries itself
+_INTEGER_BITS = 1 << 13  # of one that it does not: Python converts no more than 4300 digits to text and back
 _AS_IT_IS = frozenset({type(None), bool, str, bytes, float})
 _KEY = object()  # in the place of a part's key or number: the key of a pair itself
 
@@ -32,17 +35,26 @@ Place = tuple[Any, Any] | None  # of a part: that of the whole, and its key ther
 
 
 def encode(state: Any, enums: Sequence[type[Enum]] = ()) -> bytes:
-    """`state` as bytes. Raises InventoryError for a type that is not on the list, naming its place."""
+    """`state` as bytes. Raises InventoryError for what is not on the list, or nested deeper than DEPTH, with its place."""
     names = {kind: kind.__name__ for kind in enums}
-    return _pack(_plain(state, None, names))
+    try:
+        return _pack(_plain(state, None, names, DEPTH))
+    except UnicodeEncodeError as error:
+        raise InventoryError(f"state: text that is no Unicode cannot be captured as small state ({error})") from error
 
 
 def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
     """What `encode` was given. Raises ProtocolError when the bytes are not such an encoding."""
     kinds = {kind.__name__: kind for kind in enums}
+    left = DEPTH + 1  # a number or tensor in the innermost container is one more
 
     def extension(code: int, payload: bytes) -> Any:
+        nonlocal left
+        if not left:
+            raise ProtocolError(f"small state is nested more than {DEPTH} deep")
+        left -= 1
         value = unpack(payload)
+        left += 1
         match code:
             case _ if code == _TUPLE:
                 return tuple(value)
@@ -75,7 +87,8 @@ def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
     except ProtocolError:
         raise
     except Exception as error:
-        raise ProtocolError(f"small state cannot be decoded ({len(encoded)} bytes): {error}") from error
+        reason = str(error)[:SHOWN]
+        raise ProtocolError(f"small state cannot be decoded ({len(encoded)} bytes): {reason}") from error
 
 
 def _pack(plain: Any) -> bytes:
@@ -86,21 +99,23 @@ def _extension(code: int, payload: Any) -> msgpack.ExtType:
     return msgpack.ExtType(code, _pack(payload))
 
 
-def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str]) -> Any:
+def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int) -> Any:
     """`value` with every type that msgpack lacks replaced by an extension. In the step path: what is most, first."""
     kind = type(value)
     if kind in _AS_IT_IS:
         return value
     if kind is int:
-        return value if _is_word(value) else _extension(_BIGINT, str(value))
+        return value if _is_word(value) else _extension(_BIGINT, _digits(value, place))
+    if not left:
+        raise InventoryError(f"{_said(place)}: nested more than {DEPTH} deep; make it flat in the adapter")
     if kind is dict:
         if all(type(key) is str or _is_word(key) for key in value):
-            return {key: _plain(part, (place, key), enums) for key, part in value.items()}
-        return _extension(_MAP, _pairs(value, place, enums))
+            return {key: _plain(part, (place, key), enums, left - 1) for key, part in value.items()}
+        return _extension(_MAP, _pairs(value, place, enums, left - 1))
     if kind is list:
-        return _parts(value, place, enums)
+        return _parts(value, place, enums, left - 1)
     if kind is tuple:
-        return _extension(_TUPLE, _parts(value, place, enums))
+        return _extension(_TUPLE, _parts(value, place, enums, left - 1))
     if kind is torch.Tensor:
         dense = value.detach().cpu().contiguous()
         raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
@@ -116,21 +131,27 @@ def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str]) -> Any:
             raise InventoryError(f"{_said(place)}: {value!r} has no name of its own: combined flags cannot be captured")
         return _extension(_ENUM, [enums[kind], value.name])
     if kind is Counter:
-        return _extension(_COUNTER, _pairs(value, place, enums))
+        return _extension(_COUNTER, _pairs(value, place, enums, left - 1))
     raise InventoryError(
         f"{_said(place)}: a {kind.__module__}.{kind.__qualname__} cannot be captured as small state; "
         "make it plain values, tensors or arrays in the adapter"
     )
 
 
-def _parts(value: Sequence[Any], place: Place, enums: Mapping[type[Enum], str]) -> list[Any]:
+def _parts(value: Sequence[Any], place: Place, enums: Mapping[type[Enum], str], left: int) -> list[Any]:
     if set(map(type, value)) == {int} and min(value) >= _LEAST and max(value) <= _MOST:
         return list(value)  # Python's generator alone has 625 words, at every version point
-    return [_plain(part, (place, i), enums) for i, part in enumerate(value)]
+    return [_plain(part, (place, i), enums, left) for i, part in enumerate(value)]
 
 
-def _pairs(value: Mapping[Any, Any], place: Place, enums: Mapping[type[Enum], str]) -> list[list[Any]]:
-    return [[_plain(k, (place, _KEY), enums), _plain(v, (place, k), enums)] for k, v in value.items()]
+def _pairs(value: Mapping[Any, Any], place: Place, enums: Mapping[type[Enum], str], left: int) -> list[list[Any]]:
+    return [[_plain(k, (place, _KEY), enums, left), _plain(v, (place, k), enums, left)] for k, v in value.items()]
+
+
+def _digits(value: int, place: Place) -> str:
+    if value.bit_length() > _INTEGER_BITS:
+        raise InventoryError(f"{_said(place)}: an integer of {value.bit_length()} bits; at most {_INTEGER_BITS} fit")
+    return str(value)
 
 
 def _said(place: Place) -> str:

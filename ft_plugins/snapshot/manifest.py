@@ -9,15 +9,17 @@ In: `Layout`, the rank's place in the model. Out: bytes, which stand before the 
 from __future__ import annotations
 
 import zlib
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import msgpack
+from pydantic import TypeAdapter
 
 from ..errors import SegmentError
+from ..intake import Count, Text, Unfit, shown, typed
 from .layout import Layout, pieces_of
 
 REPLICATED, SHARDED, OWN = "replicated", "sharded", "own"
-_LARGEST = 1 << 28  # bytes of a manifest
+_LARGEST = 1 << 26  # bytes of a manifest, decompressed; a rank of thousands of tensors needs a hundredth of it
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,14 @@ class Held:
     ranks hold it too, SHARDED where it is a piece of a tensor that they have other pieces of, else OWN.
     """
 
-    name: str
-    dtype: str
-    role: str
-    kind: str
-    whole: int
-    start: int
-    stop: int
-    offset: int
+    name: Text
+    dtype: Text
+    role: Text
+    kind: Text
+    whole: Count
+    start: Count
+    stop: Count
+    offset: Count
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,15 @@ class Manifest:
     the segment's: offset and bytes of each bucket.
     """
 
-    rank: int
-    world_size: int
-    place: tuple[int, int]
-    ranges: tuple[tuple[int, int], ...]
+    rank: Count
+    world_size: Count
+    place: tuple[Count, Count]
+    ranges: tuple[tuple[Count, Count], ...]
     held: tuple[Held, ...]
+
+
+_ADAPTER = TypeAdapter(Manifest)
+_HELD = tuple(field.name for field in fields(Held))
 
 
 def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Manifest:
@@ -75,8 +81,8 @@ def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Mani
 def write(manifest: Manifest) -> bytes:
     """As bytes."""
     held = [list(astuple(one)) for one in manifest.held]
-    fields = [manifest.rank, manifest.world_size, manifest.place, manifest.ranges, held]
-    return zlib.compress(msgpack.packb(fields))
+    values = [manifest.rank, manifest.world_size, manifest.place, manifest.ranges, held]
+    return zlib.compress(msgpack.packb(values))
 
 
 def read(encoded: bytes) -> Manifest:
@@ -85,11 +91,9 @@ def read(encoded: bytes) -> Manifest:
         inflater = zlib.decompressobj()
         plain = inflater.decompress(encoded, _LARGEST)
         rank, world_size, place, ranges, held = msgpack.unpackb(plain, use_list=False)
-        stage, tensor_rank = place
-        return Manifest(
-            int(rank), int(world_size), (int(stage), int(tensor_rank)),
-            tuple((int(offset), int(nbytes)) for offset, nbytes in ranges), tuple(Held(*one) for one in held),
-        )  # fmt: skip
+        rows = [dict(zip(_HELD, one, strict=True)) for one in held]
+        block = {"rank": rank, "world_size": world_size, "place": place, "ranges": ranges, "held": rows}
+        return typed(_ADAPTER, block)
     except (zlib.error, ValueError, TypeError, msgpack.UnpackException) as error:
         raise SegmentError(f"what a slot says of its contents cannot be read ({error})") from error
 
@@ -102,9 +106,11 @@ def join(encoded: bytes, state: bytes) -> bytes:
 def split(small: bytes) -> tuple[bytes, bytes]:
     """`join`, taken apart. Raises SegmentError."""
     try:
-        encoded, state = msgpack.unpackb(small)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        parts = msgpack.unpackb(small)
+        if not (isinstance(parts, list) and len(parts) == 2 and all(type(part) is bytes for part in parts)):
+            raise Unfit(f"expected two byte strings, found {shown(parts)}")
+    except (ValueError, msgpack.UnpackException) as error:
         raise SegmentError(
             f"the small state of a slot cannot be read ({error}); was it written by an older ft_plugins?"
         ) from error
-    return bytes(encoded), bytes(state)
+    return parts[0], parts[1]
