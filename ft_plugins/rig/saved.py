@@ -66,7 +66,8 @@ class Comparison:
             words += f"; masked: {sum(self.masked.values()):,} elements of padding, uninitialised, in "
             words += f"{len(self.masked)} tensors"
         if self.left_out:
-            words += f"; left out: {', '.join(self.left_out)}"
+            arguments = sorted({entry.rpartition("/")[2] for entry in self.left_out})
+            words += f"; left out: the arguments {', '.join(arguments)}, which describe a process's start"
         return words
 
     def listing(self) -> str:

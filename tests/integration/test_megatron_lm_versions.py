@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.rig import saved
-from ft_plugins.rig.checkouts import Checkout, checkout
+from ft_plugins.rig.checkouts import SCRIPT, Checkout, checkout
 from ft_plugins.rig.megatron_lm import Run, ft_run, write_corpus
 
 pytestmark = pytest.mark.timeout(900)
@@ -61,8 +61,8 @@ def tree() -> Checkout:
 @pytest.fixture(scope="module")
 def script(tree: Checkout, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "text")
-    older = tree.number[:2] < OLDEST_WITH_DEFAULT_FORMAT
-    return [tree.folder / "pretrain_gpt.py", *JOB, *(("--ckpt-format", "torch") if older else ()), "--data-path", corpus]
+    saving = () if tree.number[:2] >= OLDEST_WITH_DEFAULT_FORMAT else ("--ckpt-format", "torch")
+    return [tree.folder / SCRIPT, *JOB, *saving, "--data-path", corpus]
 
 
 @pytest.fixture(scope="module")
