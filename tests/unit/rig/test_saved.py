@@ -21,7 +21,7 @@ from ft_plugins.rig import saved
 from ft_plugins.rig.saved import Saved, SavedError, compare, padding
 
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
-WEIGHT, BIAS = 100, 32  # elements: the weight's end and the bias's lie off the alignment of 64
+WEIGHT, BIAS = 96, 32  # elements: both end off the alignment of 64, though at a multiple of 32
 
 
 def described(elements: int, *shards: tuple[int, int]) -> TensorStorageMetadata:
@@ -30,11 +30,11 @@ def described(elements: int, *shards: tuple[int, int]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([elements]), chunks)
 
 
-# weight 0..100, a gap to 128, bias 128..160; the gap after it is cut off, as Megatron does
+# weight 0..96, a gap to 128, bias 128..160; the gap after it is cut off, as Megatron does
 LAYOUT = {
     "weight": described(WEIGHT, (0, WEIGHT)),
     "bias": described(BIAS, (0, BIAS)),
-    BUCKET: described(160, (0, 64), (64, 36), (100, 28), (128, 32)),
+    BUCKET: described(160, (0, 64), (64, 32), (96, 32), (128, 32)),
 }
 PLACE = f"/tensors/{BUCKET}"
 
@@ -54,39 +54,39 @@ def with_bit_flipped(element: int) -> Saved:
 
 def test_padding_is_what_lies_between_a_parameter_and_the_next_alignment() -> None:
     (mask,) = padding(LAYOUT).values()
-    assert mask.nonzero().flatten().tolist() == list(range(100, 128))
+    assert mask.nonzero().flatten().tolist() == list(range(96, 128))
 
 
-@pytest.mark.parametrize("element", [0, 63, 64, 99, 128, 159])
+@pytest.mark.parametrize("element", [0, 63, 64, 95, 128, 159])
 def test_one_flipped_bit_in_any_part_of_a_parameter_is_found(element: int) -> None:
     found = compare(checkpoint(), with_bit_flipped(element))
     assert found.differences == (f"{PLACE}: 1 of 160 elements differ, the first is {element}",)
 
 
-@pytest.mark.parametrize("element", [100, 127])
+@pytest.mark.parametrize("element", [96, 127])
 def test_a_flipped_bit_in_the_padding_is_not(element: int) -> None:
     found = compare(checkpoint(), with_bit_flipped(element))
     assert found.differences == ()
-    assert found.masked == {PLACE: 28}
-    assert "132 elements of 1 tensors" in str(found) and "masked: 28 elements of padding" in str(found)
-    assert f"{PLACE}: 132 elements, 28 of padding masked" in found.listing()
+    assert found.masked == {PLACE: 32}
+    assert "128 elements of 1 tensors" in str(found) and "masked: 32 elements of padding" in str(found)
+    assert f"{PLACE}: 128 elements, 32 of padding masked" in found.listing()
 
 
 @pytest.mark.parametrize(
     ("shards", "held"),
     [
-        (((0, 64), (64, 36), (100, 60)), 100),  # the bias does not begin at the alignment
+        (((0, 64), (64, 32), (96, 64)), 96),  # the bias does not begin at the alignment
         (((0, 128), (128, 32)), 160),  # the gap is no shard of its own
     ],
 )
 def test_what_is_masked_must_leave_exactly_the_model(shards: tuple[tuple[int, int], ...], held: int) -> None:
-    with pytest.raises(SavedError, match=rf"'exp_avg' of the optimizer has {held} elements, expected the model's 132"):
+    with pytest.raises(SavedError, match=rf"'exp_avg' of the optimizer has {held} elements, expected the model's 128"):
         padding({**LAYOUT, BUCKET: described(160, *shards)})
 
 
 def test_another_format_has_no_padding() -> None:
     whole = {key: entry for key, entry in LAYOUT.items() if key != BUCKET}
-    assert padding({**whole, "optimizer.state.exp_avg.weight": described(WEIGHT, (0, 36), (36, 64))}) == {}
+    assert padding({**whole, "optimizer.state.exp_avg.weight": described(WEIGHT, (0, 32), (32, 64))}) == {}
 
 
 def test_two_checkpoints_whose_padding_lies_elsewhere_differ() -> None:
