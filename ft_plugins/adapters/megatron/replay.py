@@ -30,6 +30,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from ...errors import UnsupportedError
 from ..held import Held
+from .refusals import cuda_graphs
 from .rng import restore_rng, rng_state
 
 _SCHEDULES = (
@@ -63,9 +64,9 @@ class Replay:
         missing = [name for name in _SCHEDULES if not callable(getattr(schedules, name, None))]
         if missing:
             raise UnsupportedError(f"megatron.core.pipeline_parallel.schedules has no {', '.join(missing)}")
-        graphs = getattr(chunks[0].config, "cuda_graph_impl", None) or "none"
+        graphs = cuda_graphs(chunks[0].config)
         if graphs != "none":
-            raise UnsupportedError(f"captured CUDA graphs (--cuda-graph-impl {graphs}) draw their random numbers anew")
+            raise UnsupportedError(f"captured CUDA graphs ({graphs}) draw other random numbers when replayed")
         self._chunks, self._optimizer, self._buffers, self._completed = chunks, optimizer, buffers, completed
         self._kept: _Iteration | None = None
         for name in _SCHEDULES:

@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from ...errors import UnsupportedError
+from . import refusals
 
 _FOLLOWED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
@@ -39,21 +40,8 @@ def require_supported(chunks: Sequence[torch.nn.Module], optimizers: Sequence[An
 
 def _of_model(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
     for chunk in chunks:
-        config, ddp = getattr(chunk, "config", None), getattr(chunk, "ddp_config", None)
-        if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            yield "combined 1F1B (--overlap-moe-expert-parallel-comm) bypasses the schedule"
-        scope = getattr(config, "cuda_graph_scope", None) or ()
-        if getattr(config, "cuda_graph_impl", "none") == "local" and "full_iteration" in str(scope):
-            yield "full-iteration CUDA graphs (--cuda-graph-scope full_iteration) hide the iteration"
-        for precision in ("fp8", "fp4"):
-            if getattr(config, precision, None):
-                yield f"{precision} parameters (--{precision}-format) keep scaling state outside of the optimizer"
-        if getattr(config, "qk_clip", False):
-            yield "QK clipping (--qk-clip) changes parameters and masters after the update, each by itself"
-        if getattr(ddp, "use_megatron_fsdp", False):
-            yield "Megatron FSDP (--use-megatron-fsdp) has no contiguous buffers to gather from"
-        if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1:
-            yield "several distributed optimizer instances (--num-distributed-optimizer-instances)"
+        yield from refusals.of_model(getattr(chunk, "config", None))
+        yield from refusals.of_ddp(getattr(chunk, "ddp_config", None))
 
 
 def _of_optimizer(optimizer: Any) -> Iterator[str]:
@@ -62,10 +50,7 @@ def _of_optimizer(optimizer: Any) -> Iterator[str]:
         return
     if is_stub(optimizer):
         return
-    if getattr(optimizer.config, "use_precision_aware_optimizer", False):
-        yield "the precision-aware optimizer (--use-precision-aware-optimizer) keeps its masters inside FusedAdam"
-    if getattr(optimizer.config, "optimizer_cpu_offload", False):
-        yield "optimizer CPU offload (--optimizer-cpu-offload) keeps masters of its own"
+    yield from refusals.of_optimizer(optimizer.config)
     for group in optimizer.optimizer.param_groups:
         if group.get("momentum"):
             yield f"{type(optimizer.optimizer).__name__} with momentum creates its state in its first step only"

@@ -30,6 +30,7 @@ from ...model.topology import Topology
 from ...session import Session, attach
 from .data_identity import identity
 from .flags import resolve
+from .refusals import of_arguments
 from .wrapping import replace
 
 MODULE = "megatron.training.training"
@@ -198,10 +199,11 @@ class Loop:
 
         Megatron-LM takes 0 for 'not counted' and puts what regular evaluations would have consumed in its place; that
         is wrong where an evaluation fell on a skipped iteration. It does so only where `args.iteration` is not 0,
-        which building loaders needs for nothing else without `--phase-transition-iterations`.
+        which building loaders needs for nothing else without `--phase-transition-iterations` (0.16 and newer).
         """
         args, iteration = self.args, self.args.iteration
-        if self._restored and not args.consumed_valid_samples and not args.phase_transition_iterations:
+        transitions = getattr(args, "phase_transition_iterations", None)
+        if self._restored and not args.consumed_valid_samples and not transitions:
             args.iteration = 0
         yield
         args.iteration = iteration
@@ -248,28 +250,6 @@ def topology(args: argparse.Namespace) -> Topology:
 
 def require_followed(args: argparse.Namespace) -> None:
     """Raises UnsupportedError naming each option in use whose state or loop cannot be followed."""
-    found = list(_not_followed(args))
+    found = list(of_arguments(args))
     if found:
         raise UnsupportedError(f"cannot protect this job: {'; '.join(found)}. Drop the option, or run without --reft")
-
-
-def _not_followed(args: argparse.Namespace) -> Iterator[str]:
-    reasons = {
-        "overlap_moe_expert_parallel_comm": "combined 1F1B bypasses the schedule",
-        "perform_rl_step": "rollouts are no data position",
-        "skip_train": "there is nothing to protect",
-        "inprocess_restart": "it builds the model again in the same process",
-        "hybrid_context_parallel": "its packing of samples keeps a data position of its own",
-        "fim_data": "its data set draws random numbers from a generator that cannot be restored",
-        "use_torch_fsdp2": "its parameters are sharded by torch",
-        "moe_use_upcycling": "it saves and ends, or trains on from a converted model",
-        "error_injection_rate": "injected errors are not repeated after a resume",
-    }
-    for name, reason in reasons.items():
-        if getattr(args, name, None):
-            yield f"--{name.replace('_', '-')}: {reason}"
-    if getattr(args, "dataloader_type", None) == "external":
-        yield "--dataloader-type external: its position is unknown"
-    scope = str(getattr(args, "cuda_graph_scope", None) or "")
-    if getattr(args, "cuda_graph_impl", "none") == "local" and "full_iteration" in scope:
-        yield "--cuda-graph-scope full_iteration: full-iteration CUDA graphs hide the iteration"

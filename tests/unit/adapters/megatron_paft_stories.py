@@ -158,7 +158,7 @@ def it_says_by_name_why_an_iteration_cannot_be_computed_again() -> None:
     built.config.cuda_graph_impl = "local"
     host = built.host()
     host.keep_iterations()
-    assert not host.recomputes and "--cuda-graph-impl local" in host.why_not
+    assert not host.recomputes and "CUDA graphs (local)" in host.why_not
 
 
 def it_names_what_is_computed_with_beside_what_is_held() -> None:

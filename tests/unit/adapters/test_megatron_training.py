@@ -1,4 +1,4 @@
-"""Megatron-LM's loop calls the hooks in the contract's order; what cannot be followed is refused by name."""
+"""Megatron-LM's loop calls the hooks in the contract's order. What is refused is in `test_megatron_versions`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from ft_plugins.adapters.megatron import data_identity
 from ft_plugins.adapters.megatron.data_identity import describe, identity
 from ft_plugins.adapters.megatron.flags import extend, resolve
-from ft_plugins.adapters.megatron.training import TrainingHooks, require_followed, topology
+from ft_plugins.adapters.megatron.training import TrainingHooks, topology
 from ft_plugins.adapters.megatron.wrapping import replace
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, UnsupportedError
@@ -115,29 +115,6 @@ def test_a_function_is_wrapped_once() -> None:
     for _ in range(2):
         replace(module, "add", lambda original: lambda value: original(value) + 1)
     assert module.add(1) == 2
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "named"),
-    [
-        ("overlap_moe_expert_parallel_comm", True, "combined 1F1B"),
-        ("skip_train", True, "--skip-train"),
-        ("inprocess_restart", True, "--inprocess-restart"),
-        ("dataloader_type", "external", "--dataloader-type external"),
-        ("fim_data", True, "--fim-data"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused_by_name(option: str, value: object, named: str) -> None:
-    with pytest.raises(UnsupportedError, match=named):
-        require_followed(argparse.Namespace(**{option: value}))
-
-
-def test_full_iteration_cuda_graphs_are_refused_and_per_layer_ones_are_not() -> None:
-    per_layer = argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=["CudaGraphScope.attn"])
-    require_followed(per_layer)
-    whole = argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=["CudaGraphScope.full_iteration"])
-    with pytest.raises(UnsupportedError, match="full-iteration CUDA graphs"):
-        require_followed(whole)
 
 
 def test_ranks_are_laid_out_as_the_arguments_say() -> None:

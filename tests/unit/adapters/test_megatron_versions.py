@@ -1,0 +1,296 @@
+"""What differs between the versions of Megatron: arguments that one lacks, and the names of what is refused.
+
+The tables are taken from the versions' sources; with --all, and a folder of checkouts (one per tag) named by
+FTP_MEGATRON_LM_ROOT, they are compared with these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ft_plugins.adapters.megatron import refusals, training
+from ft_plugins.adapters.megatron.training import Loop, require_followed
+from ft_plugins.errors import UnsupportedError
+from ft_plugins.patches import cpu_patches
+
+_spec = importlib.util.spec_from_file_location("megatron_sources", Path(__file__).with_name("megatron_sources.py"))
+assert _spec is not None and _spec.loader is not None
+sources = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sources)
+
+ADAPTER = Path(training.__file__).parent
+VERSIONS = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
+
+# Arguments that every version has: the adapter may read these, and only these, without a default.
+EVERYWHERE = {
+    *("iteration", "num_floating_point_operations_so_far", "consumed_train_samples", "consumed_valid_samples"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "data_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+    "use_tp_pp_dp_mapping",
+}
+# Of megatron.training.training, by name.
+OF_THE_LOOP = {
+    *("get_args", "get_rerun_state_machine", "ft_integration", "setup_model_and_optimizer", "train_step", "pretrain"),
+    *("build_train_valid_test_data_loaders", "dummy_train_step", "checkpoint_and_decide_exit"),
+}
+
+# What the adapter uses of the objects that classes of these modules of megatron.core make: methods and attributes.
+OF_OBJECTS = {
+    "optimizer.optimizer": {
+        *("init_state_fn", "is_stub_optimizer", "grad_scaler", "chained_optimizers", "config", "optimizer"),
+        *("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups", "_copy_main_params_to_model_params"),
+    },
+    "optimizer.distrib_optimizer": {
+        *("model_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups", "shard_fp32_groups"),
+        *("_get_model_param_range_map", "_copy_main_params_to_model_params", "buffers"),
+    },
+    "distributed.distributed_data_parallel": {
+        *("start_param_sync", "finish_grad_sync", "zero_grad_buffer", "ddp_config"),
+    },
+    "distributed.param_and_grad_buffer": {"params"},
+    "distributed.distributed_data_parallel_config": {"overlap_grad_reduce", "overlap_param_gather", "bucket_size"},
+    "model_parallel_config": {"finalize_model_grads_func"},
+    "pipeline_parallel.p2p_communication": {"P2PCommunicator", "_communicate", "config"},
+    "rerun_state_machine": {
+        *("large_value_counts", "max_values", "current_iteration", "state", "rerun_requested", "validation_counts"),
+    },
+    "optimizer_param_scheduler": {"num_steps", "load_state_dict", "state_dict"},
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that is refused: its name, the first version that has it, a value in use, what the refusal says."""
+
+    name: str
+    since: str
+    value: Any
+    said: str
+
+    def within(self, version: str) -> bool:
+        return VERSIONS.index(self.since) <= VERSIONS.index(version)
+
+
+ARGUMENTS = (
+    Option("overlap_moe_expert_parallel_comm", "0.14", True, "--overlap-moe-expert-parallel-comm: combined 1F1B"),
+    Option("perform_rl_step", "0.15", True, "--perform-rl-step"),
+    Option("skip_train", "0.14", True, "--skip-train"),
+    Option("inprocess_restart", "0.14", True, "--inprocess-restart"),
+    Option("hybrid_context_parallel", "0.16", True, "--hybrid-context-parallel"),
+    Option("fim_data", "0.16", True, "--fim-data"),
+    Option("use_torch_fsdp2", "0.14", True, "--use-torch-fsdp2"),
+    Option("moe_use_upcycling", "0.14", True, "--moe-use-upcycling"),
+    Option("error_injection_rate", "0.14", 100, "--error-injection-rate"),
+    Option("dataloader_type", "0.14", "external", "--dataloader-type external"),
+    Option("optimizer_cuda_graph", "0.17", True, "--optimizer-cuda-graph"),
+)
+OF_MODEL = (
+    Option("overlap_moe_expert_parallel_comm", "0.14", True, "combined 1F1B"),
+    Option("fp8", "0.14", "hybrid", "fp8 parameters"),
+    Option("fp4", "0.15", "e2m1", "fp4 parameters"),
+    Option("qk_clip", "0.16", True, "QK clipping"),
+)
+OF_DDP = (
+    Option("use_megatron_fsdp", "0.14", True, "Megatron FSDP"),
+    Option("num_distributed_optimizer_instances", "0.14", 2, "several distributed optimizer instances"),
+)
+OF_OPTIMIZER = (
+    Option("use_precision_aware_optimizer", "0.14", True, "precision-aware optimizer"),
+    Option("optimizer_cpu_offload", "0.14", True, "optimizer CPU offload"),
+)
+USUAL = {"dataloader_type": "single", "num_distributed_optimizer_instances": 1, "error_injection_rate": 0}
+
+
+class Scope(enum.Enum):
+    """As in megatron.core 0.16 and 0.17."""
+
+    full_iteration = 1
+    full_iteration_inference = 2
+    attn = 3
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """How versions name CUDA graphs: what is usual, what captures the whole iteration, what captures less."""
+
+    versions: tuple[str, ...]
+    usual: dict[str, Any]
+    whole: dict[str, Any]
+    less: tuple[dict[str, Any], ...] = field(default_factory=tuple)
+
+
+GRAPHS = (
+    Graphs(
+        ("0.14",),
+        {"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_scope": "full"},
+        {"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"},
+        (
+            {"enable_cuda_graph": True, "cuda_graph_scope": "full"},
+            {"external_cuda_graph": True, "cuda_graph_scope": "attn"},
+        ),
+    ),
+    Graphs(
+        ("0.15",),
+        {"enable_cuda_graph": False, "cuda_graph_impl": "none", "cuda_graph_scope": "full"},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},),
+    ),
+    Graphs(
+        ("0.16", "0.17"),
+        {"enable_cuda_graph": False, "cuda_graph_impl": "none", "cuda_graph_scope": []},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration]},
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration_inference]},
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": [Scope.attn]},
+        ),
+    ),
+    Graphs(
+        ("0.18", "0.19", "0.20"),
+        {"enable_cuda_graph": False, "cuda_graph_impl": "none", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": [Scope.attn]},),
+    ),
+)
+
+
+def graphs_of(version: str) -> Graphs:
+    return next(one for one in GRAPHS if version in one.versions)
+
+
+def configured(version: str, options: tuple[Option, ...], **set_: Any) -> argparse.Namespace:
+    """The options that this version has, as usual but for `set_`."""
+    known = {option.name: USUAL.get(option.name) for option in options if option.within(version)}
+    return argparse.Namespace(**known | graphs_of(version).usual | set_)
+
+
+# ---- arguments that a version lacks
+
+
+@pytest.mark.parametrize("given", [{}, {"phase_transition_iterations": None}, {"phase_transition_iterations": [4]}])
+def test_a_resume_before_the_first_evaluation_reads_no_option_that_only_newer_versions_have(
+    given: dict[str, Any],
+) -> None:
+    args = argparse.Namespace(iteration=3, consumed_valid_samples=0, **given)
+    loop = SimpleNamespace(args=args, _restored=True)
+    with Loop.counted_validation(loop):  # type: ignore[arg-type]
+        during = args.iteration
+    assert during == (3 if given.get("phase_transition_iterations") else 0)
+    assert args.iteration == 3
+
+
+def test_what_is_read_of_the_arguments_without_a_default_is_in_every_version() -> None:
+    read = {name for file in ADAPTER.glob("*.py") for name in sources.read(file, "args")}
+    assert read - EVERYWHERE == set()
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_option_is_refused_by_name_and_the_usual_ones_are_not(version: str) -> None:
+    require_followed(configured(version, ARGUMENTS))
+    for option in ARGUMENTS:
+        if option.within(version):
+            with pytest.raises(UnsupportedError, match=option.said):
+                require_followed(configured(version, ARGUMENTS, **{option.name: option.value}))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(version: str) -> None:
+    graphs = graphs_of(version)
+    with pytest.raises(UnsupportedError, match="full-iteration CUDA graphs"):
+        require_followed(configured(version, ARGUMENTS, **graphs.whole))
+    assert any("full-iteration" in one for one in refusals.of_model(configured(version, OF_MODEL, **graphs.whole)))
+    for smaller in graphs.less:
+        require_followed(configured(version, ARGUMENTS, **smaller))
+        assert list(refusals.of_model(configured(version, OF_MODEL, **smaller))) == []
+        assert refusals.cuda_graphs(configured(version, OF_MODEL, **smaller)) != "none", "they cannot be replayed"
+    assert refusals.cuda_graphs(configured(version, OF_MODEL)) == "none"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("options", "refuse"),
+    [(OF_MODEL, refusals.of_model), (OF_DDP, refusals.of_ddp), (OF_OPTIMIZER, refusals.of_optimizer)],
+    ids=["model", "ddp", "optimizer"],
+)
+def test_each_field_of_a_configuration_is_refused_by_name(
+    version: str, options: tuple[Option, ...], refuse: Any
+) -> None:
+    assert list(refuse(configured(version, options))) == []
+    for option in options:
+        if option.within(version):
+            (said,) = refuse(configured(version, options, **{option.name: option.value}))
+            assert option.said in said
+
+
+# ---- the versions' sources
+
+
+def checkouts() -> Iterator[Any]:
+    root = os.environ.get("FTP_MEGATRON_LM_ROOT")
+    found = sorted(one for one in Path(root).iterdir() if (one / "megatron" / "core").is_dir()) if root else []
+    for one in found:
+        yield pytest.param(one, id=one.name)
+    if not found:
+        reason = "FTP_MEGATRON_LM_ROOT names no folder with checkouts of Megatron-LM"
+        yield pytest.param(None, marks=pytest.mark.skip(reason=reason), id="none")
+
+
+of_checkouts = pytest.mark.parametrize("checkout", list(checkouts()))
+
+
+@pytest.mark.all_configurations
+@of_checkouts
+def test_the_tables_are_what_the_sources_say(checkout: Path) -> None:
+    version, named = sources.version(checkout), sources.arguments(checkout)
+    assert version in VERSIONS
+    assert EVERYWHERE - named == set()
+    assert OF_THE_LOOP - sources.defined(checkout, "megatron.training.training") == set()
+    model, ddp, optimizer = (
+        {name for config in configs for name in sources.fields(checkout, config)}
+        for configs in (sources.CONFIGS[:2], sources.CONFIGS[3:], sources.CONFIGS[2:3])
+    )
+    for options, known in ((ARGUMENTS, named), (OF_MODEL, model), (OF_DDP, ddp), (OF_OPTIMIZER, optimizer)):
+        assert {option.name: option.within(version) for option in options} == {
+            option.name: option.name in known for option in options
+        }
+    graphs = graphs_of(version)
+    assert set(graphs.usual) - named == set()
+    field_ = (checkout / "megatron" / "core" / sources.CONFIGS[1]).read_text().partition("    cuda_graph_impl: ")[2]
+    assert ("full_iteration" in field_.partition("\n")[0]) == (graphs.whole.get("cuda_graph_impl") == "full_iteration")
+
+
+@pytest.mark.all_configurations
+@of_checkouts
+def test_what_is_imported_of_megatron_is_in_the_sources(checkout: Path) -> None:
+    wanted = {one for file in ADAPTER.glob("*.py") for one in sources.imports(file, "megatron")}
+    assert ("megatron.core", "parallel_state") in wanted
+    assert [one for one in sorted(wanted) if one[1] not in sources.defined(checkout, one[0])] == []
+    for module, names in OF_OBJECTS.items():
+        assert names - sources.members(checkout, f"megatron.core.{module}") == set(), module
+
+
+@pytest.mark.all_configurations
+@of_checkouts
+def test_every_patch_of_megatron_applies_to_the_sources(checkout: Path) -> None:
+    for patch in cpu_patches():
+        if patch.distribution != "megatron-core" or sources.file_of(checkout, patch.module) is None:
+            continue  # what a version does not have needs no patch
+        found = sources.source(checkout, patch.module, patch.symbol)
+        if found is None:
+            assert patch.symbol in sources.defined(checkout, patch.module), patch
+            continue
+        parameters, text = found
+        assert patch.parameters in (None, parameters), patch
+        assert [fragment for fragment in patch.contains if fragment not in text] == [], patch
