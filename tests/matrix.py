@@ -3,10 +3,12 @@
 Invariant: a version's tests run only once the interpreter has told that it finds this version, in its overlay. An
 overlay is a folder with one distribution, first on PYTHONPATH; another torch is an environment of its own. Both are
 made once, in the user's cache. A mode that fails although nothing protects it is no verdict on this project, and is
-told apart by what happened, not by a list.
+told apart by what happened, not by a list. A version that cannot be run at all is a line with the reason, and the next
+one follows. A checkout of Megatron-LM is run where it lies, unmodified; Megatron compiles its data set helpers in it.
 
-In: versions, as `deepspeed-0.18.9` or `deepspeed-0.18.9+torch-2.10.0`; without a number the installed one. Out: one
-line per version and mode, a Markdown table with one row per version, exit status 1 where a mode failed.
+In: versions, as `deepspeed-0.18.9` or `deepspeed-0.18.9+torch-2.10.0`; without a number the installed one; folders with
+checkouts of Megatron-LM. Out: one line per version and mode, a Markdown table with one row per version, exit status 1
+where a mode failed.
 """
 
 from __future__ import annotations
@@ -27,18 +29,26 @@ from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
+from ft_plugins.errors import FtError
+from ft_plugins.rig import checkouts
+
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ft_plugins" / "matrix"
 DEFAULT = (
     *("deepspeed-0.16.9", "deepspeed-0.18.9", "deepspeed"),
     *("megatron-core-0.14.0", "megatron-core-0.15.3", "megatron-core"),
 )
+MEGATRON_LM = "Megatron-LM"
 TESTS = {
     "deepspeed": ("deepspeed", "tests/scenarios/test_deepspeed_exact.py"),  # module, file
     "megatron-core": ("megatron.core", "tests/scenarios/test_megatron_exact.py"),
+    MEGATRON_LM: ("megatron.core", "tests/integration/test_megatron_lm_versions.py"),
 }
+PACKAGES = ("deepspeed", "megatron-core")
 CELLS = "killed_in_forward"  # of the file: one test per mode
 UNPROTECTED = "unprotected"  # the property that a test records once the unprotected run of its mode has succeeded
+COMPARED = "compared"  # the property in which a test says what it has compared, and what not
+REASON = 300  # characters of a reason in a line
 BEGIN, END = "<!-- versions: written by `tests/matrix.sh --readme` -->", "<!-- end of versions -->"
 HEAD = "| framework | torch | Python | modes that end exactly | run on |\n|---|---|---|---|---|"
 
@@ -50,14 +60,23 @@ class Version:
     name: str
     number: str = ""
     torch: str = ""
+    checkout: Path | None = None  # of Megatron-LM
 
     @classmethod
     def of(cls, text: str) -> Version:
         """From `name[-number][+torch-number]`. Raises ValueError."""
-        found = re.fullmatch(rf"({'|'.join(TESTS)})(?:-(\d[\w.]*))?(?:\+torch-(\d[\w.]*))?", text)
+        found = re.fullmatch(rf"({'|'.join(PACKAGES)})(?:-(\d[\w.]*))?(?:\+torch-(\d[\w.]*))?", text)
         if not found:
-            raise ValueError(f"expected {' or '.join(TESTS)}, then [-NUMBER][+torch-NUMBER], found '{text}'")
+            raise ValueError(f"expected {' or '.join(PACKAGES)}, then [-NUMBER][+torch-NUMBER], found '{text}'")
         return cls(*(part or "" for part in found.groups()))
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, [self.name, self.number]))
+
+
+def megatron_lm(root: Path) -> list[Version]:
+    """The versions that are checked out in `root`, or the one that is `root`. Raises FtError."""
+    return [Version(MEGATRON_LM, str(found), checkout=found.folder) for found in checkouts.under(root)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +114,7 @@ def interpreter(version: Version) -> str:
 
 def overlay(version: Version) -> list[str]:
     """The folder that holds this version, to come first on PYTHONPATH; none where it is installed."""
-    if version.number in ("", metadata.version(version.name)):
+    if version.checkout or version.number in ("", metadata.version(version.name)):
         return []
     folder = CACHE / f"{version.name}-{version.number}"
     if not folder.exists():
@@ -116,34 +135,56 @@ def pip(python: str | Path, *words: str) -> None:
 ASK = """
 import importlib.util, json, sys
 from importlib.metadata import version
-print(json.dumps([version(sys.argv[1]), version("torch"), importlib.util.find_spec(sys.argv[2]).origin]))
+package, module, *checkout = sys.argv[1:]
+sys.path[:1] = checkout or sys.path[:1]  # where Python looks first when it runs a script of that folder
+number = "" if checkout else version(package)
+print(json.dumps([number, version("torch"), importlib.util.find_spec(module).origin]))
 """
 
 
 def found(version: Version, python: str, first: list[str], environment: dict[str, str]) -> Version:
     """What the tests will import, in numbers. Raises RuntimeError where that is not what was asked for."""
     module, _ = TESTS[version.name]
-    asked = [python, "-c", ASK, version.name, module]
-    told = json.loads(subprocess.run(asked, check=True, env=environment, capture_output=True, text=True).stdout)
-    number, torch, origin = told[0], told[1].split("+")[0], Path(told[2])
+    first = [str(version.checkout)] if version.checkout else first
+    asked = [python, "-c", ASK, version.name, module, *(first if version.checkout else [])]
+    asking = subprocess.run(asked, env=environment, capture_output=True, text=True)
+    if asking.returncode != 0:
+        raise RuntimeError(f"{python} does not find {module}: {(asking.stderr.splitlines() or ['no message'])[-1]}")
+    told = json.loads(asking.stdout)
+    number, torch, origin = told[0] or version.number, told[1].split("+")[0], Path(told[2])
     if version.number not in ("", number) or version.torch not in ("", torch):
         raise RuntimeError(f"{version} was asked for, but {python} finds {version.name} {number} and torch {torch}")
     if first and not origin.is_relative_to(first[0]):
         raise RuntimeError(f"{module} comes from {origin}, not from {first[0]}")
-    return Version(version.name, number, torch)
+    return Version(version.name, number, torch, version.checkout)
 
 
 def run(version: Version) -> tuple[Version, list[Cell]]:
-    """The modes of one version, each printed. The output of the tests stays in the cache."""
+    """The modes of one version, each printed; one that says why, where the version cannot be run."""
+    try:
+        version, cells, log = modes(version)
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        cells, log = [Cell("-", f"FAILED: {one_line(str(error))}", failed=True)], None
+    for cell in cells:
+        print(f"{version}  torch {version.torch or 'unknown'}  {cell.mode}  {cell.verdict}", flush=True)
+    if log and not all(cell.passed for cell in cells):
+        print(f"the output of these tests: {log}", file=sys.stderr)
+    return version, cells
+
+
+def modes(version: Version) -> tuple[Version, list[Cell], Path]:
+    """The modes of one version, and the file in the cache that has the output of the tests, while they run too."""
     python, first = interpreter(version), overlay(version)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*first, str(ROOT)]), "PYTHONUNBUFFERED": "1"}
     version = found(version, python, first, environment)
+    if version.checkout:
+        environment["MEGATRON_LM_PATH"] = str(version.checkout)
     label = f"{version.name}-{version.number}+torch-{version.torch}"
     _, file = TESTS[version.name]
     with tempfile.TemporaryDirectory(prefix="ftm-") as scratch, open(CACHE / f"{label}.log", "w") as log:
         report = Path(scratch) / "report.xml"
         words = ["-k", CELLS, "--junitxml", str(report), "-o", "junit_family=xunit1"]
-        words += ["--basetemp", f"{scratch}/runs", "-p", "no:cacheprovider"]
+        words += ["--basetemp", f"{scratch}/runs", "-p", "no:cacheprovider", "--capture=no"]
         command = [python, "-m", "pytest", file, *words]
         code = subprocess.run(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -151,11 +192,7 @@ def run(version: Version) -> tuple[Version, list[Cell]]:
         cells = list(verdicts(report.read_text(), version.torch)) if report.exists() else []
     if not cells:
         cells = [Cell("-", f"FAILED: pytest ended with {code} and told of no mode", failed=True)]
-    for cell in cells:
-        print(f"{version.name} {version.number}  torch {version.torch}  {cell.mode}  {cell.verdict}", flush=True)
-    if not all(cell.passed for cell in cells):
-        print(f"the output of these tests: {log.name}", file=sys.stderr)
-    return version, cells
+    return version, cells, Path(log.name)
 
 
 # what it says
@@ -165,7 +202,7 @@ def verdicts(report: str, torch: str) -> Iterator[Cell]:
     """One per test of pytest's report."""
     for case in ElementTree.fromstring(report).iter("testcase"):
         mode = case.get("name", "").rpartition("[")[2].rstrip("]")
-        recorded = {one.get("name") for one in case.iter("property")}
+        recorded = {one.get("name"): one.get("value") for one in case.iter("property")}
         failure, error, skipped = (case.find(kind) for kind in ("failure", "error", "skipped"))
         if error is not None:
             yield Cell(mode, f"FAILED: {reason(error)}", failed=True)
@@ -176,13 +213,19 @@ def verdicts(report: str, torch: str) -> Iterator[Cell]:
         elif skipped is not None:
             yield Cell(mode, f"FAILED: not run: {skipped.get('message')}", failed=True)
         else:
-            yield Cell(mode, "passed", passed=True)
+            compared = recorded.get(COMPARED)
+            yield Cell(mode, f"passed: {compared}" if compared else "passed", passed=True)
 
 
 def reason(failure: ElementTree.Element) -> str:
     """The first error that the job told of, else what pytest says, in one line."""
     told = re.findall(r"\b(?!AssertionError)[\w.]*(?:Error|Exception): .*", failure.text or "")
-    return (told or (failure.get("message") or "no message").splitlines())[0].strip()[:200]
+    return one_line((told or (failure.get("message") or "no message").splitlines())[0])
+
+
+def one_line(text: str) -> str:
+    """The first characters of a message, without its line breaks."""
+    return " ".join(text.split())[:REASON]
 
 
 def row(version: Version, cells: Sequence[Cell], day: str) -> str:
@@ -192,17 +235,20 @@ def row(version: Version, cells: Sequence[Cell], day: str) -> str:
     words = [f"{passed} of {len(cells)}"]
     words += [f"{other} fail without protection too"] if other else []
     words += [f"{failed} FAILED"] if failed else []
-    name = f"{version.name} {version.number}"
-    return f"| {name} | {version.torch} | {platform.python_version()} | {'; '.join(words)} | {day} |"
+    return f"| {version} | {version.torch or 'unknown'} | {platform.python_version()} | {'; '.join(words)} | {day} |"
 
 
 def merged(old: str, new: Sequence[str]) -> str:
     """The table with the rows of `new`, and those of `old` about other versions."""
 
-    def key(line: str) -> tuple[str, list[int], list[int]]:
+    def key(line: str) -> tuple[str, list[int], str, list[int]]:
         framework, torch = (cell.strip() for cell in line.split("|")[1:3])
-        name, number = framework.split()
-        return name, *([int(part) for part in re.findall(r"\d+", text)] for text in (number, torch))  # type: ignore
+        name, _, number = framework.partition(" ")
+        digits, _, label = number.partition("-")
+        return name.lower(), numbers(digits), label, numbers(torch)
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", text)]
 
     rows = [line for line in old.splitlines() if re.match(rf"\| ({'|'.join(TESTS)}) ", line)]
     about = [key(line) for line in new]
@@ -221,12 +267,15 @@ def write(readme: Path, rows: Sequence[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", help=f"default: {' '.join(DEFAULT)}")
+    parser.add_argument("versions", nargs="*", help=f"default, without --megatron-lm: {' '.join(DEFAULT)}")
+    roots = "a folder with a checkout of Megatron-LM per tag, or one checkout; may be repeated"
+    parser.add_argument("--megatron-lm", type=Path, action="append", metavar="ROOT", default=[], help=roots)
     parser.add_argument("--readme", action="store_true", help="write the rows of these versions into README.md")
     args = parser.parse_args()
     try:
-        versions = [Version.of(text) for text in args.versions or DEFAULT]
-    except ValueError as error:
+        given = args.versions or (() if args.megatron_lm else DEFAULT)
+        versions = [*map(Version.of, given), *(found for root in args.megatron_lm for found in megatron_lm(root))]
+    except (ValueError, FtError) as error:
         parser.error(str(error))
     CACHE.mkdir(parents=True, exist_ok=True)
     rows, failed = [], False

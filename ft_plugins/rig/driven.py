@@ -53,9 +53,10 @@ class DrivenNode:
     """A node of a job, from its start on. Guards its processes and its run directory."""
 
     def __init__(
-        self, job: str, name: str, folder: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> None:
-        """Start `ft-run <arguments>`; its output goes to `folder`/output.log."""
+        self, job: str, name: str, folder: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None,
+        protected: bool = True,
+    ) -> None:  # fmt: skip
+        """Start `ft-run <arguments>`; its output goes to `folder`/output.log. An unprotected ft-run takes no names."""
         self.job, self.name, self.folder = job, name, folder
         self.log = folder / "output.log"
         self.run_dir = run_directory(job, name)
@@ -66,7 +67,8 @@ class DrivenNode:
         self._note = Events(name)
         self._note.subscribe(file_sink(self.run_dir / "events.jsonl"))
         folder.mkdir(parents=True, exist_ok=True)
-        command = [str(Path(sys.executable).with_name("ft-run")), "--ftp-job", job, "--ftp-node-name", name, *arguments]
+        names = ["--ftp-job", job, "--ftp-node-name", name] if protected else []
+        command = [str(Path(sys.executable).with_name("ft-run")), *names, *arguments]
         with open(self.log, "wb") as log:
             # A session of its own: Ctrl-C reaches the driver only, which then ends the job in order.
             self._process = subprocess.Popen(

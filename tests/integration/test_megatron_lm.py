@@ -7,29 +7,22 @@ do: the second loss logged after any start is a mean of two iterations.)
 
 from __future__ import annotations
 
-import argparse
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ft_plugins import events
-from ft_plugins.config import run_directory
+from ft_plugins.rig.megatron_lm import RUN_SECONDS, Run, ft_run, write_corpus
+from ft_plugins.rig.saved import differences, read
 
 pytestmark = pytest.mark.timeout(900)
 
-NODE = "here"
-RUN_SECONDS = 400
 ITERATIONS = 7
 JOB = (
     *("--distributed-backend", "gloo", "--transformer-impl", "local", "--tensor-model-parallel-size", "2"),
@@ -46,13 +39,6 @@ HARDEST = (
     *("--num-layers-per-virtual-pipeline-stage", "1"),
 )
 SKIPPING = ("--iterations-to-skip", "2")  # the third: counted from 0; fp32, no distributed optimizer, 1F1B
-# arguments that tell of a process's start
-HISTORY = {
-    "save",
-    "load",
-    "iteration",
-    "num_floating_point_operations_so_far",
-}
 
 
 @pytest.fixture(scope="module")
@@ -65,93 +51,17 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prefix of a small tokenized data set, written by Megatron's own builder."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    drawn = np.random.default_rng(5)
-    for _ in range(60):
-        tokens = torch.from_numpy(drawn.integers(0, 126, size=200))
-        builder.add_document(tokens, [len(tokens)])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
+    """The prefix of a small tokenized data set."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One finished command: its status, what it printed, the folder that it saved to, its job's name."""
-
-    status: int
-    output: str
-    saved: Path
-    job: str
-
-    def events(self, name: str) -> list[events.Event]:
-        """The events of that name, in order."""
-        written = events.read(run_directory(self.job, NODE) / "events.jsonl")
-        return [event for event in written if event.name == name]
-
-
-def ft_run(script: Sequence[object], saved: Path, *arguments: object, job: str, ranks: int = 8) -> Run:
-    """`ft-run ... script arguments`, bounded; a run that takes too long is ended with all that it started."""
-    protected = "--reft" in arguments
-    ours = ["--ftp-job", job, "--ftp-node-name", NODE] if protected else []
-    launcher = [Path(sys.executable).with_name("ft-run"), "--nproc-per-node", ranks]
-    command = [str(word) for word in (*launcher, *ours, *script, *arguments)]
-    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    environment = {**os.environ, **settings, "PYTHONWARNINGS": "ignore"}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=RUN_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            pytest.fail(f"{' '.join(command)} took more than {RUN_SECONDS} s; it printed:\n{output[-4000:]}")
-    return Run(process.returncode, output, saved, job)
-
-
-def final_state(saved: Path) -> dict[str, Any]:
+def final_state(saved: Path) -> Mapping[str, Any]:
     """What Megatron saved at the end, by file."""
     folder = saved / f"iter_{ITERATIONS:07d}"
     files = sorted(folder.rglob("*.pt"))
     names = {file.name for file in files}
     assert len(files) == 4 * len(names), f"expected the files of 4 model-parallel ranks in {folder}, found {files}"
-    return {str(file.relative_to(folder)): torch.load(file, weights_only=False) for file in files}
-
-
-def differences(left: Any, right: Any, place: str = "") -> Iterator[str]:
-    """Where two nested states differ, bit for bit."""
-    match left:
-        case torch.Tensor():
-            same = isinstance(right, torch.Tensor) and left.dtype == right.dtype and left.shape == right.shape
-            if not same or not torch.equal(as_bytes(left), as_bytes(right)):
-                yield place
-        case np.ndarray():
-            if not np.array_equal(left, right):
-                yield place
-        case argparse.Namespace():
-            yield from differences(vars(left), vars(right), place)
-        case dict():
-            if left.keys() != right.keys():
-                yield f"{place}: keys {sorted(map(str, left.keys() ^ right.keys()))}"
-            for key in left.keys() & right.keys():
-                if not (place.endswith("args") and key in HISTORY):
-                    yield from differences(left[key], right[key], f"{place}/{key}")
-        case list() | tuple():
-            if len(left) != len(right):
-                yield f"{place}: {len(left)} and {len(right)} entries"
-            for index, (one, other) in enumerate(zip(left, right, strict=False)):
-                yield from differences(one, other, f"{place}[{index}]")
-        case _:
-            if left != right:
-                yield f"{place}: {left!r} and {right!r}"
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return read(folder).state
 
 
 @dataclass(frozen=True)
@@ -207,13 +117,13 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
     versions = {(event.fields["tier"], event.fields["iteration"]) for event in restored}
     sealed, older = ("process", case.iteration - 1), ("process", case.iteration - 2)
     assert versions in ({sealed}, {older}), versions
-    assert list(differences(final_state(unfailed.saved), final_state(tmp_path))) == []
+    assert differences(final_state(unfailed.saved), final_state(tmp_path)) == []
 
 
 def test_another_seed_ends_in_another_state(script: list[object], unfailed: Run, tmp_path: Path) -> None:
     other = ft_run(script, tmp_path, "--save", tmp_path, "--seed", 4321, job="megatron-seed")
     assert other.status == 0, other.output[-4000:]
-    found = list(differences(final_state(unfailed.saved), final_state(tmp_path)))
+    found = differences(final_state(unfailed.saved), final_state(tmp_path))
     assert any("exp_avg" in place for place in found), found
 
 
@@ -253,7 +163,7 @@ def test_a_restore_leaves_what_megatrons_own_load_leaves(checkout: Path, tmp_pat
         assert restored["args"].pop("num_floating_point_operations_so_far") == loaded["args"].pop(
             "num_floating_point_operations_so_far"
         )
-        assert list(differences(restored, loaded)) == [], f"rank {rank}"
+        assert differences(restored, loaded) == [], f"rank {rank}"
 
 
 EXPORTED = 4  # the iteration whose checkpoint is exported
@@ -286,12 +196,12 @@ def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike
     for arguments in (vars(theirs["common"]["args"]), vars(ours["common"]["args"])):
         for name in OF_THE_LOOP:
             arguments.pop(name, None)
-    assert list(differences(theirs, ours)) == []
+    assert differences(theirs, ours) == []
 
     plain = ft_run(script, gone_on, *virtual, "--load", exported, "--save", gone_on, job="export-gone-on")
     assert plain.status == 0, plain.output[-4000:]
     assert not (gone_on / f"iter_{EXPORTED:07d}").exists(), "it went on from the exported checkpoint, not from nothing"
-    assert list(differences(saved_by_megatron(own, ITERATIONS), saved_by_megatron(gone_on, ITERATIONS))) == []
+    assert differences(saved_by_megatron(own, ITERATIONS), saved_by_megatron(gone_on, ITERATIONS)) == []
 
     sizes = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1")
     as_it_is = ("--train-iters", EXPORTED, "--save-interval", "3", "--use-checkpoint-opt_param-scheduler")
@@ -300,21 +210,9 @@ def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike
     )
     assert other.status == 0, other.output[-4000:]
     left, right = (saved_by_megatron(place, EXPORTED)["tensors"] for place in (exported, resized))
-    assert list(differences(left, right)) == []
+    assert differences(left, right) == []
 
 
-def saved_by_megatron(place: Path, iteration: int) -> dict[str, Any]:
+def saved_by_megatron(place: Path, iteration: int) -> Mapping[str, Any]:
     """A `torch_dist` checkpoint: every global tensor, the objects, what is common to all ranks."""
-    folder = place / f"iter_{iteration:07d}"
-    reader = dcp.FileSystemReader(folder)
-    told = reader.read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in told.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    objects: dict[str, Any] = {key: None for key in told if key not in tensors}
-    found: dict[str, Any] = {**tensors, **objects}
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    common = torch.load(folder / "common.pt", weights_only=False)
-    return {"tensors": tensors, "objects": {key: found[key] for key in objects}, "common": common}
+    return read(place / f"iter_{iteration:07d}").state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -33,6 +34,47 @@ def test_a_version_is_a_name_a_number_and_a_torch() -> None:
     for wrong in ("deepspeed-", "apex-1", "deepspeed==0.18.9", ""):
         with pytest.raises(ValueError, match="expected deepspeed or megatron-core"):
             matrix.Version.of(wrong)
+
+
+def test_a_checkout_is_a_version_of_megatron_lm_and_keeps_its_folder(tmp_path: Path) -> None:
+    for name, minor in (("core_v0.16.1", 16), ("HEAD", 20)):
+        core = tmp_path / name / "megatron" / "core"
+        core.mkdir(parents=True)
+        (tmp_path / name / "pretrain_gpt.py").touch()
+        (core / "package_info.py").write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 1\n")
+    found = matrix.megatron_lm(tmp_path)
+    assert [str(version) for version in found] == ["Megatron-LM 0.16.1", "Megatron-LM 0.20.1-HEAD"]
+    assert found[0].checkout == tmp_path / "core_v0.16.1"
+    assert matrix.overlay(found[0]) == [], "it is run where it lies"
+
+
+def test_a_checkout_counts_only_where_a_script_in_it_would_import_it(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    version = matrix.Version("Megatron-LM", "0.16.1", checkout=tmp_path)
+    environment = dict(os.environ)
+    with pytest.raises(RuntimeError, match="megatron.core comes from|does not find megatron.core"):
+        matrix.found(version, sys.executable, [], environment)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    found = matrix.found(version, sys.executable, [], environment)
+    assert (found.number, found.checkout) == ("0.16.1", tmp_path) and found.torch
+
+
+def test_a_version_that_cannot_be_run_is_a_line_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    version = matrix.Version("Megatron-LM", "0.16.1", checkout=tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    found, (cell,) = matrix.run(version)
+    assert cell.failed and cell.verdict.startswith("FAILED: ") and cell.verdict in capsys.readouterr().out
+    assert "| Megatron-LM 0.16.1 | unknown |" in matrix.row(found, [cell], "2026-01-02")
+
+
+def test_what_was_compared_is_in_the_line() -> None:
+    case = """<testcase name="t[killed]"><properties><property name="unprotected" value="succeeded"/>
+      <property name="compared" value="9 tensors; masked: 4 elements"/></properties></testcase>"""
+    (cell,) = matrix.verdicts(f"<testsuite>{case}</testsuite>", "2.13.0")
+    assert cell.passed and cell.verdict == "passed: 9 tensors; masked: 4 elements"
 
 
 def test_only_what_failed_unprotected_is_not_held_against_this_project() -> None:
@@ -66,6 +108,21 @@ def test_rows_of_other_versions_stay_and_those_of_the_same_are_replaced(tmp_path
     with pytest.raises(RuntimeError, match="has no lines"):
         (tmp_path / "other.md").write_text("")
         matrix.write(tmp_path / "other.md", new)
+
+
+def test_a_tag_and_a_folder_of_the_same_number_have_a_row_each() -> None:
+    def line(version: str) -> str:
+        return f"| {version} | 2.13.0 | 3.11.7 | 2 of 2 | 2026-01-02 |"
+
+    old = matrix.merged("", [line("Megatron-LM 0.20.0-HEAD"), line("Megatron-LM 0.9.0"), line("deepspeed")])
+    found = matrix.merged(old, [line("Megatron-LM 0.20.0"), line("megatron-core 0.16.1")])
+    assert found.splitlines()[2:] == [
+        line("deepspeed"),
+        line("megatron-core 0.16.1"),
+        line("Megatron-LM 0.9.0"),
+        line("Megatron-LM 0.20.0"),
+        line("Megatron-LM 0.20.0-HEAD"),
+    ]
 
 
 def test_the_readme_has_a_row_for_every_version_that_runs_by_default() -> None:

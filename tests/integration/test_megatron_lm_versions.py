@@ -1,0 +1,106 @@
+"""Any version's unmodified pretrain_gpt.py under ft-run: killed, it ends in the checkpoint of an unprotected run.
+
+Runs where MEGATRON_LM_PATH names a checkout; tests/matrix.sh --megatron-lm runs it for a folder of them. 4 ranks, TP1 x
+PP2 x DP2, bf16 with the distributed optimizer, dropout on. Witness: the checkpoint that Megatron saves at the end, in
+the version's default format, entry by entry and bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.rig import saved
+from ft_plugins.rig.checkouts import SCRIPT, Checkout, checkout
+from ft_plugins.rig.megatron_lm import Run, ft_run, write_corpus
+
+pytestmark = pytest.mark.timeout(900)
+
+RANKS = 4
+ITERATIONS, EVALUATED = 12, 6  # an evaluation after every 6
+OLDEST_WITH_DEFAULT_FORMAT = (0, 15)  # 0.14's torch_dist calls np.product, which NumPy 2 does not have
+JOB = (
+    *("--distributed-backend", "gloo", "--transformer-impl", "local", "--tensor-model-parallel-size", "1"),
+    *("--pipeline-model-parallel-size", "2", "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "1", "--global-batch-size", "8"),
+    *("--train-iters", str(ITERATIONS), "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--split", "90,5,5", "--num-workers", "0"),
+    *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-rope-fusion"),
+    *("--no-bias-dropout-fusion", "--no-persist-layer-norm", "--seed", "1234", "--log-interval", "1"),
+    *("--eval-iters", "1", "--eval-interval", str(EVALUATED), "--save-interval", "100"),
+    *("--bf16", "--use-distributed-optimizer", "--untie-embeddings-and-output-weights"),
+)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where rank 1 is killed, and in which iteration."""
+
+    point: str
+    iteration: int
+
+
+KILLS = {
+    "before-the-first-evaluation": Kill("iteration.forward", EVALUATED - 2),
+    "after-the-first-evaluation": Kill("update.middle", EVALUATED + 3),
+}
+
+
+@pytest.fixture(scope="module")
+def tree() -> Checkout:
+    named = os.environ.get("MEGATRON_LM_PATH")
+    if not named:
+        pytest.skip("set MEGATRON_LM_PATH")
+    return checkout(Path(named).resolve())
+
+
+@pytest.fixture(scope="module")
+def script(tree: Checkout, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "text")
+    saving = () if tree.number[:2] >= OLDEST_WITH_DEFAULT_FORMAT else ("--ckpt-format", "torch")
+    return [tree.folder / SCRIPT, *JOB, *saving, "--data-path", corpus]
+
+
+@pytest.fixture(scope="module")
+def unprotected(script: list[object], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("unprotected")
+    run = ft_run(script, folder, "--save", folder, job="unprotected", ranks=RANKS)
+    print(run.output)
+    assert run.status == 0, run.output[-4000:]
+    return run
+
+
+@pytest.mark.parametrize("kill", KILLS.values(), ids=KILLS)
+def test_killed_in_forward_or_update_it_ends_in_the_checkpoint_of_an_unprotected_run(
+    script: list[object],
+    unprotected: Run,
+    tmp_path: Path,
+    kill: Kill,
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("unprotected", "succeeded")  # for tests/matrix.sh
+    fault = f"{kill.point}@iteration={kill.iteration},rank=1,restart=0:kill"
+    killed = ft_run(
+        *(script, tmp_path, "--save", tmp_path),
+        *("--reft", "--ftp-faults", fault, "--ftp-orphan-seconds", 30),
+        job=f"killed-{kill.iteration}",
+        ranks=RANKS,
+    )
+    print(killed.output)
+    assert killed.status == 0, killed.output[-4000:]
+    assert [event.fields["signal"] for event in killed.events("worker.failed") if event.rank == 1] == ["SIGKILL"]
+    restored = killed.events("restore.done")
+    assert sorted(event.rank for event in restored) == list(range(RANKS)), restored
+    versions = {(event.fields["tier"], event.fields["iteration"]) for event in restored}
+    sealed, older = ("process", kill.iteration - 1), ("process", kill.iteration - 2)
+    assert versions in ({sealed}, {older}), versions
+
+    iteration = f"iter_{ITERATIONS:07d}"
+    comparison = saved.compare(saved.read(unprotected.saved / iteration), saved.read(killed.saved / iteration))
+    record_property("compared", str(comparison))
+    print(comparison.listing(), comparison, sep="\n")
+    assert not comparison.differences, "\n".join([str(comparison), *comparison.differences])
