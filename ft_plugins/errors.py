@@ -6,7 +6,8 @@
     ├── InventoryError         training state that cannot be captured or does not match what was captured
     ├── BudgetError            the memory for protection is not there
     ├── SegmentError           a segment of shared memory is not what its reader expects
-    │   └── CorruptSlotError   bytes do not match the digest taken when they were captured
+    │   ├── CorruptSlotError   bytes do not match the digest taken when they were captured
+    │   └── CorruptHeaderError what a segment says of itself does not match its digest
     ├── FencedError            this incarnation has been superseded by a newer one
     ├── ProtocolError          a peer sent something malformed, or did not answer in time
     ├── ProtectionError        protection was required and cannot be had
@@ -59,6 +60,10 @@ class SegmentError(FtError):
 
 class CorruptSlotError(SegmentError):
     """Bytes do not match the digest taken when they were captured."""
+
+
+class CorruptHeaderError(SegmentError):
+    """What a segment says of itself does not match its digest."""
 
 
 class FencedError(FtError):

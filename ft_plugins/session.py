@@ -348,7 +348,8 @@ class Session:
 
 
 _ALARMS = {
-    *("protection.lost", "slot.corrupt", "restore.scratch", "checkpoint.damaged", "storage.unreachable"),
+    *("protection.lost", "slot.corrupt", "segment.corrupt", "restore.scratch", "checkpoint.damaged"),
+    "storage.unreachable",
     *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "sync.offenders", "version.tainted"),
 }
 

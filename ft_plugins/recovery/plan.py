@@ -12,6 +12,10 @@ A rank has a version in its own segment, or another node's SMP still holds it (r
 the parity of its section: as long as no more of the section's nodes have lost it than parity makes up for. A slot that
 does not match its digests counts as lost.
 
+What does not match its digest (a slot's header, a record of the segment's header) says nothing about versions or
+lineages: the other slots and the other ranks decide, and the plan says what was damaged. Training never starts from
+the beginning by itself while a version is sealed anywhere, or something that may have been one is damaged.
+
 In: what every rank's segment and every node's SMP says. Out: `RecoveryPlan`, the same on all ranks.
 """
 
@@ -25,20 +29,37 @@ from ..errors import ResumeError
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.slots import Mark, Slot, SlotState, Version, in_order, marks_of
 
+_SHOWN = 8  # ranks of which a message says what they hold, or what of theirs is damaged
+
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank's segment says before recovery."""
+    """What a rank's segment says before recovery. `damaged` names the records of its header that are not believed."""
 
     rank: int
     slots: tuple[Slot, ...]
-    lineage: int
-    completed: int
+    lineage: int  # the newest that was opened here; 0 where that is not known
+    completed: int | None  # None where that is not known
     from_nothing: bool = False  # the newest lineage began from the beginning, as the user or all ranks had decided
+    damaged: tuple[str, ...] = ()
+    lost: bool = False  # the segment took the place of one whose header was damaged
 
     def holds(self) -> dict[Version, int]:
         """The restorable versions of this rank and the slots they lie in."""
         return {slot.version: slot.index for slot in self.slots if slot.state is SlotState.CLEAN and slot.version}
+
+    @property
+    def damaged_slots(self) -> tuple[int, ...]:
+        """The slots whose headers cannot be read."""
+        return tuple(slot.index for slot in self.slots if slot.damaged)
+
+    def damage(self) -> str:
+        """What is damaged, for people; '' for nothing."""
+        found = [f"slot {index}" for index in self.damaged_slots]
+        found += [f"the header's {name}" for name in self.damaged]
+        words = [f"rank {self.rank}: {', '.join(found)} damaged and not used"] if found else []
+        words += [f"rank {self.rank}: its segment was damaged and is lost"] if self.lost else []
+        return "; ".join(words)
 
 
 @dataclass(frozen=True)
@@ -87,9 +108,9 @@ class RecoveryPlan:
 
     None: the framework's own checkpoint of iteration `loaded` stands (tier `storage`), or training starts from the
     beginning (`none`), because of `reason`. `completed` is the last iteration whose end every rank had reached, `lost`
-    the iterations to be run again. `state_lost`: there was state that all ranks held, and it cannot be had any more.
-    `mark` is what is known of the version's replicas, `passed_over` are the iterations of newer versions of which less
-    is known.
+    the iterations to be run again. `state_lost`: there is or was state of the job which cannot be had; `there` says
+    where versions still are. `mark` is what is known of the version's replicas, `passed_over` are the iterations of
+    newer versions of which less is known. `damage`: what in the segments did not match its digest.
     """
 
     version: Version | None
@@ -105,6 +126,8 @@ class RecoveryPlan:
     gone: tuple[int, ...] = ()
     mark: Mark = Mark.NONE
     passed_over: tuple[int, ...] = ()
+    there: str = ""
+    damage: tuple[str, ...] = ()
 
     @property
     def fresh(self) -> bool:
@@ -116,8 +139,8 @@ class RecoveryPlan:
         their log: it is computed again, and that is said."""
         next_one = 1 + (self.version.iteration if self.version is not None else self.loaded)
         left = (
-            f"every rank had completed {self.completed}, {self.lost} lost; iteration {next_one} is computed next, again "
-            f"if it was logged before; lineage {self.lineage}"
+            f"every rank had completed {self.completed}, {self.lost} lost; iteration {next_one} is computed next, "
+            f"again if it was logged before; lineage {self.lineage}"
         )
         if self.version is not None:
             why = f" ({self.reason})" if self.tier == "storage" else ""
@@ -133,12 +156,13 @@ class RecoveryPlan:
             if self.passed_over:
                 newer = ", ".join(map(str, self.passed_over))
                 lines.append(f"  newer, but it is not known whether their replicas agreed: iterations {newer}")
-            return "\n".join(lines)
-        if self.tier == "storage":
-            return f"recovery: iteration {self.loaded} of the framework's own checkpoint ({self.reason}); {left}"
-        if self.fresh:
-            return f"training starts from the beginning ({self.reason}); lineage {self.lineage}"
-        return f"recovery: from the beginning ({self.reason}), {self.lost} lost; lineage {self.lineage}"
+        elif self.tier == "storage":
+            lines = [f"recovery: iteration {self.loaded} of the framework's own checkpoint ({self.reason}); {left}"]
+        elif self.fresh:
+            lines = [f"training starts from the beginning ({self.reason}); lineage {self.lineage}"]
+        else:
+            lines = [f"recovery: from the beginning ({self.reason}), {self.lost} lost; lineage {self.lineage}"]
+        return "\n".join([*lines, *(f"  {words}" for words in _few(self.damage))])
 
 
 def plan_recovery(
@@ -155,6 +179,8 @@ def plan_recovery(
     `corrupt` slots (rank, version) are not used, nor is a `banned` version, which could not be put together.
     `exchange` is the plan for the job as it is now, `plan_digest` its digest: parity of another plan is of no use.
     """
+    lineage = 1 + _newest_lineage(facts, nodes)  # so what comes now is newer than all that is anywhere
+    damage = tuple(filter(None, (rank.damage() for rank in facts)))
     facts, nodes = _without_void(facts, nodes)
     said = [(slot.version, slot.mark) for rank in facts for slot in rank.slots]
     marks = marks_of([*said, *(told for node in nodes for told in node.marks.items())])
@@ -162,13 +188,14 @@ def plan_recovery(
     own = {rank.rank: {v for v in rank.holds() if (rank.rank, v) not in corrupt} for rank in facts}
     # a segment made just now, and one put back together, knows nothing of what its rank had reached; where a rank has
     # moved, its old one does
-    reached = {r.rank: r.completed for r in facts if r.completed or (r.lineage and not r.holds())}
+    reached = {
+        r.rank: r.completed for r in facts
+        if r.completed is not None and (r.completed or (r.lineage and not r.holds()))
+    }  # fmt: skip
     for rank, iteration in ((rank, done) for node in nodes for rank, done in node.completed.items() if done):
         reached[rank] = max(iteration, reached.get(rank, 0))
-    lineage = 1 + max([rank.lineage for rank in facts] + [node.lineage for node in nodes])
     completed = min(reached.values(), default=0)
     candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
-    lineage = max([lineage, *(version.lineage for version in candidates)])  # what comes now is newer than all of them
     released = max((node.released for node in nodes), default=0)
     young = in_order((each for each in candidates if each.lineage >= released), marks)
     for place, version in enumerate(young):
@@ -183,7 +210,7 @@ def plan_recovery(
         reason = f"newest {mark.word} that all ranks can have" if newer else "newest that all ranks can have"
         return RecoveryPlan(
             version, tier, lineage, completed, lost, reason, sources=sources, holders=holders, gone=gone, mark=mark,
-            passed_over=newer,
+            passed_over=newer, damage=damage,
         )  # fmt: skip
     held_by_all = set.intersection(*(set(rank.holds()) for rank in facts))
     held = {rank.rank: sorted(rank.holds()) for rank in facts}
@@ -192,21 +219,29 @@ def plan_recovery(
         reason = "every version that all ranks hold is corrupt"
     elif len(empty) == len(held):
         reason = "no version was captured before"
+        reason = "no version can be read" if damage else reason
+        reason = "the replicas of every version differ" if Mark.DIFFERING in marks.values() else reason
     elif empty:
         reason = f"rank {min(empty)} holds no version"
     else:
         reason = "no version is held by all ranks"
     gone, why = _too_much_lost(nodes, exchange, plan_digest) if exchange is not None else ((), "")
     reason = f"{reason}; {why}" if why else reason
-    # a rank that holds two versions began the second when all ranks had the first (the fence): that one is gone
-    state_lost = bool(held_by_all) or any(len(versions) > 1 for versions in held.values())
-    state_lost = state_lost or any(node.parity for node in nodes)  # what has counted once was held by all
+    state_lost = any(rank.damaged_slots or rank.lost for rank in facts)
+    there = _there(facts, nodes)
+    if there and _first_capture_struck(facts, nodes):
+        reason = f"the job ended within the capture of its first version ({reason})"
+    else:
+        state_lost = state_lost or bool(there)
     if released and not any(rank.from_nothing and rank.lineage > released for rank in facts):
         why = f"while a node that is here was a spare, the job went on in lineage {released} with others"
         reason, state_lost = f"{reason}; {why}", True
     if exchange is None and (why := _elsewhere(own, corrupt, nodes)):
         reason, state_lost = f"{reason}; {why}", True
-    return RecoveryPlan(None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone)
+    return RecoveryPlan(
+        None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone, there=there,
+        damage=damage,
+    )  # fmt: skip
 
 
 def counted(
@@ -245,8 +280,8 @@ def _without_differing(
 def _without_void(
     facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]
 ) -> tuple[Sequence[RankFacts], Sequence[NodeFacts]]:
-    """The facts without the versions that a start from the beginning made void: one rank may have been told, others
-    not yet."""
+    """The facts without the versions that a start from the beginning made void, and without the damage of a rank that
+    has not been told: one may have been told, others not yet."""
     newest = max(rank.lineage for rank in facts)
     if not any(rank.from_nothing and rank.lineage == newest for rank in facts):
         return facts, nodes
@@ -254,10 +289,13 @@ def _without_void(
     def young(versions: Iterable[Version]) -> frozenset[Version]:
         return frozenset(version for version in versions if version.lineage >= newest)
 
-    return [
-        replace(rank, slots=tuple(slot for slot in rank.slots if slot.version and slot.version.lineage >= newest))
-        for rank in facts
-    ], [
+    def left(rank: RankFacts) -> RankFacts:
+        told = rank.lineage == newest or bool(rank.damaged)
+        slots = (slot for slot in rank.slots if told or not slot.damaged)
+        kept = tuple(slot for slot in slots if slot.version is None or slot.version.lineage >= newest)
+        return replace(rank, slots=kept, lost=rank.lost and told)
+
+    return [left(rank) for rank in facts], [
         replace(
             node,
             slots={rank: young(held) for rank, held in node.slots.items()},
@@ -266,6 +304,47 @@ def _without_void(
         )
         for node in nodes
     ]
+
+
+def _newest_lineage(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> int:
+    """The newest lineage that was opened, or that a version is of: where no record is left, versions still say it."""
+    versions = [version for rank in facts for version in rank.holds()]
+    versions += [version for node in nodes for held in (*node.slots.values(), node.parity) for version in held]
+    versions += [node.counted for node in nodes if node.counted]
+    opened = [rank.lineage for rank in facts] + [node.lineage for node in nodes]
+    return max([*opened, *(version.lineage for version in versions)])
+
+
+def _first_capture_struck(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> bool:
+    """Whether a start from the beginning ended before every rank had its first version: then there is nothing to go
+    back to, and no other rank's state is given up. Every rank has to say so itself, by records that are whole."""
+    versions = {version for rank in facts for version in rank.holds()}
+    versions |= {version for node in nodes for held in (*node.slots.values(), node.parity) for version in held}
+    if len(versions) != 1 or all(rank.holds() for rank in facts):
+        return False
+    (first,) = versions
+    return all(
+        rank.from_nothing and rank.lineage == first.lineage and not rank.damaged and not rank.damaged_slots
+        and all(slot.version in (None, first) for slot in rank.slots)
+        for rank in facts
+    )  # fmt: skip
+
+
+def _there(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> str:
+    """Which versions are sealed, of which ranks; '' for none."""
+    held: dict[int, set[Version]] = {rank.rank: set(rank.holds()) for rank in facts}
+    for node in nodes:
+        for rank, versions in node.slots.items():
+            held.setdefault(rank, set()).update(versions)
+    words = [f"rank {rank}: {', '.join(map(str, sorted(held[rank])))}" for rank in sorted(held) if held[rank]]
+    parity = sorted(set().union(*(node.parity for node in nodes)))
+    words += [f"parity: {', '.join(map(str, parity))}"] if parity else []
+    return "; ".join(_few(words))
+
+
+def _few(words: Sequence[str]) -> list[str]:
+    """So many of them as a person reads."""
+    return [*words[:_SHOWN], *([f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else [])]
 
 
 def _sources(
@@ -376,13 +455,17 @@ def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
         if plan.version is not None and plan.version.iteration >= loaded:
             return plan
         if plan.state_lost and not loaded:
-            moved = "" if plan.gone else "; were ranks moved between nodes?"
+            moved = "" if plan.gone or plan.damage else "; were ranks moved between nodes?"
+            found = f"; in memory are {plan.there}" if plan.there else ""
+            damage = "".join(f"; {words}" for words in _few(plan.damage))
             raise ResumeError(
-                f"the state in memory cannot be restored ({plan.reason}{moved}); "
+                f"the state in memory cannot be restored ({plan.reason}{moved}){found}{damage}; "
                 "start again as before to try once more, --ftp-resume fresh starts from the beginning"
             )
         why = plan.reason if plan.version is None else f"newer than version {plan.version.iteration} in memory"
     else:
         why = f"--ftp-resume {mode}"
     lost = max(0, plan.completed - loaded)
-    return RecoveryPlan(None, "storage" if loaded else "none", plan.lineage, plan.completed, lost, why, loaded)
+    return RecoveryPlan(
+        None, "storage" if loaded else "none", plan.lineage, plan.completed, lost, why, loaded, damage=plan.damage
+    )

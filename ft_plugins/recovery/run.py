@@ -2,7 +2,8 @@
 
 Invariant: nothing is loaded before every rank has verified its share of the same version; where one finds it corrupt
 it is put back together from other nodes, or all drop it and try the next older one. Unique items come from the own
-segment, replicated ones are all-gathered from the shares: every share is read on its own node.
+segment, replicated ones are all-gathered from the shares: every share is read on its own node. What ranks say to each
+other is bounded and typed.
 
 In: segment, layout, live tensors. Out: the restored tensors, the slot's small state, the plan.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
@@ -19,14 +20,16 @@ import numpy.typing as npt
 import torch
 
 from .. import faults
-from ..errors import FtError
+from ..errors import CorruptHeaderError, CorruptSlotError, FtError, ProtocolError, SegmentError
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.copiers import flat_bytes
 from ..snapshot.layout import Layout, ReplicaStream
-from ..snapshot.segment import Segment
+from ..snapshot.segment import COMPLETED, Segment
 from ..snapshot.slots import Mark, Slot, SlotState, Version
 from .collective import Collective
 from .plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
+
+_FACTS_BYTES = 1 << 16  # of what a rank says of its slots
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,10 @@ def agree_on_version(
     banned: set[Version] = set()
     rebuilt: set[tuple[int, Version]] = set()
     ways: dict[Version, RecoveryPlan] = {}  # by which a version was put back together
+    for error in _damage(segment):
+        report(error)
     while True:
-        facts = [_read_facts(payload) for payload in collective.gather(_facts(segment))]
+        facts = [_read_facts(rank, said) for rank, said in enumerate(collective.gather(_facts(segment)))]
         if nodes is None:
             plan = plan_recovery(facts, corrupt, banned=banned)
         else:
@@ -113,9 +118,9 @@ def load_tensors(
     """Copy the plan's version into `tensors`, in place. Every rank of the job calls together."""
     if plan.version is None:
         return Restored(plan, None)
-    (index,) = [
-        slot.index for slot in segment.slots() if slot.version == plan.version and slot.state is SlotState.CLEAN
-    ]
+    index = next((s.index for s in segment.slots() if s.version == plan.version and s.state is SlotState.CLEAN), None)
+    if index is None:
+        raise CorruptSlotError(f"rank {segment.rank}: version {plan.version} is not in memory any more; start again")
     data = segment.data(index)
     collective.connect(stream.replicas for stream in layout.streams)
     for number, stream in enumerate(layout.streams):
@@ -143,6 +148,23 @@ def _scatter(
             flat[item.name][low - start : high - start].copy_(torch.from_numpy(arrived[low - offset : high - offset]))
 
 
+def _damage(segment: Segment) -> list[FtError]:
+    """What of this rank's segment is not believed."""
+    damaged = [slot.index for slot in segment.slots() if slot.damaged]
+    found: list[FtError] = [
+        CorruptSlotError(
+            f"rank {segment.rank}: slot {index} is not used: its header, digest table or small state do not match "
+            "their digest"
+        )
+        for index in damaged
+    ]
+    found += [
+        CorruptHeaderError(f"rank {segment.rank}: the segment's {name} is not used: it does not match its digest")
+        for name in segment.damaged
+    ]
+    return found
+
+
 def _facts(segment: Segment) -> bytes:
     slots = [
         [
@@ -151,23 +173,40 @@ def _facts(segment: Segment) -> bytes:
             slot.version.lineage if slot.version else None,
             slot.version.iteration if slot.version else None,
             int(slot.mark),
+            slot.damaged,
         ]
         for slot in segment.slots()
     ]
-    # a version that was taken over from another size of the job is of a lineage that nobody has opened here
-    lineage = max([segment.lineage, *(slot[2] or 0 for slot in slots)])
-    return bytes(msgpack.packb([segment.rank, slots, lineage, segment.completed, segment.from_nothing]))
+    completed = None if COMPLETED in segment.damaged else segment.completed
+    said = [segment.rank, slots, segment.lineage, completed, segment.from_nothing]
+    return bytes(msgpack.packb([*said, segment.damaged, segment.lost]))
 
 
-def _read_facts(payload: bytes) -> RankFacts:
-    rank, slots, lineage, completed, from_nothing = msgpack.unpackb(payload)
-    return RankFacts(
-        rank,
-        tuple(
-            Slot(index, SlotState(state), None if of is None else Version(of, iteration), mark=Mark(mark))
-            for index, state, of, iteration, mark in slots
-        ),
-        lineage,
-        completed,
-        from_nothing,
-    )
+def _read_facts(rank: int, payload: bytes) -> RankFacts:
+    """What `rank` says. Raises ProtocolError for anything else, SegmentError where its segment is another rank's."""
+    try:
+        if len(payload) > _FACTS_BYTES:
+            raise ValueError(f"{len(payload)} bytes; expected at most {_FACTS_BYTES}")
+        owner, slots, lineage, completed, from_nothing, damaged, lost = msgpack.unpackb(payload)
+        facts = RankFacts(
+            _number(owner), tuple(_read_slot(*slot) for slot in slots), _number(lineage),
+            None if completed is None else _number(completed), bool(from_nothing), tuple(map(str, damaged)), bool(lost),
+        )  # fmt: skip
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"what rank {rank} says of its segment cannot be read ({error})") from error
+    if facts.rank != rank:
+        raise SegmentError(
+            f"rank {rank} has mapped the segment of rank {facts.rank}; 'ft-plugins end' or --ftp-resume fresh drops it"
+        )
+    return facts
+
+
+def _read_slot(index: Any, state: Any, lineage: Any, iteration: Any, mark: Any, damaged: Any) -> Slot:
+    version = None if lineage is None else Version(_number(lineage), _number(iteration))
+    return Slot(_number(index), SlotState(state), version, mark=Mark(mark), damaged=bool(damaged))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} where a number was expected")
+    return value

@@ -102,6 +102,8 @@ def _read_size(world_size: int, told: Sequence[Mapping[str, Any]], members: int)
             slots = tuple(
                 Slot(index, SlotState.CLEAN, version) for index, version in enumerate(sorted(held[rank]))
             )
+            if [world_size, rank] in answer.get("damaged", ()):  # never taken for a rank that had captured nothing
+                slots += (Slot(len(slots), SlotState.DIRTY, None, damaged=True),)
             facts = RankFacts(rank, slots, lineage, completed, from_nothing)
             known = ranks.get(rank)
             ranks[rank] = facts if known is None or known.lineage < lineage else known

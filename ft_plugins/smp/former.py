@@ -36,15 +36,16 @@ class Former:
         for path in paths.former_segments_of(job, node):
             with suppress(SegmentError):  # half-made or damaged: nothing that could be taken over
                 found = Segment(path)
-                self._held.setdefault(found.world_size, {})[found.rank] = found
+                if path == set_aside(job, node, found.rank, found.world_size):
+                    self._held.setdefault(found.world_size, {})[found.rank] = found
 
     def __bool__(self) -> bool:
         return any(self._held.values())
 
     @property
     def lineage(self) -> int:
-        """The newest lineage that was opened in any of them; 0 for none."""
-        return max((one.lineage for held in self._held.values() for one in held.values()), default=0)
+        """The newest lineage that was opened in any of them, or that a version is of; 0 for none."""
+        return max((one.newest_lineage for held in self._held.values() for one in held.values()), default=0)
 
     def sizes(self) -> Mapping[int, Mapping[int, Segment]]:
         """The segments by size of the job, then by rank."""
@@ -124,6 +125,11 @@ class Former:
     def marks(self, beside: Iterable[Segment] = ()) -> list[list[int]]:
         """For a recovery, likewise: what is known of the replicas of their versions."""
         return segments.marks_in([*(one for held in self._held.values() for one in held.values()), *beside])
+
+    def damaged(self, beside: Iterable[Segment] = ()) -> list[list[int]]:
+        """For a recovery, likewise: [size, rank] of those of which a slot cannot be read."""
+        held = [*(one for held in self._held.values() for one in held.values()), *beside]
+        return [[one.world_size, one.rank] for one in held if any(slot.damaged for slot in one.slots())]
 
     @staticmethod
     def _fact(rank: int, found: Segment) -> list[Any]:

@@ -158,7 +158,9 @@ class NodeTier:
                 "slots": [[rank, _clean(segment)] for rank, segment in sorted(self._segments.items())],
                 "marks": marks_in(self._segments.values()),
                 "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
-                "lineage": max([self._released, self._former.lineage, *(s.lineage for s in self._segments.values())]),
+                "lineage": max(
+                    [self._released, self._former.lineage, *(s.newest_lineage for s in self._segments.values())]
+                ),
                 "released": self._released,
                 "parity": sorted(map(astuple, self._vault.versions() if self._vault else ())),
                 "counted": told(self._kept.counted),

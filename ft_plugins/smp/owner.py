@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import faults
-from ..errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
+from ..errors import CorruptHeaderError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
 from ..events import Events
 from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.paths import path_of
-from ..snapshot.segment import Segment
+from ..snapshot.segment import OWNER, Segment
 from ..snapshot.shape import Shape
 from ..snapshot.slots import SlotState, Version, void
 from . import liveness, protocol
@@ -67,8 +67,11 @@ class SnapshotProcess:
         for path in paths.segments_of(job, node):
             try:
                 adopted = Segment(path)
-            except SegmentError as error:  # a foreign or damaged file: reported, and refused at attach
-                events.emit("smp.refused", path=str(path), reason=str(error))
+                if path != path_of(job, node, adopted.rank):
+                    raise SegmentError(f"segment {path} is that of rank {adopted.rank}; 'ft-plugins sweep' removes it")
+            except SegmentError as error:  # a foreign file is refused at attach, a damaged one replaced
+                damaged = isinstance(error, CorruptHeaderError)
+                events.emit("segment.corrupt" if damaged else "smp.refused", path=str(path), reason=str(error))
                 self._refused.append(str(path))
                 continue
             self._segments[adopted.rank] = adopted
@@ -178,7 +181,10 @@ class SnapshotProcess:
         building = self._token_path.with_suffix(".new")
         building.write_text(str(self.token))
         building.replace(self._token_path)
-        for segment in self._segments.values():
+        for rank, segment in self._segments.items():
+            if OWNER in segment.damaged:
+                reason = f"rank {rank}: who writes its segment cannot be read; a trainer that lives on is fenced alone"
+                self._events.emit("segment.corrupt", about=rank, reason=reason)
             segment.token = self.token
         if faults.reach("fence.kill", token=self.token) != "skip":
             owners = [segment.owner for segment in self._segments.values()]
@@ -212,10 +218,11 @@ class SnapshotProcess:
         path = path_of(self._job, self._node, rank)
         with self._allocating.setdefault(rank, threading.Lock()):
             with self._lock:
-                found = self._reusable(rank, path, shape, fingerprint, fresh)
+                lost = self._damaged(rank, path)
+                found = None if lost else self._reusable(rank, path, shape, fingerprint, fresh)
             if found is None:  # without the lock: allocating takes seconds, and a node's ranks do it side by side
                 path.unlink(missing_ok=True)
-                segments.create(path, shape, rank, fingerprint, world_size)
+                segments.create(path, shape, rank, fingerprint, world_size, lost=lost)
                 found = Segment(path)
             with self._lock:
                 if self.ended.is_set():
@@ -228,6 +235,23 @@ class SnapshotProcess:
                 found.attached = True
         self.persister.told(rank, path, protocol.field(request, "storage", dict) if request.get("storage") else None)
         return {"path": str(path), "resident_bytes": found.resident_bytes}
+
+    def _damaged(self, rank: int, path: Path) -> bool:
+        """Whether the segment that this rank has is damaged: then it is lost, and another one takes its place."""
+        found = self._segments.get(rank)
+        try:
+            if found is not None:
+                found.check()
+            elif path.exists():
+                Segment(path)
+        except SegmentError as error:
+            if found is None and not isinstance(error, CorruptHeaderError):
+                return False  # a foreign file: refused
+            self._events.emit("segment.corrupt", about=rank, path=str(path), reason=str(error))
+            if found is not None:
+                self._segments.pop(rank).close()
+            return True
+        return False
 
     def _reusable(
         self, rank: int, path: Path, shape: Shape, fingerprint: dict[str, Any], fresh: bool

@@ -66,6 +66,7 @@ class Sizes:
         with self._lock:
             told = {"sizes": self._former.facts(), "fingerprints": self._former.fingerprints()}
             told["marks"] = self._former.marks()
+            told["damaged"] = self._former.damaged()
             return {**told, **self._tier.parity()}
 
     def settle(self, taken: tuple[int, Version] | None) -> None:

@@ -92,12 +92,13 @@ class Spare:
             "sizes": self._former.facts(own.values()),
             "fingerprints": self._former.fingerprints(own.values()),
             "marks": self._former.marks(own.values()),
-            "lineage": max((found.lineage for found in held), default=0),
+            "damaged": self._former.damaged(own.values()),
+            "lineage": max((found.newest_lineage for found in held), default=0),
             **self._tier.parity(),
         }
 
     def _release(self, lineage: int) -> dict[str, Any]:
-        newest = max([self._former.lineage, *(found.lineage for found in self._segments.values())])
+        newest = max([self._former.lineage, *(found.newest_lineage for found in self._segments.values())])
         if newest >= lineage or self._asked_under() != self._token():
             return {"dropped": 0}  # it takes part again
         left = sorted(self._segments)

@@ -3,14 +3,16 @@
 Invariant: a slot's header is the truth about the slot. It says DIRTY before the first byte changes, and CLEAN only
 after everything else is in place, with a seal over version, digests and small state written last; so a process that
 dies at any instruction leaves the old version or none, never a torn one. A header that does not match its seal is read
-as DIRTY. The file is named in `paths`; it is 0600, allocated once by the SMP and reused over restarts.
+as DIRTY, and as damaged where no writer can have left it so. What the header page says is believed by digests of its
+own (`header`); its constants are verified once, when a segment is mapped.
 
     file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
-    header = magic, sizes, layout digest, token, lineage, completed, owner, lineage token, attached, size of the job,
-             gate (bubbles.gate), fingerprint
-    slot   = header page (state, version, token, small size, cursor, seal, pins, mark) | digest table | small | data
+    slot   = header page (state, version, token, small size, seal; cursor; pins; mark) | digest table | small | data
     data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
+
+State, cursor and pins are words that carry a digest of their own value; all zeros are a slot that was never used. The
+seal of a DIRTY slot covers the version that is being written, that of a CLEAN one all of it. A mark fits one seal.
 
 In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery).
 Files in /dev/shm are mapped directly: multiprocessing.shared_memory would unlink them behind our back.
@@ -22,7 +24,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,58 +33,34 @@ import numpy.typing as npt
 import xxhash
 
 from ..bubbles.gate import GATE_BYTES
-from ..errors import BudgetError, CorruptSlotError, SegmentError
+from ..errors import BudgetError, CorruptHeaderError, CorruptSlotError, SegmentError
+from .header import GATE, Constants, Header, Incarnation, Opened, believed, constants_of, encoded, guarded
 from .room import check_room
 from .shape import PAGE, Shape
 from .slots import Mark, Pin, Slot, SlotState, Version, check_transition, marks_of, may_pin
 
-_MAGIC = int.from_bytes(b"FTPSEG03", "little")
-_GATE = 512  # offset in the header page: closed as it is created, of zeros
-_FINGERPRINT = 1024  # offset in the header page: length, then JSON
-_FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
-
-# Words of the header page and of a slot's header page, each 8 bytes: a store of one is indivisible.
-_HEADER = {
-    name: index
-    for index, name in enumerate(
-        [
-            "magic",
-            "nbytes",
-            "small_nbytes",
-            "buckets",
-            "layout",
-            "rank",
-            "token",
-            "lineage",
-            "completed",
-            "owner_pid",
-            "owner_started",
-            "lineage_token",
-            "attached",
-            "slots",
-            "from_nothing",
-            "world_size",
-            "parity_nbytes",
-            "checks",
-        ]
-    )
-}
+# Words of a slot's header page, each 8 bytes: a store of one is indivisible.
 _SLOT = {
     name: index
-    for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "cursor", "seal", "pins", "mark"])
+    for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "seal", "cursor", "pins", "mark"])
 }
-NO_CURSOR = 2**64 - 1
+_SEALED = slice(_SLOT["state"], _SLOT["seal"] + 1)  # all zeros: never used
+_STATES = {0: SlotState.EMPTY, **{guarded(s, _SLOT["state"]): s for s in (SlotState.DIRTY, SlotState.CLEAN)}}
+_STATE_WORDS = {state: word for word, state in _STATES.items()}
+OWNER, COMPLETED = "owner", "completed iteration"  # as they are called in `Segment.damaged`
+NO_CURSOR = 2**32 - 1
 NOT_COMPUTED = 0  # the digest of a parity bucket that is still to be computed: nothing fits it
 
 
-def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], world_size: int = 0) -> None:
+def create(
+    path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], world_size: int = 0, *, lost: bool = False
+) -> None:
     """Allocate a segment and fault all of its pages in; `world_size` is the job's, 0 where that does not matter.
 
-    Raises BudgetError when the memory is not there.
+    `lost`: it takes the place of one that was damaged, which is known until a lineage is opened. Raises BudgetError
+    when the memory is not there.
     """
-    text = json.dumps(fingerprint, sort_keys=True).encode()
-    if len(text) > _FINGERPRINT_ROOM:
-        raise SegmentError(f"rank {rank}: the job's fingerprint has {len(text)} bytes; at most {_FINGERPRINT_ROOM} fit")
+    constants = Constants(shape, rank, world_size, encoded(fingerprint, rank))
     check_room(shape.total, f"rank {rank}: protection ({shape.slots} slots of {shape.slot_room} bytes)", path.parent)
     building = path.with_name(path.name + ".new")
     building.unlink(missing_ok=True)  # of an SMP that died meanwhile; or not ours at all, hence O_EXCL
@@ -94,23 +72,12 @@ def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], 
             raise BudgetError(
                 f"rank {rank}: {path.parent} could not give {shape.total} bytes: {error.strerror}"
             ) from error
-        with mmap.mmap(fd, PAGE) as page:
-            words = np.frombuffer(page, dtype=np.uint64, count=len(_HEADER))
-            for name, value in (
-                ("nbytes", shape.nbytes),
-                ("small_nbytes", shape.small_nbytes),
-                ("buckets", shape.buckets),
-                ("layout", shape.layout),
-                ("slots", shape.slots),
-                ("parity_nbytes", shape.parity_nbytes),
-                ("checks", shape.checks),
-                ("rank", rank),
-                ("world_size", world_size),
-                ("magic", _MAGIC),
-            ):
-                words[_HEADER[name]] = value
+        with mmap.mmap(fd, PAGE + shape.ranges_room) as mapped:
+            words = np.frombuffer(mapped, dtype=np.uint64)
+            constants.write(words[: PAGE // 8])
+            Header(words[: PAGE // 8]).begin(lost)
+            Header(words[: PAGE // 8]).ranges = _digest_of_ranges(words[PAGE // 8 :][: 2 * shape.buckets])
             del words
-            page[_FINGERPRINT : _FINGERPRINT + 8 + len(text)] = len(text).to_bytes(8, "little") + text
         os.rename(building, path)
     except BaseException:
         building.unlink(missing_ok=True)
@@ -120,12 +87,13 @@ def create(path: Path, shape: Shape, rank: int, fingerprint: Mapping[str, Any], 
 
 
 class Segment:
-    """A mapped segment. Its properties read and write shared memory; nothing is cached."""
+    """A mapped segment. Its constants were verified when it was mapped; all else is read from shared memory each time."""
 
     def __init__(self, path: Path, *, populate: bool = False) -> None:
         """Map `path`. `populate` maps every page at once, so that no first touch costs a fault in the step path.
 
-        Raises SegmentError when the file is missing, is not a segment of this version, or is another user's.
+        Raises SegmentError when the file is missing, is not a segment of this version, or is another user's,
+        CorruptHeaderError when it is damaged.
         """
         self.path = path
         try:
@@ -146,13 +114,11 @@ class Segment:
         finally:
             os.close(fd)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self._header = self.bytes[: 8 * len(_HEADER)].view(np.uint64)
-        if int(self._header[0]) != _MAGIC:
-            raise SegmentError(
-                f"segment {path} was written by another version of ft_plugins or is damaged; "
-                "'ft-plugins sweep' removes it"
-            )
-        self.shape = Shape(*(self._word(field.name) for field in fields(Shape)))
+        self._page = self.bytes[:PAGE].view(np.uint64)
+        self._header = Header(self._page)
+        constants = constants_of(self._page, path)
+        self.shape, self.rank, self.world_size = constants.shape, constants.rank, constants.world_size
+        self._fingerprint = constants.fingerprint
         if self.shape.total != found.st_size:
             raise SegmentError(f"segment {path} has {found.st_size} bytes where its header tells {self.shape.total}")
         self._slot_words = [
@@ -162,7 +128,7 @@ class Segment:
 
     def close(self) -> None:
         """Unmap. Views handed out must be gone; those that live on keep the mapping until they go."""
-        del self.bytes, self._header, self._slot_words
+        del self.bytes, self._page, self._header, self._slot_words
         try:
             self._map.close()
         except BufferError:  # a view is still held (a capture being torn down); the mapping goes with it
@@ -170,84 +136,96 @@ class Segment:
 
     # ---- header ----
 
-    def _word(self, name: str) -> int:
-        return int(self._header[_HEADER[name]])
+    def check(self) -> None:
+        """Whether the segment can still be mapped by others. Raises CorruptHeaderError, SegmentError."""
+        constants_of(self._page, self.path)
 
     @property
-    def rank(self) -> int:
-        """The logical rank whose state this is."""
-        return self._word("rank")
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the job whose state this is; 0 where nobody said."""
-        return self._word("world_size")
+    def damaged(self) -> tuple[str, ...]:
+        """What of the header is not believed, for people."""
+        records: dict[str, object] = {OWNER: self._header.incarnation, "lineage": self._header.opened}
+        records[COMPLETED] = self._header.completed
+        found = [name for name, value in records.items() if value is None]
+        return (*found, *([] if self._ranges_fit() else ["bucket ranges"]))
 
     @property
     def token(self) -> int:
-        """The fencing token of the incarnation that may write."""
-        return self._word("token")
+        """The fencing token of the incarnation that may write; 0 where that is not known."""
+        return (self._header.incarnation or Incarnation()).token
 
     @token.setter
     def token(self, value: int) -> None:
-        self._header[_HEADER["token"]] = value
+        self._header.incarnation = replace(self._header.incarnation or Incarnation(), token=value)
+
+    @property
+    def _opened(self) -> Opened:
+        return self._header.opened or Opened()
 
     @property
     def lineage(self) -> int:
-        """The newest lineage that was opened; 0 before the first."""
-        return self._word("lineage")
+        """The newest lineage that was opened; 0 before the first, and where that is not known."""
+        return self._opened.lineage
+
+    @property
+    def newest_lineage(self) -> int:
+        """That, or the newest that a version in a slot is of: one that was taken over has a lineage of its own."""
+        held = [slot.version.lineage for slot in self.slots() if slot.state is SlotState.CLEAN and slot.version]
+        return max([self.lineage, *held])
 
     @property
     def from_nothing(self) -> bool:
         """Whether the newest lineage began without a restored version: nothing older is of use then, on any rank."""
-        return bool(self._word("from_nothing"))
+        return bool(self._opened.from_nothing)
 
     @property
     def lineage_token(self) -> int:
         """The token under which the newest lineage was opened; 0 before the first."""
-        return self._word("lineage_token")
+        return self._opened.token
+
+    @property
+    def lost(self) -> bool:
+        """Whether this segment took the place of a damaged one, and no lineage was opened since."""
+        return bool(self._opened.lost)
 
     @property
     def attached(self) -> bool:
         """Whether a trainer of the running incarnation has attached, also if it has ended since."""
-        return bool(self._word("attached"))
+        return bool((self._header.incarnation or Incarnation()).attached)
 
     @attached.setter
     def attached(self, value: bool) -> None:
-        self._header[_HEADER["attached"]] = value
+        self._header.incarnation = replace(self._header.incarnation or Incarnation(), attached=int(value))
 
     @property
     def completed(self) -> int:
-        """The last iteration whose end this rank has reached, in any incarnation."""
-        return self._word("completed")
+        """The last iteration whose end this rank has reached, in any incarnation; 0 where that is not known."""
+        return self._header.completed or 0
 
     @completed.setter
     def completed(self, value: int) -> None:
-        self._header[_HEADER["completed"]] = value
+        self._header.completed = value
 
     @property
     def owner(self) -> tuple[int, int]:
         """(pid, start time in clock ticks) of the trainer that attached last; (0, 0) for none."""
-        return self._word("owner_pid"), self._word("owner_started")
+        found = self._header.incarnation or Incarnation()
+        return found.owner_pid, found.owner_started
 
     @owner.setter
     def owner(self, value: tuple[int, int]) -> None:
-        self._header[_HEADER["owner_pid"]], self._header[_HEADER["owner_started"]] = value
+        pid, began = value
+        known = self._header.incarnation or Incarnation()
+        self._header.incarnation = replace(known, owner_pid=pid, owner_started=began)
 
     @property
     def gate(self) -> npt.NDArray[np.uint8]:
         """The words by which the rank's trainer says how much of its copy may go now, a view: `bubbles.gate.Gate`."""
-        return self.bytes[_GATE : _GATE + GATE_BYTES]
+        return self.bytes[GATE : GATE + GATE_BYTES]
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the job whose state this is. Raises SegmentError when it is damaged."""
-        length = int.from_bytes(self.bytes[_FINGERPRINT : _FINGERPRINT + 8].tobytes(), "little")
-        start = _FINGERPRINT + 8
-        try:
-            return dict(json.loads(self.bytes[start : start + min(length, _FINGERPRINT_ROOM)].tobytes()))
-        except (ValueError, TypeError) as error:
-            raise SegmentError(f"segment {self.path}: the job's fingerprint in it is damaged ({error})") from error
+        """What identifies the job whose state this is."""
+        return dict(json.loads(self._fingerprint))
 
     def release(self, slots: Iterable[int]) -> None:
         """Give the memory of these slots back to the system: they are empty from then on."""
@@ -269,27 +247,43 @@ class Segment:
     def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int]) -> None:
         """Grow `lineage` from `base`: the slots in `voided` can no longer be restored. Idempotent; void first, so
         that a death in between leaves `base` the newest."""
+        completed = base.iteration if base else 0
+        guarded(completed, 0)  # refused before anything is void
         for index in voided:
             self.unpin(index, ~Pin(0))
             self.dirty(index, None, self.token)
-        self.completed = base.iteration if base else 0
-        self._header[_HEADER["from_nothing"]] = base is None
-        self._header[_HEADER["lineage"]] = lineage
-        self._header[_HEADER["lineage_token"]] = self.token
+        self.completed = completed
+        self._header.opened = Opened(lineage, self.token, int(base is None))
 
     # ---- slots ----
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """(offset, bytes) in a slot's data area of each bucket, by which those who know no layout verify it."""
-        area = self.bytes[PAGE : PAGE + 16 * self.shape.buckets].view(np.uint64)
-        return [(offset, nbytes) for offset, nbytes in area.reshape(-1, 2).tolist()]
+        """(offset, bytes) in a slot's data area of each bucket, by which those who know no layout verify it.
+
+        Raises CorruptHeaderError.
+        """
+        if not self._ranges_fit():
+            raise CorruptHeaderError(f"segment {self.path}: its bucket ranges do not match their digest")
+        return [(offset, nbytes) for offset, nbytes in self._ranges.reshape(-1, 2).tolist()]
 
     @ranges.setter
     def ranges(self, value: Sequence[tuple[int, int]]) -> None:
-        """Written by the trainer that claims the segment; the layout's digest in the header says which cut it is."""
-        area = self.bytes[PAGE : PAGE + 16 * self.shape.buckets].view(np.uint64)
-        area[:] = np.array(value, dtype=np.uint64).reshape(-1)
+        """Written by the trainer that claims the segment; the layout's digest in the header says which cut it is.
+
+        Raises SegmentError for another number of buckets.
+        """
+        if len(value) != self.shape.buckets:
+            raise SegmentError(f"rank {self.rank}: {len(value)} bucket ranges; expected {self.shape.buckets}")
+        self._ranges[:] = np.array(value, dtype=np.uint64).reshape(-1)
+        self._header.ranges = _digest_of_ranges(self._ranges)
+
+    @property
+    def _ranges(self) -> npt.NDArray[np.uint64]:
+        return self.bytes[PAGE : PAGE + 16 * self.shape.buckets].view(np.uint64)
+
+    def _ranges_fit(self) -> bool:
+        return self._header.ranges == _digest_of_ranges(self._ranges)
 
     @property
     def data_ranges(self) -> list[tuple[int, int]]:
@@ -329,25 +323,33 @@ class Segment:
 
     def cursor(self, index: int) -> int | None:
         """The bucket that was being written when a capture into this slot was last at a bucket edge; None for none."""
-        value = int(self._slot_words[index][_SLOT["cursor"]])
+        value = believed(int(self._slot_words[index][_SLOT["cursor"]]), _SLOT["cursor"])
         return None if value == NO_CURSOR else value
 
     def set_cursor(self, index: int, bucket: int | None) -> None:
         """Say which bucket is being written."""
-        self._slot_words[index][_SLOT["cursor"]] = NO_CURSOR if bucket is None else bucket
+        value = NO_CURSOR if bucket is None else bucket
+        self._slot_words[index][_SLOT["cursor"]] = guarded(value, _SLOT["cursor"])
 
     def slot(self, index: int) -> Slot:
         """What the slot's header says; a header whose seal does not fit is DIRTY."""
-        words = self._slot_words[index]
-        state = (
-            SlotState(int(words[_SLOT["state"]])) if int(words[_SLOT["state"]]) <= SlotState.CLEAN else SlotState.DIRTY
-        )
-        version = Version(int(words[_SLOT["lineage"]]), int(words[_SLOT["iteration"]]))
-        if state is SlotState.CLEAN and not self._sealed(index):
-            state = SlotState.DIRTY
-        held = version if state is not SlotState.EMPTY else None
-        mark = self._mark(index) if state is SlotState.CLEAN else Mark.NONE
-        return Slot(index, state, held, int(words[_SLOT["token"]]), self.pins(index), mark)
+        pins, record = self.pins(index), self._record(index)
+        word, lineage, iteration, token, _, seal = record
+        version = Version(lineage, iteration) if lineage or iteration else None
+        match _state_of(record):
+            case SlotState.EMPTY:
+                return Slot(index, SlotState.EMPTY, None, 0, pins)
+            case SlotState.CLEAN if self._sealed(index, record):
+                return Slot(index, SlotState.CLEAN, version, token, pins, self._mark(index))
+        if word == _STATE_WORDS[SlotState.DIRTY]:  # its writer may have died before it said what it was to write
+            fits = seal == _seal_of_dirty(lineage, iteration, token)
+            return Slot(index, SlotState.DIRTY, version if fits else None, token, pins)
+        begun = self._record(index)[0] == _STATE_WORDS[SlotState.DIRTY]  # while it was looked at
+        return Slot(index, SlotState.DIRTY, None, 0, pins, damaged=not begun)
+
+    def _record(self, index: int) -> list[int]:
+        """State, lineage, iteration, token, small size and seal of a slot."""
+        return [int(word) for word in self._slot_words[index][_SEALED]]
 
     def _mark(self, index: int) -> Mark:
         """That which was set for what is sealed there now: one of an earlier version does not fit."""
@@ -368,8 +370,12 @@ class Segment:
         return False
 
     def pins(self, index: int) -> Pin:
-        """What a slot is kept for, without a look at what it holds."""
-        return Pin(int(self._slot_words[index][_SLOT["pins"]]))
+        """What a slot is kept for, without a look at what it holds. Nothing, where that is not believed: a node that
+        counts on such a slot asks whether it is still there."""
+        return Pin(believed(int(self._slot_words[index][_SLOT["pins"]]), _SLOT["pins"]) or 0)
+
+    def _set_pins(self, index: int, pins: Pin) -> None:
+        self._slot_words[index][_SLOT["pins"]] = guarded(int(pins) & 0xFF, _SLOT["pins"])
 
     def slots(self) -> tuple[Slot, ...]:
         """All slots."""
@@ -384,25 +390,25 @@ class Segment:
         if index is None:
             return None
         held = self.slot(index).pins
-        self._slot_words[index][_SLOT["pins"]] = int(held | purpose)
+        self._set_pins(index, held | purpose)
         if held or may_pin([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
             return index
-        self._slot_words[index][_SLOT["pins"]] = int(held)
+        self._set_pins(index, held)
         return None
 
     def unpin(self, index: int, purpose: Pin) -> None:
         """The slot is no longer kept for `purpose`. Called by the SMP alone."""
-        words = self._slot_words[index]
-        words[_SLOT["pins"]] = int(words[_SLOT["pins"]]) & ~int(purpose) & 0xFF
+        self._set_pins(index, self.pins(index) & ~purpose)
 
     def dirty(self, index: int, version: Version | None, token: int) -> None:
         """The slot holds nothing restorable from now on; `version` is about to be written, None for none."""
         check_transition(self.slot(index).state, SlotState.DIRTY)
         words = self._slot_words[index]
-        words[_SLOT["state"]] = SlotState.DIRTY
+        lineage, iteration = (version.lineage, version.iteration) if version else (0, 0)
+        words[_SLOT["state"]] = _STATE_WORDS[SlotState.DIRTY]
         words[_SLOT["seal"]] = 0
-        words[_SLOT["lineage"]], words[_SLOT["iteration"]] = (version.lineage, version.iteration) if version else (0, 0)
-        words[_SLOT["token"]] = token
+        words[_SLOT["lineage"]], words[_SLOT["iteration"]], words[_SLOT["token"]] = lineage, iteration, token
+        words[_SLOT["seal"]] = _seal_of_dirty(lineage, iteration, token)
 
     def seal(self, index: int, version: Version, token: int, small: bytes, digests: npt.NDArray[np.uint64]) -> None:
         """Everything of `version` is in place: the slot becomes CLEAN. The last store is the state.
@@ -411,16 +417,16 @@ class Segment:
         small state or digest table meanwhile does not fit it, and the slot is read as DIRTY.
         """
         words = self._slot_words[index]
-        check_transition(SlotState(int(words[_SLOT["state"]])), SlotState.CLEAN)
+        check_transition(_state_of(self._record(index)), SlotState.CLEAN)
         known = np.array([version.lineage, version.iteration, token, len(small)], dtype=np.uint64)
         words[_SLOT["seal"]] = _seal(known, digests, small)
-        words[_SLOT["state"]] = SlotState.CLEAN
+        words[_SLOT["state"]] = _STATE_WORDS[SlotState.CLEAN]
 
-    def _sealed(self, index: int) -> bool:
-        """Whether the slot's header, digests and small state are those that its seal covers."""
-        words = self._slot_words[index]
-        found = _seal(words[_SLOT["lineage"] : _SLOT["cursor"]], self.digests(index), self.small(index))
-        return int(words[_SLOT["seal"]]) == found
+    def _sealed(self, index: int, record: Sequence[int]) -> bool:
+        """Whether digests and small state are those that the seal of `record` covers, as it is itself."""
+        *known, seal = record[1:]
+        small = self._area(index, self.shape.table_room, min(known[-1], self.shape.small_nbytes)).tobytes()
+        return seal == _seal(np.array(known, dtype=np.uint64), self.digests(index), small)
 
     def lacks_parity(self, version: Version) -> bool:
         """Whether the slot of `version` was filled otherwise than by capture, and parity in it is still missing."""
@@ -448,6 +454,12 @@ class Segment:
                 )
 
 
+def _state_of(record: Sequence[int]) -> SlotState:
+    """What a slot says of its state; DIRTY where that cannot be."""
+    state = _STATES.get(record[0], SlotState.DIRTY)
+    return SlotState.DIRTY if state is SlotState.EMPTY and any(record) else state
+
+
 def _marked(seal: int, mark: Mark) -> int:
     """The word that says `mark` of what has that seal, and nothing of anything else, nor with a bit of it flipped."""
     return xxhash.xxh3_64_intdigest(seal.to_bytes(8, "little") + bytes([mark]))
@@ -465,3 +477,13 @@ def _seal(words: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint64], small:
     digest.update(digests.tobytes())
     digest.update(small)
     return digest.intdigest()
+
+
+def _seal_of_dirty(lineage: int, iteration: int, token: int) -> int:
+    """Digest of what a DIRTY slot is to hold; none that `_seal` gives."""
+    words = np.array([lineage, iteration, token], dtype=np.uint64)
+    return xxhash.xxh3_64_intdigest(words.tobytes(), seed=SlotState.DIRTY)
+
+
+def _digest_of_ranges(words: npt.NDArray[np.uint64]) -> int:
+    return xxhash.xxh3_64_intdigest(words.tobytes())

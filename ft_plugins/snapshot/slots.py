@@ -106,7 +106,11 @@ def in_order(versions: Iterable[Version], marks: Mapping[Version, Mark]) -> list
 
 @dataclass(frozen=True)
 class Slot:
-    """What a slot's header says. `version` is None when it never held one."""
+    """What a slot's header says. `version` is None when it never held one, or is not known.
+
+    `damaged`: it is DIRTY because its header says something that does not match its digest, and not because a writer
+    was at it.
+    """
 
     index: int
     state: SlotState
@@ -114,6 +118,7 @@ class Slot:
     token: int = 0  # of the incarnation that wrote it
     pins: Pin = Pin(0)
     mark: Mark = Mark.NONE
+    damaged: bool = False
 
 
 def check_transition(before: SlotState, after: SlotState) -> None:
@@ -173,9 +178,13 @@ def may_pin(slots: Sequence[Slot], version: Version) -> int | None:
 
 
 def void(slots: Sequence[Slot], base: Version | None) -> tuple[int, ...]:
-    """The CLEAN slots that a new lineage growing from `base` makes void: all that is newer (everything if None)."""
+    """The slots that a new lineage growing from `base` makes void: all that is newer (everything if None), and what is
+    damaged, which has been reported by then."""
     return tuple(
         slot.index
         for slot in slots
-        if slot.state is SlotState.CLEAN and slot.version is not None and (base is None or slot.version > base)
+        if slot.damaged
+        or slot.state is SlotState.CLEAN
+        and slot.version is not None
+        and (base is None or slot.version > base)
     )

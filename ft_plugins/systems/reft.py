@@ -26,7 +26,16 @@ import xxhash
 from .. import faults
 from ..bubbles.gate import Gate
 from ..config import Config, ReftConfig
-from ..errors import BudgetError, ConfigError, CorruptSlotError, FtError, InventoryError, ProtectionError, ResumeError
+from ..errors import (
+    BudgetError,
+    ConfigError,
+    CorruptHeaderError,
+    CorruptSlotError,
+    FtError,
+    InventoryError,
+    ProtectionError,
+    ResumeError,
+)
 from ..events import Events, say
 from ..model.host import Host
 from ..recovery.collective import Collective
@@ -414,7 +423,14 @@ class Reft:
         return self._segment
 
     def _report_corrupt(self, error: FtError) -> None:
-        self._events.emit("slot.corrupt" if isinstance(error, CorruptSlotError) else "slot.lost", reason=str(error))
+        match error:
+            case CorruptSlotError():
+                name = "slot.corrupt"
+            case CorruptHeaderError():
+                name = "segment.corrupt"
+            case _:
+                name = "slot.lost"
+        self._events.emit(name, reason=str(error))
 
     def _report_waits(self) -> None:
         waits, self._waits = self._waits, []

@@ -51,15 +51,9 @@ def test_the_newest_version_that_every_rank_holds_whole_is_taken(
     plan = plan_recovery(facts, corrupt, banned=banned)
 
     assert plan.version == (common[-1] if common else None)
-    # not below any version: one that was taken over from another size bears the lineage that is opened now
-    whole = [
-        version
-        for version in every
-        for rank in facts
-        if version not in banned and has(rank, version) and (rank.rank, version) not in corrupt
-    ]
-    opened = max(rank.lineage for rank in facts)
-    assert plan.lineage == max([opened + 1, *(version.lineage for version in whole)])
+    # above any version, whatever it is good for: one that was taken over is of a lineage that no rank has opened
+    sealed = [version for version in every for rank in facts if has(rank, version)]
+    assert plan.lineage == 1 + max([*(rank.lineage for rank in facts), *(version.lineage for version in sealed)])
     # a rank whose segment was made just now has completed nothing, and says nothing about the others
     known = [rank.completed for rank in facts if rank.completed or (rank.lineage and not rank.holds())]
     assert plan.completed == min(known, default=0)
@@ -156,7 +150,7 @@ def test_a_slot_put_back_together_does_not_make_its_rank_one_that_had_completed_
 
 ALL_HOLD = [rank(0, 6, 7, completed=7), rank(1, 6, 7, completed=7)]
 ONE_IS_EMPTY = [rank(0, 6, 7, completed=7), rank(1, completed=0)]
-YOUNG = [rank(0, 1, completed=1), rank(1, completed=0)]
+YOUNG = [replace(rank(0, 1, completed=1), from_nothing=True), replace(rank(1, completed=0), from_nothing=True)]
 
 
 @pytest.mark.parametrize(
@@ -527,10 +521,10 @@ def test_what_is_older_than_what_a_job_went_on_with_is_never_restored() -> None:
     assert plan_recovery(facts(old), (), [replace(node, released=0) for node in nodes]).version == old
 
 
-def test_the_lineage_that_is_opened_is_no_older_than_the_version_restored() -> None:
+def test_the_lineage_that_is_opened_is_newer_than_the_version_restored() -> None:
     """What was taken over has a lineage of its own before any rank has opened it."""
     facts = [RankFacts(rank, (Slot(0, SlotState.CLEAN, Version(6, 9)),), 0, 9) for rank in range(2)]
-    assert plan_recovery(facts).lineage == 6
+    assert plan_recovery(facts).lineage == 7
 
 
 def marked(facts: RankFacts, marks: Mapping[int, Mark]) -> RankFacts:

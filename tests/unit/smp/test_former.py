@@ -54,7 +54,7 @@ def test_what_is_of_another_size_leaves_and_what_is_of_this_one_stays(job: str) 
     own = {0: segment(job, 0, 16, Version(1, 4)), 1: segment(job, 1, 12)}
     former = Former(job, NODE)
     assert not former and former.exchange(own, 12) == [0]
-    assert set(own) == {1} and former and former.lineage == 0
+    assert set(own) == {1} and former and former.lineage == 1
     assert files(job) == {"n0-r0of16", "n0-r1"}
     assert former_segments_of(job, NODE) == [set_aside(job, NODE, 0, 16)] and segments_of(job, NODE) == [own[1].path]
     found = former.find(0, Version(1, 4))

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from ft_plugins.errors import BudgetError, CorruptSlotError, FtError, SegmentError
+from ft_plugins.errors import BudgetError, CorruptHeaderError, CorruptSlotError, SegmentError
 from ft_plugins.snapshot.paths import path_of, remove, segments_of
-from ft_plugins.snapshot.segment import Segment, create, marks_in
+from ft_plugins.snapshot.segment import _STATES, Segment, create, marks_in
 from ft_plugins.snapshot.shape import PAGE, Shape
 from ft_plugins.snapshot.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
@@ -153,6 +153,22 @@ class Stores:
         self._observe()
 
 
+class StoredByWord:
+    """One copy of a record, which is stored word by word; `observe` looks after each."""
+
+    def __init__(self, words: np.ndarray, observe: Callable[[], None]) -> None:
+        self.words, self._observe = words, observe
+
+    def copy(self) -> np.ndarray:
+        return self.words.copy()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        places = range(len(self.words))[key]
+        for at, word in zip([places] if isinstance(places, int) else places, np.atleast_1d(value), strict=True):
+            self.words[at] = word
+            self._observe()
+
+
 def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_whole(segment: Segment) -> None:
     """A writer may die at any instruction. Given version 1 in the slot, when version 2 overwrites it."""
     old = fill(segment, 0, Version(1, 1), seed=1)
@@ -161,7 +177,7 @@ def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_who
     states: list[int] = []
 
     def observe() -> None:
-        states.append(int(reader._slot_words[0][0]))
+        states.append(_STATES[int(reader._slot_words[0][0])])
         slot = reader.slot(0)
         if slot.state is not SlotState.CLEAN:
             seen.append(None)
@@ -199,7 +215,7 @@ def test_a_flip_of_any_byte_of_a_version_makes_it_unrestorable(segment: Segment)
     small = start + PAGE + SHAPE.table_room
     areas = {
         "state, lineage, iteration, token, small size": range(start, start + 5 * 8),
-        "seal": range(start + 6 * 8, start + 7 * 8),
+        "seal": range(start + 5 * 8, start + 6 * 8),
         "digests": range(start + PAGE, start + PAGE + 8 * SHAPE.buckets),
         "small state": range(small, small + len(SMALL)),
         "data": range(small + SHAPE.small_room, small + SHAPE.small_room + SHAPE.nbytes),
@@ -222,26 +238,98 @@ def test_a_mismatch_names_rank_bucket_slot_and_version(segment: Segment) -> None
         segment.verify(2)
 
 
-def test_a_flip_in_the_sizes_or_the_fingerprint_of_the_header_is_noticed(segment: Segment) -> None:
-    """They decide whether the segment is this job's: another value is a refusal, not another job's bytes."""
-    for at in range(5 * 8):
-        segment.bytes[at] ^= 0x10
-        try:
-            assert Segment(segment.path).shape != SHAPE
-        except SegmentError as error:
-            assert str(segment.path) in str(error)
-        finally:
-            segment.bytes[at] ^= 0x10
+def test_a_flip_in_the_constants_of_the_header_loses_the_segment_and_nothing_else_is_made_of_it(
+    segment: Segment,
+) -> None:
+    """They decide whether the segment is this job's, whose it is and where its parts lie."""
     length = int.from_bytes(segment.bytes[1024:1032].tobytes(), "little")
-    for at in range(1024, 1032 + length):
-        segment.bytes[at] ^= 0xFF
-        try:
-            assert segment.fingerprint != FINGERPRINT
-        except FtError as error:
-            assert "fingerprint" in str(error)
-        finally:
-            segment.bytes[at] ^= 0xFF
+    for at in [*range(11 * 8), *range(1024, 1032 + length)]:
+        for mask in (0x01, 0x10, 0xFF):
+            segment.bytes[at] ^= mask
+            with pytest.raises(CorruptHeaderError, match=f"{segment.path}: its header does not match its digest"):
+                Segment(segment.path)
+            with pytest.raises(CorruptHeaderError):
+                segment.check()
+            assert (segment.shape, segment.rank, segment.fingerprint) == (SHAPE, 0, FINGERPRINT), "as it was mapped"
+            segment.bytes[at] ^= mask
+    segment.check()
     assert Segment(segment.path).fingerprint == FINGERPRINT
+
+
+def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: Segment) -> None:
+    """Each lies there twice. Given both copies damaged, neither is believed, and that is said."""
+    segment.token, segment.owner, segment.attached = 7, (123, 456), True
+    segment.open_lineage(5, None, ())
+    segment.completed = 3
+    before = segment.bytes.copy()
+
+    def said() -> tuple[object, ...]:
+        opened = (segment.lineage, segment.lineage_token, segment.from_nothing, segment.lost)
+        return segment.token, segment.owner, segment.attached, opened
+
+    known = said()
+    records = range(13 * 8, (13 + 24) * 8)
+    for at in records:
+        segment.bytes[at] ^= 0x02
+        assert said() == known and segment.damaged == ()
+        segment.bytes[at] = before[at]
+    segment.bytes[records.start : records.stop] ^= 0x02
+    assert said() == (0, (0, 0), False, (0, 0, False, False)) and segment.damaged == ("owner", "lineage")
+    segment.token = 8
+    assert (segment.token, segment.damaged) == (8, ("lineage",)), "one that is written again is believed again"
+    segment.bytes[:] = before
+    for at in range(11 * 8, 12 * 8):
+        segment.bytes[at] ^= 0x80
+        assert segment.completed == 0 and segment.damaged == ("completed iteration",)
+        segment.bytes[at] = before[at]
+    for at in [*range(12 * 8, 13 * 8), *range(PAGE, PAGE + 16 * SHAPE.buckets)]:
+        segment.bytes[at] ^= 0x40
+        assert segment.damaged == ("bucket ranges",)
+        with pytest.raises(CorruptHeaderError, match="bucket ranges"):
+            segment.verify(0)
+        segment.bytes[at] = before[at]
+    assert segment.damaged == () and segment.ranges == BUCKETS
+
+
+def test_after_every_store_of_a_record_a_reader_sees_the_old_values_or_the_new_ones(segment: Segment) -> None:
+    """A writer may die at any instruction, and write again."""
+    reader = Segment(segment.path)
+    for lineage in (4, 5, 6):
+        segment.token = 10 * lineage
+        old = (reader.lineage, reader.lineage_token)
+        seen: list[tuple[int, int]] = []
+        record = segment._header._opened
+
+        def observe(seen: list[tuple[int, int]] = seen) -> None:
+            seen.append((reader.lineage, reader.lineage_token))
+
+        for place, copy in enumerate(record._copies):
+            record._copies[place] = StoredByWord(copy, observe)
+        segment.open_lineage(lineage, Version(3, 1), ())
+        record._copies[:] = [copy.words for copy in record._copies]
+        assert len(seen) > 10 and set(seen) == {old, (lineage, 10 * lineage)} and seen[-1] == (lineage, 10 * lineage)
+        assert seen == sorted(seen), "once new, it is never old again"
+
+
+@pytest.mark.parametrize("state", list(SlotState))
+def test_a_flip_in_the_header_of_a_slot_is_damage_and_what_a_writer_left_is_not(
+    segment: Segment, state: SlotState
+) -> None:
+    if state is not SlotState.EMPTY:
+        fill(segment, 0, Version(3, 14))
+    if state is SlotState.DIRTY:
+        segment.dirty(0, Version(3, 15), 5)
+    assert segment.slot(0).state is state and not segment.slot(0).damaged
+    start = PAGE + SHAPE.ranges_room
+    for at in range(start, start + 6 * 8):
+        for bit in range(8):
+            segment.bytes[at] ^= 1 << bit
+            slot = segment.slot(0)
+            assert slot.state is SlotState.DIRTY and slot.version in (None, segment.slot(0).version)
+            if state is not SlotState.DIRTY or at < start + 8:
+                assert slot.damaged and slot.version is None
+            segment.bytes[at] ^= 1 << bit
+    assert segment.slot(0).state is state
 
 
 def test_a_seal_over_other_values_than_those_in_memory_is_no_seal(segment: Segment) -> None:

@@ -1,0 +1,391 @@
+"""Bytes of segments change by themselves: a job still resumes from what is whole, or says what is not; never from zero.
+
+The SMP's own code attaches, a rank is a thread; around them stands a gather in miniature. Bits and words of one rank's
+segment are changed between two starts of a job: its header page, headers, digest tables and small state of its slots.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ft_plugins import errors
+from ft_plugins.errors import FtError, ProtocolError, ResumeError, SegmentError
+from ft_plugins.events import Event, Events
+from ft_plugins.recovery.plan import RecoveryPlan, choose_source
+from ft_plugins.recovery.run import _facts, _read_facts, agree_on_version
+from ft_plugins.smp.owner import SnapshotProcess
+from ft_plugins.snapshot.paths import path_of, remove
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import PAGE, Shape
+from ft_plugins.snapshot.slots import SlotState, Version
+
+RANKS = (0, 1, 2)
+SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
+RANGES = [(0, 128), (128, 128), (256, 44)]
+FINGERPRINT = {"layers": 2, "order": ["tp", "dp"]}
+ITERATIONS = (4, 5, 6)
+_WAIT_SECONDS = 30.0
+
+LINEAGE_WORD = 8  # offset in the header of a slot
+HEADER = range(0, 512)
+FIRST_SLOT = PAGE + SHAPE.ranges_room
+AREAS: dict[str, list[range]] = {  # in which bytes are changed, by what they belong to
+    "header": [HEADER, range(1024, 1024 + 60)],
+    "ranges": [range(PAGE, PAGE + 16 * SHAPE.buckets)],
+    **{
+        f"slot {index}": [
+            range(start, start + 72),
+            range(start + PAGE, start + PAGE + 8 * SHAPE.digests),
+            range(start + PAGE + SHAPE.table_room, start + PAGE + SHAPE.table_room + 8),
+            range(start + SHAPE.slot_room - PAGE, start + SHAPE.slot_room - PAGE + SHAPE.nbytes),
+        ]
+        for index in range(SHAPE.slots)
+        for start in [FIRST_SLOT + index * SHAPE.slot_room]
+    },
+}
+
+
+@dataclass
+class Start:
+    """What one start of the job came to: a plan, or what refused it."""
+
+    plan: RecoveryPlan | None = None
+    refused: str = ""
+    error: FtError | None = None
+    reported: list[FtError] = field(default_factory=list)
+    restored: list[bool] = field(default_factory=list)
+
+
+class Gather:
+    """All ranks of the job, as threads of this process."""
+
+    def __init__(self, rank: int, said: list[bytes], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(RANKS)
+        self._said, self._barrier = said, barrier
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        self._said[self.rank] = payload
+        self._barrier.wait(_WAIT_SECONDS)
+        found = list(self._said)
+        self._barrier.wait(_WAIT_SECONDS)
+        return found
+
+
+class Job:
+    """A job of three ranks on one node, between two starts."""
+
+    def __init__(self, name: str, run_dir: Path) -> None:
+        self.name, self.run_dir = name, run_dir
+        self.seen: list[Event] = []
+
+    def path(self, rank: int) -> Path:
+        return path_of(self.name, "n", rank)
+
+    def smp(self) -> SnapshotProcess:
+        """An SMP that has adopted what is there."""
+        events = Events("n")
+        events.subscribe(self.seen.append)
+        return SnapshotProcess(self.run_dir, self.name, "n", events)
+
+    def attach(self, smp: SnapshotProcess, rank: int, token: int, fresh: bool = False) -> dict[str, Any]:
+        return smp.answer(
+            {"do": "attach", "rank": rank, "token": token, "shape": asdict(SHAPE), "fingerprint": FINGERPRINT,
+             "pid": 0, "fresh": fresh, "world_size": len(RANKS)}
+        )  # fmt: skip
+
+    def train(self) -> None:
+        """From the beginning, to three versions on every rank."""
+        smp = self.smp()
+        token = smp.answer({"do": "fence"})["token"]
+        for rank in RANKS:
+            assert self.attach(smp, rank, token)["ok"]
+            assert smp.answer({"do": "restore", "rank": rank, "token": token, "lineage": 1, "base": None})["ok"]
+            segment = Segment(self.path(rank))
+            segment.ranges = RANGES
+            for index, iteration in enumerate(ITERATIONS):
+                capture(segment, index, Version(1, iteration), token)
+            segment.completed = max(ITERATIONS)
+
+    def start(self, smp: SnapshotProcess, mode: str = "auto") -> Start:
+        """The same command again, until a lineage is opened or something is refused."""
+        fenced = smp.answer({"do": "fence"})
+        assert fenced["ok"], fenced
+        token = fenced["token"]
+        for rank in RANKS:
+            reply = self.attach(smp, rank, token, mode == "fresh")
+            if not reply["ok"]:
+                assert issubclass(getattr(errors, reply["error"]), FtError)
+                return Start(refused=reply["message"])
+        assert smp.answer({"do": "status"})["ok"] and smp.answer({"do": "inventory"})["ok"]
+        begun = Start()
+        segments = [Segment(self.path(rank)) for rank in RANKS]
+        for segment in segments:
+            segment.ranges = RANGES  # the trainer's layout
+        try:
+            begun.plan = choose_source(agreed(segments, begun.reported.append), mode, 0)
+        except FtError as error:
+            begun.error = error
+            return begun
+        base = begun.plan.version
+        begun.restored = [base is None or restorable(segment, base) for segment in segments]
+        for rank in RANKS:
+            opened = {"lineage": begun.plan.lineage, "base": [base.lineage, base.iteration] if base else None}
+            assert smp.answer({"do": "restore", "rank": rank, "token": token, **opened})["ok"]
+        return begun
+
+
+def small_of(rank: int, version: Version) -> bytes:
+    return f"{rank} at {version.iteration}".encode()
+
+
+def data_of(rank: int, version: Version) -> np.ndarray:
+    return np.random.default_rng([rank, version.iteration]).integers(0, 256, SHAPE.nbytes, dtype=np.uint8)
+
+
+def capture(segment: Segment, index: int, version: Version, token: int) -> None:
+    data, small = data_of(segment.rank, version), small_of(segment.rank, version)
+    digests = np.array([xxhash.xxh3_64_intdigest(data[a : a + n].tobytes()) for a, n in RANGES], dtype=np.uint64)
+    segment.dirty(index, version, token)
+    segment.write_small(index, small)
+    segment.data(index)[:] = data
+    segment.digests(index)[:] = digests
+    segment.set_cursor(index, None)
+    segment.seal(index, version, token, small, digests)
+
+
+def restorable(segment: Segment, version: Version) -> bool:
+    """Whether what would be restored is what was captured."""
+    (index,) = [slot.index for slot in segment.slots() if slot.version == version and slot.state is SlotState.CLEAN]
+    same = (segment.data(index) == data_of(segment.rank, version)).all()
+    return bool(same) and segment.small(index) == small_of(segment.rank, version)
+
+
+def agreed(segments: list[Segment], report: Callable[[FtError], None]) -> RecoveryPlan:
+    """What all ranks agree on. Raises what all of them raise alike."""
+    said, barrier = [b""] * len(segments), threading.Barrier(len(segments))
+    found: list[Any] = [None] * len(segments)
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = agree_on_version(segments[rank], Gather(rank, said, barrier), report)  # type: ignore[arg-type]
+        except BaseException as error:
+            found[rank] = error
+            if not isinstance(error, FtError):
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(segments))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * _WAIT_SECONDS)
+    for outcome in found:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, FtError | threading.BrokenBarrierError):
+            raise outcome
+    assert len({repr(outcome) for outcome in found}) == 1, found
+    if isinstance(found[0], FtError):
+        raise found[0]
+    return found[0]
+
+
+@pytest.fixture
+def trained(job: str, tmp_path: Path) -> Iterator[tuple[Job, Mapping[int, bytes]]]:
+    """A job that has trained, and the bytes of its segments."""
+    made = Job(job, tmp_path)
+    made.train()
+    yield made, {rank: made.path(rank).read_bytes() for rank in RANKS}
+    remove(job, "n")
+
+
+def put_back(job: Job, kept: Mapping[int, bytes]) -> None:
+    for rank, content in kept.items():
+        job.path(rank).unlink(missing_ok=True)
+        fd = os.open(job.path(rank), os.O_RDWR | os.O_CREAT, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+    (job.run_dir / "token").unlink(missing_ok=True)
+    job.seen.clear()
+
+
+def flip(job: Job, rank: int, at: int, mask: int) -> None:
+    with open(job.path(rank), "r+b") as file:
+        file.seek(at)
+        (before,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([before ^ mask]))
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[str, list[tuple[int, bytes]]]:
+    """What is hit, and by what: see `apply`."""
+    area = draw(st.sampled_from(sorted(AREAS)))
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.sampled_from([place for part in AREAS[area] for place in part]))
+        if draw(st.booleans()):
+            found.append((at, bytes([1 << draw(st.integers(0, 7))])))
+        else:
+            words = st.one_of(st.sampled_from([0, 1, 2, 3, 7, 2**32, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
+            found.append((at // 8 * 8, draw(words).to_bytes(8, "little")))
+    return area, found
+
+
+def apply(job: Job, rank: int, hits: list[tuple[int, bytes]]) -> None:
+    """Change bytes at these offsets: one byte is a bit that flips, eight are a word that is written."""
+    content = bytearray(job.path(rank).read_bytes())
+    for at, what in hits:
+        if len(what) == 1:
+            content[at] ^= what[0]
+        else:
+            content[at : at + 8] = what
+    with open(job.path(rank), "r+b") as file:
+        file.write(content)
+
+
+@settings(
+    max_examples=200, derandomize=True, deadline=None, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # every example puts the files back
+)  # fmt: skip
+@given(data=st.data())
+def test_whatever_changes_in_one_ranks_segment_the_job_resumes_from_what_is_whole_or_refuses(
+    trained: tuple[Job, Mapping[int, bytes]], data: st.DataObject
+) -> None:
+    job, kept = trained
+    put_back(job, kept)
+    adopted = data.draw(st.booleans(), "the SMP has the segment mapped when it changes")
+    smp = job.smp() if adopted else None
+    rank = data.draw(st.sampled_from(RANKS), "rank")
+    area, hits = data.draw(changes(), "changes")
+    apply(job, rank, hits)
+    begun = job.start(smp or job.smp())
+    if begun.plan is None:
+        assert area == "header", f"{begun.refused or begun.error}: slots are whole everywhere"
+        assert begun.refused or isinstance(begun.error, ResumeError)
+        again = job.start(job.smp())
+        assert again.plan is None, "what was refused is not forgotten"
+        assert job.start(job.smp(), "fresh").plan is not None
+        return
+    assert begun.plan.version is not None, "training started from the beginning"
+    whole = ITERATIONS[:-1] if area == "slot 2" else ITERATIONS
+    assert begun.plan.version.iteration >= max(whole) and all(begun.restored)
+    assert begun.plan.lineage > 1
+    again = job.start(job.smp())
+    assert again.plan is not None and again.plan.version == begun.plan.version and all(again.restored)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2])
+@pytest.mark.parametrize("bit", [1, 3, 40, 63])
+def test_a_flipped_bit_of_a_slots_lineage_loses_that_slot_alone_and_is_reported(
+    trained: tuple[Job, Mapping[int, bytes]], slot: int, bit: int
+) -> None:
+    job, _ = trained
+    flip(job, 1, FIRST_SLOT + slot * SHAPE.slot_room + LINEAGE_WORD + bit // 8, 1 << bit % 8)
+    begun = job.start(job.smp())
+    assert begun.plan is not None and begun.plan.version == Version(1, 5 if slot == 2 else 6)
+    assert begun.plan.lineage == 2 and all(begun.restored)
+    assert [str(error) for error in begun.reported] == [
+        f"rank 1: slot {slot} is not used: its header, digest table or small state do not match their digest"
+    ]
+    assert f"rank 1: slot {slot} damaged and not used" in begun.plan.table()
+    assert job.start(job.smp()).reported == [], "once"
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+def test_a_damaged_constant_header_is_a_lost_segment_and_never_a_new_one(
+    trained: tuple[Job, Mapping[int, bytes]], adopted: bool
+) -> None:
+    job, _ = trained
+    smp = job.smp() if adopted else None
+    flip(job, 1, 1030, 0x04)  # in the fingerprint
+    for _ in range(2):
+        begun = job.start(smp or job.smp())
+        assert isinstance(begun.error, ResumeError)
+        for part in (
+            "rank 0: 4 (lineage 1), 5 (lineage 1), 6 (lineage 1); rank 2: 4 (lineage 1)",
+            "rank 1: its segment was damaged and is lost", "--ftp-resume fresh",
+        ):  # fmt: skip
+            assert part in str(begun.error)
+        assert any(event.name == "segment.corrupt" for event in job.seen)
+        smp = None
+    fresh = job.start(job.smp(), "fresh")
+    assert fresh.plan is not None and fresh.plan.version is None
+    auto = job.start(job.smp())
+    assert auto.plan is not None and auto.plan.version is None, "as the user had said"
+
+
+def test_a_job_of_which_every_segment_is_damaged_does_not_begin_again_unasked(
+    trained: tuple[Job, Mapping[int, bytes]],
+) -> None:
+    job, _ = trained
+    for rank in RANKS:
+        flip(job, rank, 8, 0x01)
+    for _ in range(2):
+        begun = job.start(job.smp())
+        assert isinstance(begun.error, ResumeError) and "rank 2: its segment was damaged and is lost" in str(begun.error)
+    assert job.start(job.smp(), "fresh").plan is not None
+    assert job.start(job.smp()).plan is not None
+
+
+def test_a_job_of_which_every_slot_of_one_rank_is_damaged_names_what_the_others_hold(
+    trained: tuple[Job, Mapping[int, bytes]],
+) -> None:
+    job, _ = trained
+    for slot in range(SHAPE.slots):
+        flip(job, 1, FIRST_SLOT + slot * SHAPE.slot_room + LINEAGE_WORD, 0x02)
+    begun = job.start(job.smp())
+    assert isinstance(begun.error, ResumeError)
+    for part in ("rank 0: 4 (lineage 1)", "rank 1: slot 0, slot 1, slot 2 damaged", "--ftp-resume fresh"):
+        assert part in str(begun.error)
+
+
+def test_where_the_lineage_of_every_rank_is_damaged_the_sealed_slots_decide(
+    trained: tuple[Job, Mapping[int, bytes]],
+) -> None:
+    job, _ = trained
+    for rank in RANKS:
+        for at in range(13 * 8, (13 + 24) * 8, 8):
+            flip(job, rank, at, 0x08)
+    begun = job.start(job.smp())
+    assert begun.plan is not None and begun.plan.version == Version(1, 6) and begun.plan.lineage == 2
+    assert {str(error) for error in begun.reported} == {
+        f"rank {rank}: the segment's lineage is not used: it does not match its digest" for rank in RANKS
+    }
+
+
+def test_a_segment_in_another_ranks_place_is_refused_by_name(trained: tuple[Job, Mapping[int, bytes]]) -> None:
+    """A whole header that says it is rank 2's, under the name of rank 1's."""
+    job, kept = trained
+    put_back(job, {**kept, 1: kept[2]})
+    begun = job.start(job.smp())
+    assert "rank 1" in begun.refused and "--ftp-resume fresh" in begun.refused
+    with pytest.raises(SegmentError, match="rank 1 has mapped the segment of rank 2"):
+        _read_facts(1, _facts(Segment(job.path(2))))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None, 7, [], [0] * 7, [0, [[0]], 1, 1, False, [], False], [0, [[0, 9, 1, 1, 0, False]], 1, 1, False, [], False],
+        [0, [[0, 2, -1, 1, 0, False]], 1, 1, False, [], False], ["0", [], 1, 1, False, [], False],
+        [0, [], 1, 1, False, ["x" * (1 << 16)], False], [0, [[0, 2, 1, 1, 99, False]], 1, 1, False, [], False],
+    ],
+)  # fmt: skip
+def test_what_a_rank_says_of_its_segment_is_typed_and_bounded(said: Any) -> None:
+    with pytest.raises(ProtocolError, match="what rank 0 says of its segment cannot be read"):
+        _read_facts(0, msgpack.packb(said))
+
+
+def test_what_is_not_msgpack_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="rank 3"):
+        _read_facts(3, b"\xc1")
