@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ...errors import ResumeError
+from ..errors import ResumeError
 from .wrapping import replace
 
 Random = dict[str, Any]
@@ -109,6 +109,14 @@ def epoch_set(source: Any) -> int | None:
         if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
             return int(part.epoch)
     return None
+
+
+def set_epoch(source: Any, epoch: int) -> None:
+    """Set the sampler's epoch, where it has such a thing."""
+    for _, part in _parts(source):
+        if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
+            part.set_epoch(epoch)
+            return
 
 
 def draws(loader: Any) -> bool:
@@ -283,7 +291,7 @@ class Passes:
     def follow(self, kind: type[Any] = DataLoader) -> None:
         """From now on: all loaders of `kind`; also those that know their state and iterate in a way of their own."""
         if kind is DataLoader or ("__iter__" in vars(kind) and is_stateful(kind)):
-            replace(kind, "__iter__", self._iterating)
+            replace(kind, "__iter__", self._iterating, framework="torch", tested="2.13.0")
         for derived in kind.__subclasses__():
             self.follow(derived)
 
