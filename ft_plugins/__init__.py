@@ -1,6 +1,7 @@
 """Fault tolerance for large-model pretraining, switched on by flags: in-memory snapshots that outlive training.
 
-`attach(host, config)` protects a training loop; with Megatron-LM nobody has to call it (`ft-run` installs the hooks).
+`attach(host, config)` protects a training loop, one of plain torch as a `TorchHost`; with Megatron-LM and DeepSpeed no
+script has to call it (`ft-run` installs the hooks).
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters.torch_loop import TorchHost
     from .session import Session, attach
 
 __version__ = "0.1.0"
-__all__ = ["Session", "attach"]
+__all__ = ["Session", "TorchHost", "attach"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch only when it is needed: the SMP and the command line do without."""
+    if name == "TorchHost":
+        from .adapters import torch_loop
+
+        return torch_loop.TorchHost
     if name in __all__:
         from . import session
 

@@ -4,6 +4,7 @@
     ├── ConfigError            a key is unknown, misspelt, ineffective or contradicts another
     ├── TopologyError          parallel sizes, order or nodes that cannot be laid out
     ├── InventoryError         training state that cannot be captured or does not match what was captured
+    │   └── StateChangedError  the loop has added, removed or replaced training state after it was protected
     ├── BudgetError            the memory for protection is not there
     ├── SegmentError           a segment of shared memory is not what its reader expects
     │   ├── CorruptSlotError   bytes do not match the digest taken when they were captured
@@ -48,6 +49,10 @@ class TopologyError(FtError):
 
 class InventoryError(FtError):
     """Training state that cannot be captured, or that does not match what was captured."""
+
+
+class StateChangedError(InventoryError):
+    """The loop has added, removed or replaced training state after it was protected: the loop has to be changed."""
 
 
 class BudgetError(FtError):

@@ -11,7 +11,7 @@ In: a host, a configuration, the launch context. Out: hooks, called by the host;
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ import msgpack
 from . import faults
 from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, PaftConfig, launch_context
-from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError
+from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Event, Events, file_sink, say
 from .model.host import Host
 from .model.timeline import SenderFacts
@@ -60,6 +60,8 @@ class Session:
         self._state = False  # whether an earlier incarnation has left segments
         self._silent: Reft | None = None  # that captures no more
         self._unprotected: int | None = None  # steps since protection was lost; None while it holds
+        self.iteration = 0  # that began last
+        self._fenced = 0  # the iteration of the last update
         if host.rank == 0 and context.restart == 0:
             say(config.table(), who="")
         self.measured: Measured | None = None
@@ -240,11 +242,29 @@ class Session:
             self._host.restore_position(self._pending)
             self._pending = None
 
+    def iterations(self, last: int, loaded: int = 0) -> Iterator[int]:
+        """For a loop of one's own: resume, then give each iteration that is still to be done, `last` included.
+
+        The loop's body is the iteration; its version point is where the body ends. `loaded` as in `resume`. After the
+        last one protection ends in order; a loop that is left by `break` or an exception has no version of that
+        iteration. Raises what `resume` and the hooks raise.
+        """
+        done = self.resume(loaded, last)
+        for step in range(done + 1, last + 1):
+            self.iteration_begin(step)
+            yield step
+            if self._fenced != step:  # the update was skipped, as a GradScaler does
+                self.before_update(step)
+                self.after_update(step)
+            self.iteration_end(step)
+        self.shutdown()
+
     # ---- hooks ----
 
     def iteration_begin(self, step: int) -> None:
         """The first one puts data position and RNG in place."""
         self._restore_position()
+        self.iteration = step
         if self.measured is not None:
             self.measured.iteration_begin(step)
         if self._paft is not None and self._paft.early:
@@ -252,6 +272,7 @@ class Session:
 
     def before_update(self, step: int) -> None:
         """The fence; then what is averaged or repaired, in tensors that nobody captures."""
+        self._fenced = step
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step))
         if self._paft is not None:
@@ -315,12 +336,13 @@ class Session:
         """The boundary where protection degrades: whatever its own code raises, training goes on, on all ranks alike.
 
         The other ranks stop capturing too, so that the last version that all of them hold stays. Raises FencedError,
-        and ProtectionError where protection is required, unless training is `over`.
+        StateChangedError, which only the loop's author can mend, and ProtectionError where protection is required,
+        unless training is `over`.
         """
         assert self._reft is not None
         try:
             call(self._reft)
-        except FencedError:
+        except (FencedError, StateChangedError):
             raise
         except Exception as error:
             reft, self._reft = self._reft, None
@@ -369,16 +391,32 @@ def attach(
 ) -> Session:
     """Protect `host` as configured; `config` and `context` default to what ft-run passed by environment.
 
-    `profiling` has bubbles measured: `session.measured.profile`. Raises ConfigError when nothing was configured, and
-    what `Session` and the host's `install_edges` raise. The caller then calls `resume`; the adapter's `install` makes
-    the host call the hooks.
+    `host` is a `TorchHost` for a loop of plain torch. `profiling` has bubbles measured: `session.measured.profile`.
+    Raises ConfigError when nothing was configured (`config=Config()` protects nothing on purpose), and what `Session`
+    and the host's `install_edges` raise. The caller then iterates over `session.iterations`, or calls `resume` and the
+    hooks; the adapter's `install` makes the host call those that it can.
     """
+    _require_host(host, config)
     context = context or launch_context()
     chosen = config or context.config
-    if chosen is None:
-        chosen = Config()
+    if chosen is None or config is None and not chosen.systems:
+        raise ConfigError(
+            "ft_plugins.attach: no system is switched on, so nothing would be protected: start the job with ft-run in "
+            "the place of torchrun and give --reft, or drop attach (attach(host, Config()) trains unprotected)"
+        )
     session = Session(host, chosen, context, profiling)
     if session.measured is not None:
         host.install_edges(session.measured.edges)
     host.install(session)
     return session
+
+
+def _require_host(host: Any, config: Any) -> None:
+    """Raises ConfigError for arguments that are of other kinds."""
+    call = "ft_plugins.attach(ft_plugins.TorchHost(model, optimizer, scheduler, loader))"
+    if not all(callable(getattr(host, name, None)) for name in ("topology", "inventory", "small_state", "install")):
+        raise ConfigError(f"ft_plugins.attach: expected a host, found a {type(host).__name__}: call {call}")
+    if not isinstance(config, Config | None):
+        raise ConfigError(
+            f"ft_plugins.attach: expected a Config after the host, found a {type(config).__name__}: call {call}"
+        )

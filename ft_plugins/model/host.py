@@ -41,7 +41,9 @@ def resizable(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Hooks(Protocol):
-    """What the host calls. `step` is the 1-based iteration."""
+    """What the host calls. `step` is the 1-based iteration; `iteration` the one that began last, 0 before the first."""
+
+    iteration: int
 
     def iteration_begin(self, step: int) -> None: ...
     def before_update(self, step: int) -> None: ...

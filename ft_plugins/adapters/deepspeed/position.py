@@ -30,7 +30,7 @@ from typing import Any
 
 from ...errors import ResumeError
 from ...events import say
-from .loaders import (
+from ..loaders import (
     Epoch,
     Pass,
     Passes,

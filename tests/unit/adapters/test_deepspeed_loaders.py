@@ -18,8 +18,8 @@ pytest.importorskip("deepspeed")
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler  # noqa: E402
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
-from ft_plugins.adapters.deepspeed.loaders import Pass, drawn, redraw  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
+from ft_plugins.adapters.loaders import Pass, drawn, redraw  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
 

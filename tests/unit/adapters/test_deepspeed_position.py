@@ -14,8 +14,8 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime import dataloader  # noqa: E402
 from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
 
-from ft_plugins.adapters.deepspeed.loaders import drawn, redraw
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
+from ft_plugins.adapters.loaders import drawn, redraw
 from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ...errors import ResumeError
+from ..errors import ResumeError
 from .wrapping import replace
 
 Random = dict[str, Any]
@@ -63,7 +63,7 @@ def set_own(source: Any, states: Mapping[str, Any]) -> None:
         _set_state_of(generator, states[place])
 
 
-def _parts(source: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def parts(source: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """`source`, its samplers and theirs, by where they are found."""
     if source is None:
         return
@@ -71,13 +71,13 @@ def _parts(source: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     for name in _PARTS:
         part = getattr(source, "__dict__", {}).get(name)
         if part is not None:
-            yield from _parts(part, f"{place}{name}.")
+            yield from parts(part, f"{place}{name}.")
 
 
 def _generators(source: Any) -> dict[str, Any]:
     kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
     found: dict[str, Any] = {}
-    for place, part in _parts(source):
+    for place, part in parts(source):
         for name, value in getattr(part, "__dict__", {}).items():
             if isinstance(value, kinds) and all(value is not other for other in found.values()):
                 found[f"{place}{name}"] = value
@@ -105,10 +105,18 @@ def _set_state_of(generator: Any, state: Any) -> None:
 
 def epoch_set(source: Any) -> int | None:
     """What a script has told the sampler by `set_epoch`, where it has such a thing."""
-    for _, part in _parts(source):
+    for _, part in parts(source):
         if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
             return int(part.epoch)
     return None
+
+
+def set_epoch(source: Any, epoch: int) -> None:
+    """Set the sampler's epoch, where it has such a thing."""
+    for _, part in parts(source):
+        if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
+            part.set_epoch(epoch)
+            return
 
 
 def draws(loader: Any) -> bool:
@@ -283,7 +291,7 @@ class Passes:
     def follow(self, kind: type[Any] = DataLoader) -> None:
         """From now on: all loaders of `kind`; also those that know their state and iterate in a way of their own."""
         if kind is DataLoader or ("__iter__" in vars(kind) and is_stateful(kind)):
-            replace(kind, "__iter__", self._iterating)
+            replace(kind, "__iter__", self._iterating, framework="torch", tested="2.13.0")
         for derived in kind.__subclasses__():
             self.follow(derived)
 
