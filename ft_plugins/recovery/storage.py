@@ -4,7 +4,8 @@ Invariant: all ranks take the same checkpoint, the newest one of this job that e
 where replicas are compared the newest certified one before it; one that is damaged for any rank is passed over by all,
 and told of. From the slot on it is a restore from memory. What is
 there but cannot be used (another job's, laid out otherwise, all of it damaged, out of reach) is refused by name and
-never taken for nothing. The lineage that is opened is newer than any in storage, whoever wrote it.
+never taken for nothing. The lineage that is opened is newer than any in storage, whoever wrote it. What cannot be looked
+at never keeps a job that has memory from resuming, nor other ranks waiting: rank 0 says so.
 
 Memory goes first, unless storage has a later lineage: then the job has lived on elsewhere since.
 
@@ -14,15 +15,15 @@ In: the plan from memory, a folder. Out: a `RecoveryPlan`, and a sealed slot on 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 
 from ..errors import FtError, ResumeError, StorageError
+from ..intake import shown, within
 from ..model.host import resizable
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
@@ -33,8 +34,6 @@ from .plan import RecoveryPlan, choose_source
 
 LOOK_SECONDS = 60.0  # for the folder to be listed; a storage that hangs longer is out of reach
 _OFFERED = 16  # checkpoints that are tried, in the order of `retention.candidates`
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Shelf:
     other: str = ""
     unreachable: str = ""
     resized: Version | None = None  # `other` is of this job at another data-parallel size, and of this version
+    passed_over: tuple[str, ...] = ()  # names that look like a checkpoint's, and are none
 
 
 def with_storage(
@@ -105,6 +105,9 @@ class StorageTier:
         if mode == "memory":
             return choose_source(found, mode, loaded)
         shelf = self._look(segment.fingerprint)
+        if shelf.passed_over:
+            names = ", ".join(map(shown, shelf.passed_over))
+            self._report_once("checkpoint.ignored", f"{self._base}: {names}: no checkpoint has such a name; remove it")
         needed = found.version is None or mode != "auto"
         if shelf.unreachable:
             if needed:
@@ -150,9 +153,11 @@ class StorageTier:
         told = b""
         if self._collective.rank == 0:
             told = bytes(msgpack.packb(_found(self._base, fingerprint, self._collective.world_size)))
-        candidates, lineage, other, unreachable, resized = msgpack.unpackb(self._collective.gather(told)[0])
+        candidates, lineage, other, unreachable, resized, passed_over = msgpack.unpackb(
+            self._collective.gather(told)[0]
+        )
         known = tuple((Version(*version), name, why, Mark(mark)) for version, name, why, mark in candidates)
-        return Shelf(known, lineage, other, unreachable, Version(*resized) if resized else None)
+        return Shelf(known, lineage, other, unreachable, Version(*resized) if resized else None, tuple(passed_over))
 
     def _fetch(self, name: str, version: Version, segment: Segment, token: int) -> bool:
         """Read this rank's file of a checkpoint; whether every rank could. Raises what any rank refuses it with."""
@@ -176,17 +181,20 @@ class StorageTier:
 
 def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[Any]:
     """What rank 0 tells: the fields of a `Shelf` as plain values. Makes the folder where there is none."""
-    try:
-        stored = _within(LOOK_SECONDS, lambda: _listed(base))
-    except (OSError, TimeoutError) as error:
-        return [[], 0, "", getattr(error, "strerror", None) or str(error), None]
     origin = Origin("", world_size, fingerprint)
+    theirs: Mapping[str, Any] = {}
+    ignored: list[str] = []
+    try:
+        stored = within(LOOK_SECONDS, lambda: _listed(base, ignored.append))
+        others = [each for each in stored if each.complete and each.fingerprint not in (origin.digest, "")]
+        newest = max(others, key=lambda each: each.version, default=None)
+        if newest is not None:
+            theirs = within(LOOK_SECONDS, lambda: checkpoint.read_manifest(base / newest.name)).fingerprint
+    except (OSError, TimeoutError, StorageError) as error:
+        return [[], 0, "", getattr(error, "strerror", None) or str(error), None, []]
     own = retention.candidates(stored, origin.digest)[:_OFFERED]
-    others = [each for each in stored if each.complete and each.fingerprint not in (origin.digest, "")]
     other, resized = "", None
-    if others:
-        newest = max(others, key=lambda each: each.version)
-        theirs = checkpoint.read_manifest(base / newest.name).fingerprint
+    if newest is not None:
         other = f"{newest.name}: {_differing(theirs, fingerprint)}"
         if resizable(theirs) == resizable(fingerprint):
             resized = [newest.version.lineage, newest.version.iteration]
@@ -199,39 +207,19 @@ def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[
         ]
         for each in own
     ]
-    return [candidates, max((each.version.lineage for each in stored), default=0), other, "", resized]
+    lineage = max((each.version.lineage for each in stored), default=0)
+    return [candidates, lineage, other, "", resized, ignored[:_OFFERED]]
 
 
-def _listed(base: Path) -> tuple[retention.Stored, ...]:
-    base.mkdir(parents=True, exist_ok=True)
-    return checkpoint.listing(base)
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """`call()`, or TimeoutError: a network file system that is gone can hang for ever."""
-    found: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="ftp-storage-look", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError(f"it did not answer within {seconds:.0f} s")
-    return found[0]
+def _listed(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.Stored, ...]:
+    checkpoint.make_job_folder(base)
+    return checkpoint.listing(base, passed_over)
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What differs between two fingerprints, key by key."""
     return ", ".join(
-        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        f"{shown(key)[1:-1]}: {shown(before.get(key))} -> {shown(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
         if json.dumps(before.get(key), sort_keys=True) != json.dumps(now.get(key), sort_keys=True)
     )

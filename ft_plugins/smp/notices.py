@@ -13,15 +13,44 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter
 
 from ..errors import StorageError
-from ..snapshot.checkpoint import read_json, write_json
+from ..intake import Count, Unfit, typed
+from ..snapshot.checkpoint import make_job_folder, read_json, write_json
 from ..snapshot.retention import Offer
 from ..snapshot.slots import Mark, Version
 
 FRESH_SECONDS = 60.0  # between two offers that belong to one moment
+_OFFERS = 65536  # nodes of a job, at most
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """What `offer` writes."""
+
+    ranks: tuple[Count, ...]
+    versions: tuple[tuple[Count, Count], ...]
+    world_size: Count = 0  # older versions say no size
+    marks: tuple[tuple[Count, Count, Annotated[int, Field(strict=True, ge=min(Mark), le=max(Mark))]], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What `want` writes."""
+
+    lineage: Count
+    iteration: Count
+
+
+_OFFERED, _WANTED = TypeAdapter(_Offered), TypeAdapter(_Wanted)
 
 
 class Notices:
@@ -40,7 +69,7 @@ class Notices:
         marks: Mapping[Version, Mark] | None = None,
     ) -> None:
         """Say what the ranks of this node hold, of a job of `world_size`, and what is known of it. Raises OSError."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_job_folder(self._folder)
         held = [[version.lineage, version.iteration] for version in sorted(versions)]
         said = [[version.lineage, version.iteration, int(mark)] for version, mark in sorted((marks or {}).items())]
         told = {"ranks": sorted(ranks), "versions": held, "world_size": world_size, "marks": said}
@@ -51,7 +80,7 @@ class Notices:
         found: list[Offer] = []
         with suppress(OSError):
             now = self._own.stat().st_mtime
-            for path in self._folder.glob("offer-*.json"):
+            for path in islice(self._folder.glob("offer-*.json"), _OFFERS):
                 if abs(path.stat().st_mtime - now) <= FRESH_SECONDS:
                     found += self._read(path, world_size)
         return found
@@ -63,13 +92,13 @@ class Notices:
 
     def want(self, version: Version) -> None:
         """Say which version is wanted. Raises OSError."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_job_folder(self._folder)
         write_json(self._wanted, {"lineage": version.lineage, "iteration": version.iteration})
 
     def wanted(self) -> Version | None:
         """The version that some node wants."""
-        content = _content(self._wanted)
-        return Version(content["lineage"], content["iteration"]) if content else None
+        found = _content(self._wanted, _WANTED)
+        return Version(found.lineage, found.iteration) if found else None
 
     def have(self, version: Version) -> None:
         """It was written, or cannot be any more."""
@@ -78,15 +107,15 @@ class Notices:
                 self._wanted.unlink(missing_ok=True)
 
     def _read(self, path: Path, world_size: int) -> Iterator[Offer]:
-        content = _content(path)
-        if content and content.get("world_size") == world_size:  # older versions say no size
-            marks = {Version(lineage, iteration): Mark(mark) for lineage, iteration, mark in content.get("marks", ())}
-            yield Offer(tuple(content["ranks"]), tuple(Version(*pair) for pair in content["versions"]), marks)
+        found = _content(path, _OFFERED)
+        if found and found.world_size == world_size:
+            marks = {Version(lineage, iteration): Mark(mark) for lineage, iteration, mark in found.marks}
+            yield Offer(found.ranks, tuple(Version(*pair) for pair in found.versions), marks)
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """{} for a notice that is not there, or damaged."""
+def _content(path: Path, adapter: TypeAdapter[T]) -> T | None:
+    """None for a notice that is not there, or damaged."""
     try:
-        return read_json(path)
-    except (FileNotFoundError, StorageError):
-        return {}
+        return typed(adapter, read_json(path))
+    except (FileNotFoundError, StorageError, Unfit):
+        return None

@@ -10,7 +10,6 @@ In: what trainers tell at attach (kept in the run directory for a successor), re
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,19 +17,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ..errors import ProtocolError
 from ..events import Events
+from ..intake import Unfit, read_json, typed
 from ..snapshot.checkpoint import Origin
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Pin, Version
-from . import protocol
 from .checkpoints import Checkpoints, Stopped, facts_of, pin_all, words
+from .peers import written
 from .turns import FAR_SECONDS, NEAR_SECONDS, Call, Turns, View, counting, view
 
 PATIENCE_SECONDS = 300.0  # for other nodes' files; a network file system may show them a minute late
 _STOP_SECONDS = 5.0  # for the piece that is being written
 _AFTER_ERROR_SECONDS = 1.0
+_STORAGE = TypeAdapter(Storage)
 
 
 class Persister:
@@ -69,8 +72,8 @@ class Persister:
             segment = self._map(rank, path)
             for slot in segment.slots():
                 segment.unpin(slot.index, Pin.STORAGE)
-        with suppress(FileNotFoundError, ValueError, TypeError):  # else the next attach tells
-            self._storage = Storage(**json.loads(self._memory.read_text()))
+        with suppress(OSError, ValueError):  # else the next attach tells
+            self._storage = read_json(self._memory, _STORAGE)
             self._start()
 
     def told(self, rank: int, path: Path, fields: Mapping[str, Any] | None) -> None:
@@ -162,9 +165,7 @@ class Persister:
         if storage is None:
             self._memory.unlink(missing_ok=True)
             return
-        building = self._memory.with_suffix(".new")
-        building.write_text(json.dumps(asdict(storage)))
-        building.replace(self._memory)
+        written(self._memory, asdict(storage))
 
     def _start(self) -> None:
         if self._thread is None:
@@ -262,9 +263,7 @@ def _storage(rank: int, fields: Mapping[str, Any] | None) -> Storage | None:
     """What a trainer has told, checked. Raises ProtocolError."""
     if fields is None:
         return None
-    message = {"audits": 0, **fields, "do": "attach: storage"}  # older trainers do not say it
-    folder = protocol.field(message, "folder", str)
-    numbers = [protocol.number(message, name) for name in ("interval", "every", "keep", "world_size", "audits")]
-    if not folder.startswith("/") or 0 in numbers[1:4]:
-        raise ProtocolError(f"rank {rank}: attach with storage {dict(fields)}")
-    return Storage(folder, *numbers)
+    try:
+        return typed(_STORAGE, fields)
+    except Unfit as error:
+        raise ProtocolError(f"rank {rank}: attach with storage that cannot be used ({error})") from error

@@ -2,7 +2,9 @@
 
 Invariant: a checkpoint is complete when its manifest is there, and the manifest is written last, after every rank's
 file is durable. A file gets its name only when it is durable, so whatever stops a writer at any instruction leaves the
-checkpoints before it as they were. Every small file carries its own digest.
+checkpoints before it as they were. Every small file carries its own digest, and is bounded and checked when it is read.
+Files are for their owner alone (0600, folders 0700). A name that cannot be a version's is none: nothing reads or removes
+it.
 
     <dir>/<job>/v<lineage>-<iteration>/    `.partial` behind the name until the manifest is there
         rank-00003.safetensors             a rank's share: see `persist`
@@ -19,23 +21,34 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import xxhash
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from .. import faults
 from ..errors import StorageError
+from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, read_bytes, shown, typed
 from .retention import Stored
 from .slots import Mark, Version
 
 FORMAT = "ft_plugins checkpoint 1"
 _PARTIAL = ".partial"
-_FOLDER = re.compile(rf"v(?P<lineage>\d+)-(?P<iteration>\d+)(?P<partial>{re.escape(_PARTIAL)})?")
-_RECORD = re.compile(r"rank-(\d+)\.json")
+# As `folder_of` writes them, of numbers that counters reach: 10**15 iterations of a millisecond are 30,000 years.
+_FOLDER = re.compile(
+    rf"v(?P<lineage>0|[1-9][0-9]{{0,14}})-(?P<iteration>0|[1-9][0-9]{{0,14}})(?P<partial>{re.escape(_PARTIAL)})?"
+)
+_LIKE_A_FOLDER = re.compile(r"v[^.]*-[^.]*(\.partial)?")
+_RECORD = re.compile(r"rank-([0-9]{5,10})\.json")
+_DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors(\.new)?")
+HEAD_LIMIT = 64 << 20  # bytes of the header of a rank's file; one of a thousand buckets has 20 KB
+_FOR_THE_OWNER = 0o600
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,17 +69,19 @@ class Origin:
 class Record:
     """What `rank-N.json` says of a rank's file. `seal` is the digest over header, digest table and small state."""
 
-    rank: int
-    lineage: int
-    iteration: int
-    world_size: int
-    fingerprint: str
-    nbytes: int  # of the file
-    data_nbytes: int  # of the share
-    buckets: int
-    layout: int
-    seal: str
-    mark: int = Mark.NONE  # what was known of its replicas when the last byte was written
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    rank: Count
+    lineage: Count
+    iteration: Count
+    world_size: Count
+    fingerprint: Text
+    nbytes: Count  # of the file
+    data_nbytes: Count  # of the share
+    buckets: Count
+    layout: Word
+    seal: Text
+    mark: Annotated[int, Field(strict=True, ge=min(Mark), le=max(Mark))] = Mark.NONE  # when the last byte was written
 
     @property
     def version(self) -> Version:
@@ -78,14 +93,19 @@ class Manifest:
     """What `manifest.json` says. `certified` is None of a job whose replicas are not compared, or are let drift and
     each captured whole; False of parts of replicas of which nobody knew yet whether they are alike."""
 
-    format: str
-    job: str
-    lineage: int
-    iteration: int
-    world_size: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    format: Text
+    job: Text
+    lineage: Count
+    iteration: Count
+    world_size: Count
     fingerprint: dict[str, Any]
-    nbytes: int  # of all ranks' files
-    certified: bool | None = None  # whether the replicas were known to agree; None where there was nothing to find out
+    nbytes: Count  # of all ranks' files
+    certified: Annotated[bool, Field(strict=True)] | None = None  # whether the replicas were known to agree; None where there was nothing to find out
+
+
+_RECORD_OF, _MANIFEST_OF = TypeAdapter(Record), TypeAdapter(Manifest)
 
 
 def folder_of(base: Path, version: Version) -> Path:
@@ -178,6 +198,9 @@ def withdraw(folder: Path, ranks: list[int]) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint: first what makes it one. Raises OSError."""
+    if folder.is_symlink():  # somebody keeps the checkpoint elsewhere
+        folder.unlink()
+        return
     (folder / "manifest.json").unlink(missing_ok=True)
     shutil.rmtree(folder)
 
@@ -185,10 +208,11 @@ def remove(folder: Path) -> None:
 # ---- reading ----
 
 
-def listing(base: Path) -> tuple[Stored, ...]:
-    """Everything in a job's folder that is named like a checkpoint; () where there is no such folder. Raises OSError.
+def listing(base: Path, passed_over: Callable[[str], None] = lambda name: None) -> tuple[Stored, ...]:
+    """Every checkpoint in a job's folder; () where there is no such folder. Raises OSError.
 
-    A folder with a manifest is complete, whatever its name: its writer died before it could rename it.
+    A folder with a manifest is complete, whatever its name: its writer died before it could rename it. `passed_over` is
+    called with each name that looks like a checkpoint's and is none: no version, or no folder.
     """
     try:
         names = sorted(os.listdir(base))
@@ -197,7 +221,9 @@ def listing(base: Path) -> tuple[Stored, ...]:
     found: dict[Version, Stored] = {}
     for name in names:
         matched = _FOLDER.fullmatch(name)
-        if not matched:
+        if not (matched and (base / name).is_dir()):
+            if _LIKE_A_FOLDER.fullmatch(name):
+                passed_over(name)
             continue
         version = Version(int(matched["lineage"]), int(matched["iteration"]))
         each = _stored(base / name, version)
@@ -210,13 +236,30 @@ def _stored(folder: Path, version: Version) -> Stored:
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
-        return Stored(version, folder.name, complete=False)
+        return Stored(version, folder.name, complete=False, fingerprint=_begun_by(folder))
     except StorageError as error:
         return Stored(version, folder.name, complete=True, problem=str(error))
     if Version(manifest.lineage, manifest.iteration) != version:
         return Stored(version, folder.name, complete=True, problem=f"{folder}: its manifest is of another version")
     digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest
     return Stored(version, folder.name, complete=True, fingerprint=digest, certified=manifest.certified)
+
+
+def _begun_by(folder: Path) -> str:
+    """The digest of the fingerprint of the job that has begun a checkpoint, as the first file that tells it has it; ''
+    where none does."""
+    with suppress(OSError):
+        names = sorted(os.listdir(folder))
+        for name in names:
+            if _RECORD.fullmatch(name):
+                with suppress(StorageError, FileNotFoundError):
+                    return _record(folder / name).fingerprint
+        for name in filter(_DATA.fullmatch, names):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                with open(folder / name, "rb") as file:
+                    head = file.read(min(HEAD_LIMIT, int.from_bytes(file.read(8), "little")))
+                return str(json_value(head)["__metadata__"]["fingerprint"])
+    return ""
 
 
 def is_complete(folder: Path, origin: Origin) -> bool:
@@ -232,31 +275,55 @@ def is_complete(folder: Path, origin: Origin) -> bool:
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises FileNotFoundError where there is none, StorageError when it is damaged or of another version of ours."""
-    content = read_json(folder / "manifest.json")
+    path = folder / "manifest.json"
+    content = read_json(path)
     if content.get("format") != FORMAT:
-        raise StorageError(f"{folder}: expected format '{FORMAT}', found {content.get('format')!r}")
-    return Manifest(**content)
+        raise StorageError(f"{folder}: expected format '{FORMAT}', found {shown(content.get('format'))}")
+    return _checked(path, _MANIFEST_OF, content)
 
 
 def read_record(folder: Path, rank: int) -> Record:
     """Raises StorageError when it is missing or damaged."""
     try:
-        return Record(**read_json(folder / record_file(rank)))
+        return _record(folder / record_file(rank))
     except FileNotFoundError as error:
         raise StorageError(f"{folder / record_file(rank)}: there is no such file; is the folder shared?") from error
+
+
+def _record(path: Path) -> Record:
+    return _checked(path, _RECORD_OF, read_json(path))
 
 
 def _belongs(folder: Path, rank: int, origin: Origin, version: Version) -> bool:
     try:
         record = read_record(folder, rank)
         size = (folder / data_file(rank)).stat().st_size
-    except (StorageError, FileNotFoundError):
+    except (StorageError, OSError):
         return False
     ours = (version, origin.world_size, origin.digest)
     return (record.version, record.world_size, record.fingerprint) == ours and size == record.nbytes
 
 
 # ---- small files ----
+
+
+def make_job_folder(base: Path) -> None:
+    """The folder of a job's checkpoints, where it is not there yet, for its owner alone. Raises OSError."""
+    base.parent.mkdir(parents=True, exist_ok=True)
+    base.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """The folder of a checkpoint, likewise. Raises OSError."""
+    make_job_folder(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def create(path: Path) -> int:
+    """A descriptor of a new or emptied file, for its owner alone. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FOR_THE_OWNER)
+    os.fchmod(descriptor, _FOR_THE_OWNER)  # also of one that was left behind
+    return descriptor
 
 
 def sync_folder(folder: Path) -> None:
@@ -270,7 +337,7 @@ def sync_folder(folder: Path) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Durably, with a digest of itself."""
     building = path.with_name(path.name + ".new")
-    with open(building, "w") as file:
+    with open(create(building), "w") as file:
         json.dump({**content, "digest": _digest_of(content)}, file)
         file.flush()
         os.fsync(file.fileno())
@@ -282,15 +349,25 @@ def _digest_of(content: Mapping[str, Any]) -> str:
     return str(xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode()))
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, limit: int = FILE_LIMIT) -> dict[str, Any]:
     """Raises FileNotFoundError, StorageError."""
     try:
-        content = json.loads(path.read_text())
-        digest = content.pop("digest")
+        content = json_value(read_bytes(path, limit))
+        if not (isinstance(content, dict) and "digest" in content):
+            raise Unfit(f"expected an object with its digest, found {shown(content)}")
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    digest = content.pop("digest")
     if digest != _digest_of(content):
         raise StorageError(f"{path}: does not match its digest")
-    return dict(content)
+    return content
+
+
+def _checked(path: Path, adapter: TypeAdapter[T], content: dict[str, Any]) -> T:
+    """`content` of `path` as the type of `adapter`. Raises StorageError."""
+    try:
+        return typed(adapter, content)
+    except Unfit as error:
+        raise StorageError(f"{path}: it is damaged, or of another ft_plugins ({error})") from error

@@ -16,12 +16,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ..errors import StorageError
+from ..intake import Count, Text, Unfit, Word, read_bytes, typed
 from ..model.inventory import Inventory, Item
 from . import checkpoint
 from .checkpoint import index_file
@@ -35,25 +37,29 @@ LIMIT = 64 << 20  # bytes; a rank of thousands of tensors needs a hundredth of i
 class Entry:
     """An item and the part of it in this rank's file: `held` bytes, from its byte `start`, at `offset` of the data."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    replicas: tuple[int, ...]
-    piece: tuple[int, int, int] | None
-    start: int
-    offset: int
-    held: int
+    name: Text
+    dtype: Text
+    shape: tuple[Count, ...]
+    nbytes: Count
+    replicas: tuple[Count, ...]
+    piece: tuple[Count, Count, Count] | None
+    start: Count
+    offset: Count
+    held: Count
 
 
 @dataclass(frozen=True)
 class Index:
     """The index of one rank."""
 
-    rank: int
-    layout: int
+    rank: Count
+    layout: Word
     items: Mapping[str, Entry]
     names: Mapping[str, Any] | None
+
+
+_INDEX = TypeAdapter(Index)
+_ROW = tuple(field.name for field in fields(Entry))
 
 
 def describe(inventory: Inventory, layout: Layout, digest: int, names: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -84,12 +90,13 @@ def parse(content: Mapping[str, Any]) -> Index:
     try:
         if content["format"] != FORMAT:
             raise StorageError(f"expected format '{FORMAT}', found {content['format']!r}")
-        sets = [tuple(replicas) for replicas in content["replicas"]]
-        items = (
-            Entry(sys.intern(name), dtype, tuple(shape), nbytes, sets[number], tuple(piece) if piece else None, *found)
-            for name, dtype, shape, nbytes, number, piece, *found in content["items"]
-        )
-        return Index(content["rank"], content["layout"], {item.name: item for item in items}, content["names"])
+        sets = content["replicas"]
+        rows = [dict(zip(_ROW, row, strict=True)) for row in content["items"]]
+        items = {sys.intern(row["name"]): {**row, "replicas": sets[row["replicas"]]} for row in rows}
+        block = {"rank": content["rank"], "layout": content["layout"], "items": items, "names": content["names"]}
+        return typed(_INDEX, block)
+    except Unfit as error:
+        raise StorageError(f"it is no index of a checkpoint ({error})") from error
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise StorageError(f"it is no index of a checkpoint ({type(error).__name__}: {error})") from error
 
@@ -113,25 +120,26 @@ def keep(run_dir: Path, content: dict[str, Any]) -> None:
 
 
 def copy_into(folder: Path, rank: int, kept: Path) -> None:
-    """Put the index that was left at `kept` into a checkpoint, durably; nothing where there is none. Raises OSError."""
-    with suppress(FileNotFoundError):
-        if kept.stat().st_size > LIMIT:
-            return
-        content = kept.read_bytes()
-        building = folder / f"{index_file(rank)}.new"
-        with open(building, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(building, folder / index_file(rank))
-        checkpoint.sync_folder(folder)
+    """Put the index that was left at `kept` into a checkpoint, durably; nothing where there is none that can be read.
+    Raises OSError."""
+    try:
+        content = read_bytes(kept, LIMIT)
+    except (OSError, ValueError):
+        return
+    building = folder / f"{index_file(rank)}.new"
+    with open(checkpoint.create(building), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(building, folder / index_file(rank))
+    checkpoint.sync_folder(folder)
 
 
 def read(folder: Path, rank: int) -> Index:
     """The index of a rank in a checkpoint. Raises FileNotFoundError where there is none, StorageError."""
     path = folder / index_file(rank)
     try:
-        found = parse(checkpoint.read_json(path))
+        found = parse(checkpoint.read_json(path, LIMIT))
     except StorageError as error:
         raise error if str(path) in str(error) else StorageError(f"{path}: {error}") from error
     if found.rank != rank:

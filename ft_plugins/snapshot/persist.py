@@ -1,13 +1,14 @@
 """A rank's share in storage: a clean slot written as a safetensors file, and read back into a slot. No sockets.
 
 Invariant: what is written are private copies of what fitted the digests taken at capture, and the file gets its name
-when all of it did and is durable; what is read fits them again before the slot is sealed.
+when all of it did and is durable; what is read fits them again before the slot is sealed. Nothing is read that the
+rank's record, which has a digest, does not give the size of.
 
     rank-00003.safetensors   tensors `digests` (uint64, one a bucket), `data` (uint8, the slot's data area), `small`
                              (uint8, the encoded small state); metadata: whose, which version, the buckets' ranges
 
-The safetensors library reads the files. Their header (a length, then JSON) is written here: the library writes whole
-tensors at one go, cannot be stopped and holds the interpreter's lock meanwhile, while the SMP has requests to answer.
+The safetensors library reads the files. It is not used here: it writes whole tensors at one go, cannot be stopped and
+holds the interpreter's lock meanwhile, while the SMP has requests to answer; and what it reads, it believes the header.
 
 Parity that lies behind the data in a slot is not written: it protects against lost nodes, whose files are here. A slot
 that is read lacks it (`NOT_COMPUTED`), and fits no digest until the trainer has computed it.
@@ -29,17 +30,30 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from safetensors import SafetensorError, safe_open
 
 from .. import faults
 from ..errors import CorruptSlotError, FencedError, ResumeError, StorageError
-from .checkpoint import FORMAT, Origin, Record, data_file, differed, read_record, record_file, sync_folder, write_json
+from .checkpoint import (
+    FORMAT,
+    HEAD_LIMIT,
+    Origin,
+    Record,
+    create,
+    data_file,
+    differed,
+    make_folder,
+    read_record,
+    record_file,
+    sync_folder,
+    write_json,
+)
 from .index import copy_into
 from .segment import NOT_COMPUTED, Segment
 from .slots import Mark, SlotState, Version, choose
 
 COPY_BYTES = 8 << 20
 SYNC_BYTES = 32 << 20
+SMALL_LIMIT = 1 << 30  # bytes of small state and of a digest table: thousands of times what is in one
 _TENSORS = ["digests", "data", "small"]  # in the order in which they lie in the file
 
 
@@ -65,7 +79,7 @@ def write_rank(
     """
     rank = segment.rank
     facts = {**facts, "rank": rank, "iteration": version.iteration}
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     index, digests, small = _sealed(segment, version)
     head = _head(segment, version, origin, len(small))
     seal = xxhash.xxh3_64(head)
@@ -166,7 +180,7 @@ def _verified(segment: Segment, index: int, digests: Any) -> Iterator[memoryview
 def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any], None]]:
     """A file that gets its name when it is written and durable; removed when that fails."""
     building = path.with_name(path.name + ".new")
-    descriptor = os.open(building, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    descriptor = create(building)
     unsynced = 0
 
     def write(piece: Any) -> None:
@@ -220,7 +234,8 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
         raise StorageError(f"{folder / record_file(rank)}: it is of rank {record.rank}, version {record.version}")
     if record.mark == Mark.DIFFERING:
         raise StorageError(f"{folder}: {differed(version, [rank])}")
-    start, digests, small = read_head(path, record)
+    head, digests, small = read_head(path, record)
+    start = len(head) + digests.nbytes
     slots = segment.slots()
     same = [slot.index for slot in slots if slot.state is SlotState.CLEAN and slot.version == version]
     index = same[0] if same else choose(slots)  # two slots never hold one version
@@ -237,33 +252,40 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     return index
 
 
-def read_head(path: Path, record: Record) -> tuple[int, Any, bytes]:
-    """Of a rank's file: where the data begins, its digest table and its small state. Raises StorageError."""
+def read_head(path: Path, record: Record) -> tuple[bytes, Any, bytes]:
+    """Of a rank's file: its header, its digest table, behind which the data begins, and its small state, as its seal
+    covers them. Raises StorageError."""
     try:
-        found = path.stat().st_size
-        if found != record.nbytes:
-            raise StorageError(f"{path}: {found} bytes where {record.nbytes} were written")
-        with open(path, "rb") as file:
+        with open(path, "rb") as file:  # a mapping would kill us on an I/O error
+            found = os.fstat(file.fileno()).st_size
+            if found != record.nbytes:
+                raise StorageError(f"{path}: {found} bytes where {record.nbytes} were written")
             length = file.read(8)
-            head = length + file.read(min(int.from_bytes(length, "little"), record.nbytes))
-        with safe_open(path, framework="np", backend="pread") as tensors:  # a mapping would kill us on an I/O error
-            if sorted(tensors.keys()) != sorted(_TENSORS):
-                raise StorageError(f"{path}: expected tensors {_TENSORS}, found {tensors.keys()}")
-            digests, small = tensors.get_tensor("digests"), tensors.get_tensor("small").tobytes()
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path}: cannot be read ({error})") from error
+            head = length + file.read(min(int.from_bytes(length, "little"), HEAD_LIMIT))
+            sizes = 8 * record.buckets, record.nbytes - len(head) - 8 * record.buckets - record.data_nbytes
+            if not all(0 <= size <= SMALL_LIMIT for size in sizes):
+                raise StorageError(f"{path}: its header and its record do not go together")
+            table = file.read(sizes[0])
+            file.seek(record.data_nbytes, os.SEEK_CUR)
+            small = file.read(sizes[1])
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
     seal = xxhash.xxh3_64(head)
-    seal.update(digests.tobytes())
+    seal.update(table)
     seal.update(small)
     if seal.hexdigest() != record.seal:
         raise StorageError(f"{path}: header, digest table or small state do not match their digest")
-    return len(head) + digests.nbytes, digests, small
+    return head, np.frombuffer(table, dtype=np.uint64), small
 
 
 def _read_data(path: Path, start: int, segment: Segment, index: int, digests: Any, token: int) -> None:
     """The data of a rank's file into a slot, bucket by bucket, each compared with its digest as it lies there."""
     data = segment.data(index)
-    with open(path, "rb", buffering=0) as file:
+    try:
+        file = open(path, "rb", buffering=0)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+    with file:
         for number, (offset, nbytes) in enumerate(segment.data_ranges):
             if segment.token != token:
                 raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.token}")
@@ -288,5 +310,5 @@ def _present(folder: Path, record: Record) -> bool:
         return replace(read_record(folder, record.rank), mark=record.mark) == record and (
             (folder / data_file(record.rank)).stat().st_size == record.nbytes
         )
-    except (StorageError, FileNotFoundError):
+    except (StorageError, OSError):
         return False

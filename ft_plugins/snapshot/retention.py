@@ -12,7 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from pydantic import ConfigDict, Field
+
+from ..intake import Count, Text
 from .slots import Mark, Version, in_order, marks_of
 
 _NAMED_AHEAD_SECONDS = 3.0  # for the other nodes' SMPs, which look once a second, to have seen the name
@@ -24,12 +28,14 @@ class Storage:
     when asked for and at the end of protection), the newest `keep` stay; the job has `world_size` ranks, which take a
     snapshot every `every` iterations, and compare the replicas of one every `audits` (a multiple of that; 0: never)."""
 
-    folder: str
-    interval: int
-    every: int
-    keep: int
-    world_size: int
-    audits: int = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    folder: Annotated[Text, Field(pattern="^/")]
+    interval: Count
+    every: Annotated[Count, Field(ge=1)]
+    keep: Annotated[Count, Field(ge=1)]
+    world_size: Annotated[Count, Field(ge=1)]
+    audits: Count = 0
 
     @property
     def step(self) -> int:
@@ -48,7 +54,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint's folder in storage. `fingerprint` is the digest of its job's, '' as long as there is no manifest;
+    """A checkpoint's folder in storage. `fingerprint` is the digest of its job's, '' where nothing in it says so yet;
     `problem` says why a complete one cannot be used, `certified` what its manifest says (see `checkpoint.Manifest`)."""
 
     version: Version
@@ -133,14 +139,19 @@ def surplus(found: Sequence[Stored], keep: int, fingerprint: str) -> tuple[Store
     """What is to be removed once a new checkpoint of the job with `fingerprint` is complete.
 
     Its complete ones beyond the newest `keep`, but for the newest that is certified, and what was begun before the
-    newest of them and never finished. Checkpoints of other jobs stay: nobody here knows whether they are still wanted.
+    newest of them and never finished. Checkpoints of other jobs stay, and what these have begun: nobody here knows
+    whether they are still wanted, or are being written.
     """
     own = sorted((each for each in found if each.complete and each.fingerprint == fingerprint), key=_version)
     if not own:
         return ()
     agreed = [each for each in own if each.certified][-1:]
     older = [each for each in own[:-keep] if each not in agreed]
-    unfinished = [each for each in found if not each.complete and each.version < own[-1].version]
+    unfinished = [
+        each
+        for each in found
+        if not each.complete and each.fingerprint in (fingerprint, "") and each.version < own[-1].version
+    ]
     return tuple(sorted([*older, *unfinished], key=_version))
 
 

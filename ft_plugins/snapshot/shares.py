@@ -12,7 +12,6 @@ In: a checkpoint's folder. Out: indices, small state, bytes of tensors. Raises S
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,15 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from safetensors import safe_open
+from pydantic import TypeAdapter
 
-from ..errors import ProtocolError, StorageError
+from ..errors import ProtocolError, SegmentError, StorageError
+from ..intake import Count, json_value, shown, typed
 from . import codec, index, manifest
 from .checkpoint import Manifest, Origin, data_file, index_file, read_manifest, read_record
 from .index import Entry, Index
 from .persist import read_head
 
 CACHE_BYTES = 512 << 20
+_RANGES = TypeAdapter(list[tuple[Count, Count]])
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -80,6 +81,9 @@ class Shares:
             raise StorageError(f"{where}: there is no such file: this checkpoint was written without it") from error
         if found.layout != record.layout:
             raise StorageError(f"{where}: it is of another layout than the file of rank {rank}")
+        for entry in found.items.values():
+            if entry.offset + entry.held > record.data_nbytes or not isinstance(_dtype(entry), torch.dtype):
+                raise StorageError(f"{where}: {shown(entry)} is not in the file of rank {rank}")
         return found
 
     # ---- small state ----
@@ -87,18 +91,26 @@ class Shares:
     def small(self, rank: int) -> dict[str, Any]:
         """The small state that `rank` had at the version point."""
         try:
-            return dict(codec.decode(manifest.split(self._head(rank).small)[1]))
-        except ProtocolError as error:
+            found = codec.decode(manifest.split(self._head(rank).small)[1])
+            if type(found) is not dict:
+                raise ProtocolError(f"small state is a {type(found).__name__} where a dict was expected")
+            return found
+        except (ProtocolError, SegmentError) as error:
             raise StorageError(f"{self.folder / data_file(rank)}: {error}") from error
 
     def _head(self, rank: int) -> _Head:
         if rank not in self._heads:
             path = self.folder / data_file(rank)
-            start, digests, small = read_head(path, read_record(self.folder, rank))
-            with safe_open(path, framework="np", backend="pread") as file:
-                ranges = json.loads(file.metadata()["buckets"])  # the seal covers the header
+            head, digests, small = read_head(path, read_record(self.folder, rank))
+            try:
+                ranges = typed(_RANGES, json_value(json_value(head[8:])["__metadata__"]["buckets"]))
+                if len(ranges) != len(digests):
+                    raise ValueError(f"{len(ranges)} buckets of {len(digests)}")
+            except (ValueError, KeyError, TypeError) as error:
+                raise StorageError(f"{path}: its header cannot be read ({error})") from error
             offsets, sizes = np.array(ranges, dtype=np.uint64).reshape(-1, 2).T
             order = np.argsort(offsets)
+            start = len(head) + digests.nbytes
             self._heads[rank] = _Head(start, offsets[order], sizes[order], digests[order], small)
         return self._heads[rank]
 
@@ -112,17 +124,22 @@ class Shares:
         nbytes, dtypes = {_whole_nbytes(entry) for _, entry in entries}, {entry.dtype for _, entry in entries}
         if len(nbytes) > 1 or len(dtypes) > 1:
             raise StorageError(f"{self.folder}: ranks {_shown(ranks)} have different tensors called '{name}'")
-        whole = np.empty(nbytes.pop(), dtype=np.uint8)
-        at = 0
-        parts = sorted((_start_in_whole(entry), rank, entry) for rank, entry in entries if entry.held)
-        for start, rank, entry in parts:
+        at, needed = 0, []
+        parts = sorted((_start_in_whole(entry), rank, entry.offset, entry.held) for rank, entry in entries)
+        for start, rank, offset, held in parts:
             if start > at:
                 break
-            if start + entry.held > at:  # of a tensor that several ranks have whole, the first one is enough
-                self._read(rank, entry.offset, whole[start : start + entry.held])
-                at = start + entry.held
-        if at < whole.nbytes:
-            raise StorageError(f"{self.folder}: bytes of '{name}' from {at} on are in no file of ranks {_shown(ranks)}")
+            if start + held > at:  # of a tensor that several ranks have whole, the first one is enough
+                needed.append((start, rank, offset, held))
+                at = start + held
+        if at != (size := nbytes.pop()):
+            raise StorageError(
+                f"{self.folder}: of the {size} bytes of '{name}', those from {at} on are in no file of ranks "
+                f"{_shown(ranks)}"
+            )
+        whole = np.empty(size, dtype=np.uint8)
+        for start, rank, offset, held in needed:
+            self._read(rank, offset, whole[start : start + held])
         return whole, dtypes.pop()
 
     def place(self, name: str, ranks: Sequence[int]) -> int:
@@ -176,7 +193,12 @@ def _start_in_whole(entry: Entry) -> int:
 
 
 def _itemsize(entry: Entry) -> int:
-    return int(getattr(torch, entry.dtype).itemsize)
+    return int(_dtype(entry).itemsize)
+
+
+def _dtype(entry: Entry) -> Any:
+    """The torch dtype; None where it is none, which `Shares.index` refuses."""
+    return getattr(torch, entry.dtype, None)
 
 
 def _shown(ranks: Sequence[int]) -> str:

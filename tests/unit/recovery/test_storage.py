@@ -12,7 +12,8 @@ import pytest
 
 from ft_plugins.errors import ResumeError
 from ft_plugins.recovery.plan import RecoveryPlan
-from ft_plugins.recovery.storage import StorageTier, _differing, _within, with_storage
+from ft_plugins.intake import within
+from ft_plugins.recovery.storage import StorageTier, _differing, with_storage
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.retention import Stored
@@ -92,7 +93,7 @@ def test_a_certified_checkpoint_is_tried_before_newer_ones_of_which_it_is_not_kn
         Stored(Version(2, 60), "v2-60", True, ORIGIN.digest, certified=True),
         Stored(Version(3, 90), "v3-90", True, ORIGIN.digest, certified=False),
     ]
-    monkeypatch.setattr(checkpoint, "listing", lambda base: stored)
+    monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: stored)
     read: list[str] = []
     monkeypatch.setattr(persist, "read_rank", lambda folder, *_: read.append(folder.name))
     tier = StorageTier(tmp_path, "job", Alone(), lambda name, reason: None)
@@ -122,11 +123,11 @@ def test_without_a_checkpoint_everything_is_as_without_storage() -> None:
 def test_a_storage_that_hangs_is_out_of_reach_after_its_time_and_an_error_is_passed_on() -> None:
     never = threading.Event()
     with pytest.raises(TimeoutError, match="did not answer within"):
-        _within(0.05, never.wait)
+        within(0.05, never.wait)
     never.set()
     with pytest.raises(OSError, match="gone"):
-        _within(5, lambda: (_ for _ in ()).throw(OSError("gone")))
-    assert _within(5, lambda: 7) == 7
+        within(5, lambda: (_ for _ in ()).throw(OSError("gone")))
+    assert within(5, lambda: 7) == 7
 
 
 def test_two_fingerprints_differ_by_name() -> None:

@@ -140,7 +140,8 @@ def test_a_flipped_byte_is_found_wherever_it_is_read(folder: Path) -> None:
     rank = 2  # which holds the rest of the pieces, and a share of the others
     path = folder / checkpoint.data_file(rank)
     record = checkpoint.read_record(folder, rank)
-    start, _, _ = persist.read_head(path, record)
+    head, digests, _ = persist.read_head(path, record)
+    start = len(head) + digests.nbytes
     entry = index.read(folder, rank).items["c:exp_avg"]
     assert entry.piece == (200, 513, 513)
     flip(path, start + entry.offset + entry.held - 1)
@@ -192,7 +193,7 @@ def test_an_index_that_does_not_fit_is_refused(folder: Path) -> None:
 
 def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:
     shares = Shares(folder)
-    with pytest.raises(StorageError, match=r"from 800 on are in no file of ranks 0, 1"):
+    with pytest.raises(StorageError, match=r"those from 800 on are in no file of ranks 0, 1"):
         shares.whole("c:exp_avg", (0, 1))
     with pytest.raises(StorageError, match="no file of ranks 0, 1, 2 has item 'd'"):
         shares.whole("d", (0, 1, 2))
