@@ -61,7 +61,7 @@ def listen_as(
         return None  # a name that nobody knows yet
     deadline = time.monotonic() + patience
     for address in dict.fromkeys(str(address[0]) for _, _, _, _, address in found):
-        own = endpoint.host == "localhost" or _literal(endpoint.host) or not _loopback(address)
+        own = endpoint.host == "localhost" or literal(endpoint.host) or not _loopback(address)
         while True:
             try:
                 listener = _listen(address, endpoint.port)
@@ -98,13 +98,13 @@ def listen_anywhere(host: str | None) -> socket.socket:
 
 def emulated_apart(host: str, own: str | None) -> bool:
     """Whether the two are loopback addresses of two nodes that are emulated on this machine, which has them both."""
-    literal = bool(own) and _literal(host) and _literal(str(own))
+    literal = bool(own) and literal(host) and literal(str(own))
     return literal and host != own and _loopback(host) and _loopback(str(own))
 
 
 def only_here(host: str) -> bool:
     """Whether this host is reached from this machine alone, whatever names mean elsewhere."""
-    return host == "localhost" or _literal(host) and _loopback(host)
+    return host == "localhost" or literal(host) and _loopback(host)
 
 
 def listen_beside(listener: socket.socket) -> socket.socket:
@@ -120,7 +120,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=1024)
 
 
-def _literal(host: str) -> bool:
+def literal(host: str) -> bool:
+    """Whether it is an address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

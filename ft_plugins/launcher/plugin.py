@@ -104,7 +104,7 @@ class Settings:
             silence=_seconds(parameters, "detect_seconds", 10.0),
             wanted=_rank(parameters),
             run_dir=Path(run_dir) if run_dir else None,
-            secret=secret.given(Path(secret_file)) if secret_file else secret.of_this_user(),
+            secret=secret.of_job(secret_file),
             only_here=not secret_file,
         )
 

@@ -17,9 +17,9 @@ from ..errors import ConfigError
 from ..smp.wire import read_secret
 
 
-def given(path: Path) -> bytes:
-    """What a file of the user says."""
-    return read_secret(path)
+def of_job(file: str | Path | None) -> bytes:
+    """What the user's `file` says; without one, that of the jobs of this user on this machine."""
+    return read_secret(Path(file)) if file else of_this_user()
 
 
 def of_this_user() -> bytes:
