@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any, cast
 
 import msgpack
@@ -25,6 +26,7 @@ from .events import Event, Events, file_sink, say
 from .model.host import Host
 from .model.timeline import SenderFacts
 from .recovery.collective import Collective
+from .smp.wire import read_secret
 from .snapshot.layout import layer_bytes
 from .snapshot.room import check_room
 from .snapshot.segment import Shape
@@ -49,7 +51,7 @@ class Session:
         self._host = host
         self._config = config
         self._context = context
-        self._collective = Collective()
+        self._collective = _collective(config)
         self._events = Events(config.node_name or (context.run_dir.name if context.run_dir else ""), host.rank)
         if context.run_dir is not None:
             self._events.subscribe(file_sink(context.run_dir / "events.jsonl"))
@@ -381,6 +383,21 @@ def _alarm(event: Event) -> None:
     alike = event.name == "restore.scratch" or event.fields.get("echo")
     if event.name in _ALARMS and not (alike and event.rank):
         say(f"{event.name}: rank {event.rank}: {event.fields.get('reason')}", alarm=True)
+
+
+def _collective(config: Config) -> Collective:
+    """All ranks of the job. One whose secret cannot be read says why, where the others miss it; where none of them can
+    read it, and nodes need it, that is reported then."""
+    unread: ConfigError | None = None
+    secret = b""
+    try:
+        secret = read_secret(Path(config.secret_file)) if config.secret_file else b""
+    except ConfigError as error:
+        unread = error
+    try:
+        return Collective(secret)
+    except ConfigError as error:
+        raise unread or error from None
 
 
 def attach(

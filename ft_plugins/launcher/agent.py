@@ -29,8 +29,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
 from ..config import Config, worker_environment
-from ..errors import ProtectionError
+from ..errors import ConfigError, ProtectionError
 from ..events import Events
+from . import endpoint as places
+from . import secret
+from .exchange import Exchange
 from .rendezvous import Rendezvous
 from .restarts import Silence, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
@@ -62,6 +65,7 @@ class ProgressAgent(LocalElasticAgent):
         self._events = events
         self._bounded = bounded
         self._store_of_workers: TCPStore | None = None  # on the node of group rank 0: it serves as long as it is held
+        self._exchanged: Exchange | None = None  # with the other nodes, where the rendezvous is not ours
         self._versions: list[int | None] = []
         self._before: WorkerFailure | None = None  # the last failure, if nothing had begun then
         self._first_token = 0  # of this ft-run
@@ -92,16 +96,13 @@ class ProgressAgent(LocalElasticAgent):
 
     def _all_have_ended(self) -> bool:
         """Whether the workers of all nodes have succeeded. Torch waits for them as well, but does not say who came."""
-        group: Any = self._worker_group
-        if group.group_world_size == 1:
+        if self._exchanged is None:
             return True
         try:
-            exchange = self._exchange(self._worker_group)
-            exchange.set(f"ended/{group.group_rank}", "1")
-            exchange.wait([f"ended/{rank}" for rank in range(group.group_world_size)], _ENDED_PATIENCE)
+            self._exchanged.say("ended", b"1")
+            return None not in self._exchanged.all_said("ended", _ENDED_PATIENCE)
         except DistError:
             return False
-        return True
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """Torch's; and again, a few times, when the round's store is lost before workers were started."""
@@ -121,27 +122,37 @@ class ProgressAgent(LocalElasticAgent):
         are gone (seen; pytorch issue 135712). A rendezvous that leaves the store to rank 0 of the workers, as torch can
         be told to, has a new one each time anyway, and so has ours.
         """
+        spec = worker_group.spec
+        handler = spec.rdzv_handler
+        if isinstance(handler, Rendezvous):
+            handler.opened = self._has_opened()
         super()._rendezvous(worker_group)
-        spec = worker_group.spec
-        if not spec.rdzv_handler.use_agent_store or isinstance(spec.rdzv_handler, Rendezvous):
+        if isinstance(handler, Rendezvous):
             return
-        group: Any = worker_group
-        exchange = self._exchange(worker_group)
-        port = 0
-        if group.group_rank == 0:
-            address = spec.master_addr or spec.local_addr or socket.getfqdn()
-            self._store_of_workers = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-            port = self._store_of_workers.port
-        told = RendezvousStoreInfo.build(group.group_rank, exchange, spec.master_addr or spec.local_addr, port)
-        group.master_addr, group.master_port = told.master_addr, told.master_port
-
-    def _exchange(self, worker_group: WorkerGroup) -> PrefixStore:
-        """What the agents of this incarnation tell each other. A dynamic rendezvous prefixes its store by the round;
-        a static one has only the count, equal on all its nodes."""
-        spec = worker_group.spec
         group: Any = worker_group  # torch annotates what it fills in later as None
-        count = spec.max_restarts - self._remaining_restarts if spec.rdzv_handler.get_backend() == "static" else 0
-        return PrefixStore(f"ft_plugins/{count}", group.store)
+        # a dynamic rendezvous prefixes its store by the round; a static one has only the count, equal on all its nodes
+        count = spec.max_restarts - self._remaining_restarts if handler.get_backend() == "static" else 0
+        exchange = PrefixStore(f"ft_plugins/{count}", group.store)
+        if handler.use_agent_store:
+            told = self._serve_workers(spec, group, exchange)
+            group.master_addr, group.master_port = told.master_addr, told.master_port
+        if self._job and group.group_world_size > 1:
+            known = secret.of_job(self._job.config.secret_file)
+            self._exchanged = Exchange(exchange, known, group.group_rank, group.group_world_size)
+
+    def _serve_workers(self, spec: WorkerSpec, group: Any, exchange: PrefixStore) -> RendezvousStoreInfo:
+        """Where the store of this incarnation's workers is: on the node of group rank 0, which makes it. It listens on
+        one address where that can be known: the given one, or that of this machine alone."""
+        if group.group_rank:
+            return RendezvousStoreInfo.build(group.group_rank, exchange, spec.master_addr or spec.local_addr, 0)
+        alone = group.group_world_size == 1
+        address = spec.master_addr or spec.local_addr or (places.LOOPBACK if alone else socket.getfqdn())
+        listener = places.listen_anywhere(address if alone or places.literal(address) else None)
+        port = int(listener.getsockname()[1])
+        self._store_of_workers = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+        )
+        return RendezvousStoreInfo.build(0, exchange, address, port)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         token = self._token = self._watcher.fence() if self._watcher else 0
@@ -160,18 +171,30 @@ class ProgressAgent(LocalElasticAgent):
         self._failed_at = None
         return started
 
+    def _has_opened(self) -> bool:
+        """Whether a rank of any node has opened a lineage under this ft-run, as far as is known here."""
+        if self._watcher and not self._opened and self._first_token:
+            self._opened = self._watcher.opened_since(self._first_token)
+        return self._opened
+
     def _resumed(self, token: int, worker_group: WorkerGroup) -> bool:
         """Whether the `resume` of the command was carried out: an incarnation of this ft-run, or of one that goes on
         with it on another node, has opened its lineage on any rank. All nodes answer alike, as ranks must."""
+        own = self._has_opened()
         self._first_token = self._first_token or token
-        if self._watcher and not self._opened and self._first_token < token:
-            self._opened = self._watcher.opened_since(self._first_token)
-        group: Any = worker_group
-        if group.group_world_size > 1:
-            exchange = self._exchange(worker_group)
-            exchange.set(f"opened/{group.group_rank}", str(int(self._opened)))
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, Rendezvous):
+            self._opened = own or handler.opened_anywhere
+        elif self._exchanged:
+            self._exchanged.say("opened", b"1" if own else b"0")
             if self._job and self._job.config.resume != "auto":  # else there is nothing to forget
-                told = exchange.multi_get([f"opened/{rank}" for rank in range(group.group_world_size)])
+                told = self._exchanged.all_said("opened")
+                if None in told:
+                    raise ConfigError(
+                        f"group rank {told.index(None)}: expected its word whether --ftp-resume was carried out, found "
+                        "one in the store of the rendezvous that is not from there; drop --rdzv-backend, so that nodes "
+                        "meet where strangers cannot write"
+                    )
                 self._opened = b"1" in told
         return self._opened
 

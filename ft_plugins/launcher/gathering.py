@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from . import rounds
+from .bounds import Count, Flag, Name, Seen, Token, Where
 from .rounds import Candidate, Rules, Seat
 
 _PAUSE_SECONDS = 1.0  # between two looks at the clock; if they are further apart, it was we who slept
@@ -44,17 +45,21 @@ _NEXT = {
 class Place:
     """A node and the endpoint at which it can be asked."""
 
-    node: str
-    endpoint: str
+    node: Name
+    endpoint: Where
 
 
 @dataclass(frozen=True)
 class Roster:
-    """A complete round: its nodes by rank, and those that waited beside it."""
+    """A complete round: its nodes by rank, and those that waited beside it. Raises ValueError."""
 
-    round: int
+    round: Count
     members: tuple[Place, ...] = ()
     spares: tuple[Place, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.members and not self.round:
+            raise ValueError("expected a round from 1 for its members")
 
     def seat(self, node: str) -> Seat | None:
         """Where `node` sat; None if it did not take part."""
@@ -71,25 +76,31 @@ class Roster:
 class Application:
     """A node that asks to take part. `token` is its process's own: a node that was started again has another one.
 
-    `knows` is the newest complete round that it has heard of, also one that it had no seat in.
+    `knows` is the newest complete round that it has heard of, also one that it had no seat in. `opened`: its ranks have
+    captured something under the command that runs.
     """
 
-    node: str
-    token: str
-    endpoint: str
+    node: Name
+    token: Token
+    endpoint: Where
     seat: Seat | None = None
-    wanted: int | None = None
-    knows: int = 0
+    wanted: Count | None = None
+    knows: Seen = 0
+    opened: Flag = False
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Ranks by token, given at a time, and where the store of the round is, '' while rank 0 has not told."""
+    """Ranks by token, given at a time, and where the store of the round is, '' while rank 0 has not told.
+
+    `opened`: any of its nodes has `Application.opened`.
+    """
 
     round: int
     ranks: dict[str, int]
     since: float
     store: str = ""
+    opened: bool = False
 
 
 class Gathering:
@@ -236,7 +247,9 @@ class Gathering:
         if size:
             tokens = {found.node: found.token for found in self._waiting.values()}
             given = rounds.ranks(candidates, size)
-            self.proposal = Proposal(self.round, {tokens[node]: rank for node, rank in given.items()}, now)
+            opened = any(self._waiting[tokens[node]].opened for node in given)
+            ranks = {tokens[node]: rank for node, rank in given.items()}
+            self.proposal = Proposal(self.round, ranks, now, opened=opened)
             self._turn(Phase.PROPOSED)
 
     def _candidates(self) -> Sequence[Candidate]:

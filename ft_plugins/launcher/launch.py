@@ -33,6 +33,7 @@ from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Event, Events, file_sink, say
 from ..recovery import sizes
 from ..smp import client as smp
+from ..smp import descriptors
 from . import plugin, worker
 from .agent import ProgressAgent
 from .ownership import Ownership
@@ -78,6 +79,7 @@ def launch(
     command again).
     """
     name = name or (entrypoint if isinstance(entrypoint, str) else entrypoint.__qualname__)
+    descriptors.raise_limit()
     events = Events(job.node if job else "")
     with ExitStack() as stack:
         watcher = None
@@ -196,6 +198,8 @@ def _run(
 ) -> Outcome:
     """Construct the agent and run it."""
     handler, spec = _specify(config, entrypoint, args, job, bounded)
+    if isinstance(handler, Rendezvous):
+        handler.report = events.emit
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch know more of them
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
@@ -236,7 +240,11 @@ def _run(
 
 def _of_the_job(job: Job) -> dict[str, Any]:
     """What our rendezvous has to know of a protected job, where --rdzv-conf does not say otherwise."""
-    told = {"node_name": job.node, "run_dir": job.run_dir, "detect_seconds": job.config.detect_seconds}
+    told: dict[str, Any] = {
+        "node_name": job.node, "run_dir": job.run_dir, "detect_seconds": job.config.detect_seconds,
+    }  # fmt: skip
+    if job.config.secret_file:
+        told["secret_file"] = job.config.secret_file
     return told | ({"wait_seconds": job.config.capture.wait_seconds} if job.config.capture else {})
 
 

@@ -1,7 +1,7 @@
 """What a node remembers of the last round, also in its next process: `nodes.json` in the run directory.
 
-Invariant: the file is whole or not there, and of this job; only its owner can read it. A full disk loses this memory,
-never the job.
+Invariant: the file is whole or not there, and of this job; only its owner can read it. A full disk or a damaged file
+loses this memory, never the job.
 
 In: a `Roster`. Out: the same, to the next process of this node.
 """
@@ -15,9 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import ProtocolError
+from ..events import say
 from ..recovery import sizes
+from .bounds import REMEMBERED, read
 from .gathering import Roster
-from .station import read
+
+_LIMIT = 4 << 20  # bytes of the file; the places of thousands of nodes
 
 
 class Memory:
@@ -48,8 +51,31 @@ class Memory:
         return sizes.read(self._path.parent) if self._path else sizes.Told()
 
     def _found(self) -> Roster:
+        """What a former process of this node has written; a file that makes no sense is set aside."""
+        if self._path is None:
+            return Roster(0)
         try:
-            found = json.loads(self._path.read_text()) if self._path else {}
-            return read(Roster, found["roster"]) if found["run"] == self._run else Roster(0)
-        except (OSError, ValueError, TypeError, KeyError, ProtocolError):
-            return Roster(0)  # none, or not ours
+            with open(self._path, "rb") as file:
+                text = file.read(_LIMIT)
+        except OSError:
+            return Roster(0)
+        try:
+            found = json.loads(text)
+            if found["run"] != self._run:
+                return Roster(0)
+            roster = read(Roster, found["roster"])
+            if roster.round > REMEMBERED:
+                raise ValueError(f"round {roster.round}")
+            return roster
+        except (ValueError, TypeError, KeyError, RecursionError, ProtocolError) as error:
+            aside = self._path.with_name(f"{self._path.name}.damaged")
+            with contextlib.suppress(OSError):
+                self._path.replace(aside)
+            why = str(error) if isinstance(error, (ValueError, ProtocolError)) else type(error).__name__
+            say(
+                f"{self._path}: expected the nodes of the last round, found something else ({why:.200}); set aside as "
+                f"{aside.name}; this node takes part as one that comes for the first time",
+                alarm=True,
+                who="ft-run: ",
+            )
+            return Roster(0)

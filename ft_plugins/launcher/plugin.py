@@ -14,33 +14,40 @@ In: torch's `RendezvousParameters`. Out: `Settings`, a handler.
         join_timeout    seconds for a round to be put together, beside wait_seconds; default: 600
         detect_seconds  a node that is silent for so long is gone; default: 10
         run_dir         folder in which the nodes of the last round are remembered; default: nowhere
+        secret_file     file of mode 0600 by whose content nodes know each other (ft-run: --ftp-secret-file); without it
+                        the endpoint has to be a loopback address, and other users of this machine are kept out
 """
 
 from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config.schema import NAME_PATTERN, NAME_RULE
 from ..errors import ConfigError
+from . import identity
 from .rounds import Rules
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-    from .post import Endpoint
+    from .endpoint import Endpoint
 
 BACKEND = "ft_plugins"
-_KEYS = "detect_seconds join_timeout last_call_timeout node_name node_rank run_dir sizes wait_seconds".split()
+_KEYS = (
+    "detect_seconds join_timeout last_call_timeout node_name node_rank run_dir secret_file sizes wait_seconds"
+).split()
+_RUN_LIMIT = 256  # characters of the job's name, as a handshake takes them
 _OF_TORCH = ("timeout",)  # torch's launcher sets it for back-ends of old
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What this node was told about the rendezvous."""
+    """What this node was told about the rendezvous. `only_here`: it is to be reached from this machine alone."""
 
     run: str
     node: str
@@ -51,11 +58,14 @@ class Settings:
     silence: float  # seconds
     wanted: int | None
     run_dir: Path | None
+    secret: bytes = field(repr=False)
+    only_here: bool
 
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> Settings:
         """Raises ConfigError."""
-        from .post import Endpoint
+        from . import secret
+        from .endpoint import Endpoint
 
         unknown = sorted(parameters.config.keys() - {*_KEYS, *_OF_TORCH})
         if unknown:
@@ -68,11 +78,19 @@ class Settings:
                 f"--rdzv-endpoint: expected host:port of one of the {parameters.max_nodes} nodes, the same on all of "
                 f"them, found {parameters.endpoint!r}"
             )
+        run = parameters.run_id
+        if not 0 < len(run) <= _RUN_LIMIT or not run.isprintable():
+            raise ConfigError(f"--rdzv-id: expected 1 to {_RUN_LIMIT} printable characters, found {run!r:.80}")
+        node = str(parameters.get("node_name") or identity.name_of(socket.gethostname()))
+        if not re.fullmatch(NAME_PATTERN, node):
+            raise ConfigError(f"--rdzv-conf node_name: expected {NAME_RULE}, found {node!r:.80}")
         last_call = _seconds(parameters, "last_call_timeout", 30.0)
-        run_dir = parameters.get("run_dir")
+        run_dir, secret_file = parameters.get("run_dir"), parameters.get("secret_file")
+        if not secret_file:
+            _require_loopback(endpoints)
         return cls(
-            run=parameters.run_id,
-            node=str(parameters.get("node_name") or socket.gethostname()),
+            run=run,
+            node=node,
             endpoints=endpoints,
             address=parameters.local_addr,
             rules=Rules(
@@ -86,6 +104,8 @@ class Settings:
             silence=_seconds(parameters, "detect_seconds", 10.0),
             wanted=_rank(parameters),
             run_dir=Path(run_dir) if run_dir else None,
+            secret=secret.of_job(secret_file),
+            only_here=not secret_file,
         )
 
 
@@ -99,6 +119,19 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from .rendezvous import Rendezvous
 
     return Rendezvous(Settings.read(parameters))
+
+
+def _require_loopback(endpoints: Sequence[Endpoint]) -> None:
+    """Raises ConfigError for an endpoint that other machines could reach: nothing would keep strangers out."""
+    from .endpoint import only_here
+
+    for endpoint in endpoints:
+        if not only_here(endpoint.host):
+            raise ConfigError(
+                f"--rdzv-endpoint {endpoint}: other machines reach it, and without a secret whoever does could end the "
+                "job or take part in it; give --ftp-secret-file FILE, the same on all nodes (torchrun: --rdzv-conf "
+                "secret_file=FILE); write one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
+            )
 
 
 def _seconds(parameters: RendezvousParameters, key: str, usual: float) -> float:

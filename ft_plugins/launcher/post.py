@@ -1,201 +1,40 @@
-"""The port of a node at which other nodes can ask it something, and the asking.
+"""The port of a node at which other nodes of its job can ask it something.
 
-Invariant: every wait is bounded, for a peer that has ended as for one that is stopped or has lost its power: torch's
-own store client waits for such a peer for ever. Frames are those of the SMP's protocol: bounded msgpack, no pickle; a
-malformed one is answered by a close. Answers come from one thread, which looks up no names and holds no lock while it
-waits: a process that is forked meanwhile inherits nothing that it could hang on.
+Invariant: nothing that a peer does ends the thread, or costs more than is written here. Before it has proved that it
+knows the secret of the job it gets 4 KiB, a few seconds and one of a few places; the oldest one makes room. After that
+one request is answered at a time, the next one when the reply is gone: what a peer does not read is not held for it.
+A request that cannot be answered ends its connection. Answers come from one thread, which looks up no names and holds
+no lock while it waits: a process that is forked meanwhile inherits nothing that it could hang on.
 
-In: a function from a request to its reply. Out: endpoints as 'host:port', the replies of others.
+In: a function from a request to its reply. Out: replies; counts of strangers, once a minute at most.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import ipaddress
 import selectors
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgpack
+from ..errors import ProtocolError
+from ..smp import descriptors
+from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, Server
+from . import message as frames
+from .line import REFUSED, Credentials, hang_up
+from .message import HEAD, REPLY_LIMIT, REQUEST_LIMIT, Message
+from .strangers import Strangers
 
-from ..errors import ConfigError, ProtocolError
-from ..smp import protocol
-
-DEFAULT_PORT = 29400  # torch's, for an endpoint without one
-_IDLE_SECONDS = 120.0  # a connection on which nobody asks for so long is closed; a living peer makes a new one
+_PROOF_SECONDS = 5.0  # for a handshake, which takes a living peer milliseconds
+_UNPROVEN, _OF_ONE_ADDRESS = 64, 8  # connections at a time
+_IDLE_SECONDS = 120.0  # a connection on which nothing is asked for so long is closed; a living peer makes a new one
+_UNREAD_SECONDS = 10.0  # for a peer to read a reply
+_SWEEP_SECONDS = 1.0  # between two looks for those
 _CONNECTIONS = 4096
-_ASKED_AT_ONCE = 32
 _LEAST_WAIT = 0.01
-_PREDECESSOR_SECONDS = 1.0  # for the kernel to end a process, and the ranks that it forked
-_RETRY_SECONDS = 0.1
-
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where a node can be asked."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def read(cls, text: str) -> Endpoint:
-        """From 'host', 'host:port' or '[address]:port'. Raises ConfigError."""
-        found = text.strip()
-        bare = found.startswith("[") and found.endswith("]") or found.count(":") > 1 and not found.startswith("[")
-        host, _, port = (found, "", "") if bare else found.partition("]:" if found.startswith("[") else ":")
-        host = host.strip("[]")
-        if not host or "]" in port or not (port or str(DEFAULT_PORT)).isdigit() or int(port or 0) > 65535:
-            raise ConfigError(f"--rdzv-endpoint: expected host:port (or several, by commas), found {text!r}")
-        return cls(host, int(port) if port else DEFAULT_PORT)
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def listen_as(endpoint: Endpoint, patience: float = _PREDECESSOR_SECONDS) -> socket.socket | None:
-    """A socket that listens there if the endpoint is this machine's and free; None if it is not.
-
-    For `patience` seconds one that is taken, where nobody answers, is taken for that of a process that was killed just
-    now. A name that means a loopback address here may mean another one to others: then all addresses are listened on.
-    """
-    if not endpoint.port:
-        return None
-    try:
-        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return None  # a name that nobody knows yet
-    deadline = time.monotonic() + patience
-    for address in dict.fromkeys(str(address[0]) for _, _, _, _, address in found):
-        own = endpoint.host == "localhost" or _literal(endpoint.host) or not _loopback(address)
-        while True:
-            try:
-                listener = _listen(address, endpoint.port)
-                if own:
-                    return listener
-                listener.close()
-                return _listen("", endpoint.port)
-            except OSError as error:
-                if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES, errno.EAFNOSUPPORT):
-                    break
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            if time.monotonic() > deadline or _answers(endpoint):
-                break
-            time.sleep(_RETRY_SECONDS)
-    return None
-
-
-def _answers(endpoint: Endpoint) -> bool:
-    try:
-        ask(str(endpoint), {"do": "meet", "run": ""}, _RETRY_SECONDS)
-    except ConnectionError:
-        return False
-    return True
-
-
-def listen_anywhere(host: str | None) -> socket.socket:
-    """A socket that listens on a free port of `host` if that is an address of this machine, else of all of them."""
-    if host:
-        with contextlib.suppress(OSError, UnicodeError):
-            return _listen(host, 0)
-    return _listen("", 0)
-
-
-def emulated_apart(host: str, own: str | None) -> bool:
-    """Whether the two are loopback addresses of two nodes that are emulated on this machine, which has them both."""
-    literal = bool(own) and _literal(host) and _literal(str(own))
-    return literal and host != own and _loopback(host) and _loopback(str(own))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if not host and socket.has_dualstack_ipv6():
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
-
-
-def _literal(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-class Line:
-    """A connection to another node. Every failure to get a reply is a ConnectionError, and its end."""
-
-    def __init__(self, endpoint: str, seconds: float) -> None:
-        """`seconds` bound the connecting and each reply."""
-        self.endpoint = endpoint
-        place = Endpoint.read(endpoint)
-        try:
-            self._socket = socket.create_connection((place.host, place.port), seconds)
-        except (OSError, UnicodeError) as error:
-            raise ConnectionError(_why(error, seconds)) from error
-        self._seconds = seconds
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def ask(self, message: Message) -> Message:
-        """The reply to `message`."""
-        try:
-            protocol.send(self._socket, message)
-            reply = protocol.receive(self._socket)
-        except (OSError, ProtocolError) as error:
-            self.close()
-            raise ConnectionError(_why(error, self._seconds)) from error
-        if reply is None:
-            self.close()
-            raise ConnectionError("it closed the connection")
-        return reply
-
-    def close(self) -> None:
-        """Close the connection, also for processes that were forked with it. Idempotent."""
-        _hang_up(self._socket)
-
-
-def ask(endpoint: str, message: Message, seconds: float) -> Message:
-    """The reply of one node, on a connection for this alone. Raises ConnectionError."""
-    line = Line(endpoint, seconds)
-    try:
-        return line.ask(message)
-    finally:
-        line.close()
-
-
-def ask_all(endpoints: Iterable[str], message: Message, seconds: float) -> dict[str, Message | str]:
-    """The replies of several nodes, asked at once; of those that gave none, why. `seconds` bound each of them."""
-
-    def attempt(endpoint: str) -> Message | str:
-        try:
-            return ask(endpoint, message, seconds)
-        except ConnectionError as error:
-            return str(error)
-
-    names = list(dict.fromkeys(endpoints))
-    if len(names) < 2:
-        return {name: attempt(name) for name in names}
-    with ThreadPoolExecutor(min(len(names), _ASKED_AT_ONCE)) as pool:  # all have ended when this returns
-        return dict(zip(names, pool.map(attempt, names), strict=True))
-
-
-def _why(error: Exception, seconds: float) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {seconds:g} s"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+_SHORT_SECONDS = 0.5  # without new connections, when there was no descriptor for one
 
 
 @dataclass
@@ -203,38 +42,65 @@ class _Peer:
     """One connection: what came in and is no whole frame yet, what is still to go out."""
 
     number: int
+    address: str
+    server: Server
     used: float
+    greeted: bool = False  # it has had its challenge
+    channel: Channel | None = None  # once it has proved that it knows the secret
     received: bytearray = field(default_factory=bytearray)
     sending: bytearray = field(default_factory=bytearray)
+
+    @property
+    def limit(self) -> int:
+        """Bytes of what may come next, without its length."""
+        return REQUEST_LIMIT + TAG if self.channel else HANDSHAKE_LIMIT
+
+    def next_frame(self) -> bytes | None:
+        """Take the first whole frame out of what was received; None while there is none. Raises ProtocolError."""
+        if len(self.received) < HEAD:
+            return None
+        tag = TAG if self.channel else 0
+        end = HEAD + frames.length(self.received, self.limit - tag) + tag
+        if len(self.received) < end:
+            return None
+        found = bytes(self.received[HEAD:end])
+        del self.received[:end]
+        return found
 
 
 class Post:
     """Answers on a listening socket, from a thread, until `close`.
 
     `answer(request, connection)` gives the reply; `connection` is a number, and `gone(connection)` is called when it
-    ends. `tick()` is called again and again; it tells within how many seconds it wants to be called next. Where one of
-    them fails, all connections are closed: others see that nobody is here, and `check` says so on this node.
+    ends. `tick()` is called again and again; it tells within how many seconds it wants to be called next. Where that
+    fails, all connections are closed: others see that no node is here, and `check` says so on this one.
     """
 
     def __init__(
         self,
         listener: socket.socket,
+        credentials: Credentials,
         answer: Callable[[Message, int], Message],
         gone: Callable[[int], None],
         tick: Callable[[], float],
+        report: Callable[..., object] = lambda **counts: None,
     ) -> None:
         self.port = int(listener.getsockname()[1])
         self._listener = listener
+        self._credentials = credentials
         self._answer = answer
         self._gone = gone
         self._tick = tick
+        self._strangers = Strangers(report)
         self._accepted = 0
+        self._unproven: dict[socket.socket, _Peer] = {}  # the oldest one first
+        self._places = descriptors.places(_CONNECTIONS)
         self._failure: Exception | None = None
-        self._next_idle = 0.0  # monotonic
+        self._next_sweep = self._accept_again = 0.0  # monotonic
+        self._listening = False
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="ft-post", daemon=True)
         self._thread.start()
@@ -257,102 +123,140 @@ class Post:
     def _serve(self) -> None:
         try:
             self._answer_all()
-        except Exception as error:  # raised again by `check`, where somebody hears of it
+        except Exception as error:  # raised again by `check`, in the thread that can end the job
             self._failure = error
         finally:
             self._close_all()
 
     def _answer_all(self) -> None:
         while True:
-            ready = self._selector.select(max(_LEAST_WAIT, self._tick()))
-            for key, events in ready:
+            now = time.monotonic()
+            if not self._listening and now >= self._accept_again:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+                self._listening = True
+            if now >= self._next_sweep:
+                self._next_sweep = now + _SWEEP_SECONDS
+                self._sweep(now)
+            self._strangers.tick(now)
+            for key, events in self._selector.select(max(_LEAST_WAIT, self._tick())):
                 if key.fileobj is self._woken:
                     return
                 if key.fileobj is self._listener:
                     self._accept()
-                else:
+                elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not dropped for another one meanwhile
                     self._attend(key.fileobj, key.data, events)  # type: ignore[arg-type]
-            if time.monotonic() >= self._next_idle:
-                self._next_idle = time.monotonic() + _IDLE_SECONDS / 10
-                self._close_idle()
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has gone again, or we have no descriptors left; others are still answered
-            time.sleep(_LEAST_WAIT)
+            connection, found = self._listener.accept()
+        except BlockingIOError:
             return
-        if len(self._selector.get_map()) > _CONNECTIONS:
+        except OSError:  # it has gone again, or there is no descriptor for it: those that are here are still answered
+            self._strangers.note("not_accepted")
+            self._selector.unregister(self._listener)
+            self._listening, self._accept_again = False, time.monotonic() + _SHORT_SECONDS
+            return
+        self._make_room(str(found[0]))
+        if len(self._selector.get_map()) >= self._places:
+            self._strangers.note("too_many", str(found[0]))
             connection.close()
             return
         connection.setblocking(False)
         self._accepted += 1
-        self._selector.register(connection, selectors.EVENT_READ, _Peer(self._accepted, time.monotonic()))
+        server = Server(self._credentials.secret, self._credentials.who)
+        peer = _Peer(self._accepted, str(found[0]), server, time.monotonic())
+        self._unproven[connection] = peer
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _make_room(self, address: str) -> None:
+        """Drop the oldest unproven connection of this address, or of all, where there are as many as may be."""
+        of_address = Counter(peer.address for peer in self._unproven.values())[address]
+        if of_address < _OF_ONE_ADDRESS and len(self._unproven) < _UNPROVEN:
+            return
+        crowd = of_address >= _OF_ONE_ADDRESS
+        oldest = next(each for each, peer in self._unproven.items() if not crowd or peer.address == address)
+        self._drop(oldest, self._unproven[oldest], "too_many")
 
     def _attend(self, connection: socket.socket, peer: _Peer, events: int) -> None:
-        """Read what has come, answer each whole frame, write what goes."""
+        """Read what has come, answer each whole frame when the reply before is gone."""
         try:
             if events & selectors.EVENT_READ:
-                part = connection.recv(1 << 16)
+                part = connection.recv(HEAD + peer.limit)
                 if not part:
-                    raise ConnectionError
+                    self._drop(connection, peer, "silent" if peer.channel is None else "")
+                    return
                 peer.received += part
-                peer.used = time.monotonic()
-                while (request := _next_frame(peer.received)) is not None:
-                    payload = msgpack.packb(self._answer(request, peer.number), use_bin_type=True)
-                    peer.sending += struct.pack(">I", len(payload)) + payload
-            if peer.sending:
-                del peer.sending[: connection.send(peer.sending)]
+                if peer.channel:  # a handshake has its time, however its bytes are spread
+                    peer.used = time.monotonic()
+            while True:
+                if peer.sending:
+                    del peer.sending[: connection.send(peer.sending)]
+                    peer.used = time.monotonic() if peer.channel else peer.used
+                if peer.sending or (frame := peer.next_frame()) is None:
+                    break
+                self._handle(connection, peer, frame)
         except BlockingIOError:
             pass
-        except (OSError, ProtocolError):
+        except ProtocolError:
+            self._drop(connection, peer, "malformed" if peer.channel else "refused")
+            return
+        except OSError:
             self._drop(connection, peer)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.sending else 0)
-        self._selector.modify(connection, wanted, peer)
+        except Exception:  # the one place where whatever a request can cause ends: with its connection
+            self._drop(connection, peer, "failed")
+            return
+        self._selector.modify(connection, selectors.EVENT_WRITE if peer.sending else selectors.EVENT_READ, peer)
 
-    def _drop(self, connection: socket.socket, peer: _Peer) -> None:
+    def _handle(self, connection: socket.socket, peer: _Peer, frame: bytes) -> None:
+        """One step of the handshake, or one request."""
+        if peer.channel:
+            unit = peer.channel.opener.open(frame[:-TAG], frame[-TAG:])
+            payload = frames.pack(self._answer(frames.unpack(bytes(unit)), peer.number), REPLY_LIMIT)
+            body, tag = peer.channel.sealer.seal(payload)
+            peer.sending += b"".join((frames.head(len(payload)), body, tag))
+        elif peer.greeted:
+            peer.channel = peer.server.finish(frames.unpack(frame))
+            del self._unproven[connection]
+        else:
+            hello = frames.unpack(frame)
+            try:
+                challenge = frames.pack(peer.server.challenge(hello), HANDSHAKE_LIMIT)
+            except ProtocolError:
+                refusal = frames.pack(REFUSED, HANDSHAKE_LIMIT)
+                connection.send(frames.head(len(refusal)) + refusal)
+                raise
+            peer.greeted = True
+            peer.sending += frames.head(len(challenge)) + challenge
+
+    def _drop(self, connection: socket.socket, peer: _Peer, kind: str = "") -> None:
+        """End a connection; `kind` of stranger, if it was one."""
+        if kind:
+            self._strangers.note(kind, peer.address)
+        self._unproven.pop(connection, None)
         self._selector.unregister(connection)
-        _hang_up(connection)
-        self._gone(peer.number)
+        hang_up(connection)
+        if peer.channel:
+            self._gone(peer.number)
 
-    def _close_idle(self) -> None:
-        limit = time.monotonic() - _IDLE_SECONDS
+    def _sweep(self, now: float) -> None:
+        """Close connections that have had their time."""
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Peer) and key.data.used < limit:
-                self._drop(key.fileobj, key.data)  # type: ignore[arg-type]
+            if not isinstance(key.data, _Peer):
+                continue
+            peer, quiet = key.data, now - key.data.used
+            if peer.channel is None:
+                late = quiet > _PROOF_SECONDS
+            else:
+                late = quiet > (_UNREAD_SECONDS if peer.sending else _IDLE_SECONDS)
+            if late:
+                self._drop(key.fileobj, peer, "silent" if peer.channel is None else "")  # type: ignore[arg-type]
 
     def _close_all(self) -> None:
-        """Nobody is told who has gone: that may be what has failed."""
+        """Without a word about who has gone: that may be what has failed."""
         self._listener.close()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Peer):
-                _hang_up(key.fileobj)  # type: ignore[arg-type]
+                hang_up(key.fileobj)  # type: ignore[arg-type]
         self._selector.close()
         self._woken.close()
-
-
-def _hang_up(connection: socket.socket) -> None:
-    """End a connection, also for processes that were forked with it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-def _next_frame(received: bytearray) -> Message | None:
-    """Take the first whole frame out of `received`; None while there is none. Raises ProtocolError."""
-    if len(received) < 4:
-        return None
-    (length,) = struct.unpack_from(">I", received)
-    if length > protocol.FRAME_LIMIT:
-        raise ProtocolError(f"a frame of {length} bytes was announced; the limit is {protocol.FRAME_LIMIT}")
-    if len(received) < 4 + length:
-        return None
-    try:
-        message = msgpack.unpackb(received[4 : 4 + length], raw=False)
-    except Exception as error:
-        raise ProtocolError(f"a frame of {length} bytes is not msgpack: {error}") from error
-    del received[: 4 + length]
-    if not isinstance(message, dict):
-        raise ProtocolError(f"a frame holds a {type(message).__name__} where a map was expected")
-    return message

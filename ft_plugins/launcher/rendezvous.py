@@ -5,21 +5,25 @@ node that leads the rounds may be lost like any other: the rest elect another on
 it remembers. A round is complete only with nodes that were heard of just before, and with no fewer than allowed: nodes
 that cannot reach each other never make two jobs of one as long as the smallest size is more than half of the nodes.
 
-Every node listens on a port: the first of --rdzv-endpoint that is its own and free, else any. Every wait is bounded,
-but that of a spare for a vacant rank. Nothing is unpickled; whoever can reach the port can disturb the job, as with
-torch's own store.
+Every node listens on a port: the first of --rdzv-endpoint that is its own and free, else any. Nodes prove to each other
+that they know the job's secret; without one they are reached from this machine alone. Every wait is bounded, except a
+spare's for a vacant rank.
 
 In: `Settings`. Out: torch's `RendezvousInfo` for each round: a rank, and a store that no earlier round has used, served
-by the node of rank 0; `nodes.json` in the run directory, from which a node that is started again knows the others.
+by the node of rank 0 on the address of its port; `nodes.json` in the run directory, from which a node that is started
+again knows the others. The store itself takes all comers: nothing that decides over the job is read from it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
 import secrets
 import socket
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -36,13 +40,19 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ..errors import ConfigError, ProtocolError
 from ..recovery.sizes import Told
-from . import post
-from .gathering import Application, Phase, Roster
+from . import endpoint as places
+from . import line
+from .bounds import read
+from .endpoint import Endpoint
+from .gathering import Application, Phase
+from .line import Credentials, Line
 from .memory import Memory
+from .message import Message
 from .plugin import BACKEND, Settings
-from .post import Endpoint, Line, Message, Post
+from .post import Post
+from .requests import Admission, Answered, Lead, View
 from .search import Search
-from .station import Identity, Lead, Station, read
+from .station import Identity, Station
 
 _LOOK_SECONDS = 0.1  # between two looks at a round that is being put together
 _REST_SECONDS = 1.0  # between two looks at a complete one; as torch
@@ -60,6 +70,9 @@ class Rendezvous(RendezvousHandler):
         """Open this node's port."""
         self.in_order = False  # to be told to the others at `shutdown`: whether the job has succeeded
         self.over = ""  # why nodes are said to wait, for people
+        self.opened = False  # to be told to the others: whether ranks of this node have captured under this command
+        self.opened_anywhere = False  # of this round: whether those of any of its nodes have
+        self.report: Callable[..., object] = lambda name, **fields: None  # takes events
         self._settings = settings
         self._reach = min(_LONGEST_REACH, settings.silence / 3)
         self._rest = min(_REST_SECONDS, settings.silence / 10)
@@ -67,13 +80,22 @@ class Rendezvous(RendezvousHandler):
         self._store_bound = timedelta(seconds=bound)
         listener, host = _open_port(settings)
         self._host = host
+        self._listener = listener
+        self._credentials = Credentials(settings.secret, settings.run, settings.node)
         endpoint = str(Endpoint(host, int(listener.getsockname()[1])))
         self._me = Identity(settings.run, settings.node, secrets.token_hex(8), endpoint)
         self._station = Station(self._me, settings.rules, settings.silence)
         self._memory = Memory(settings.run, settings.run_dir)
         initial = [str(found) for found in settings.endpoints if found.port] or [endpoint]  # it is alone
-        self._search = Search(self._station, self._memory, initial, self._reach)
-        self._post = Post(listener, self._station.answer, self._station.gone, self._station.tick)
+        self._search = Search(self._station, self._memory, initial, self._reach, self._credentials)
+        self._post = Post(
+            listener,
+            self._credentials,
+            self._station.answer,
+            self._station.gone,
+            self._station.tick,
+            lambda **counts: self.report("rendezvous.strangers", **counts),
+        )
         self._sizes = Told()  # as the job's ranks have told
         self._line: Line | None = None
         self._lead: Lead | None = None
@@ -81,7 +103,7 @@ class Rendezvous(RendezvousHandler):
         self._spare = False
         self._promised = 0  # a round of which this node has said that it knows, and in which others count on it
         self._served: TCPStore | None = None  # for a round that is being put together, by the node of rank 0
-        self._seen: Message | None = None  # what the lead said last about a round that is being put together
+        self._seen: View | None = None  # what the lead said last about a round that is being put together
         self._store: Store | None = None  # of this round; on the node of rank 0 it serves as long as it is held
         self._limit = 0.0  # monotonic; for the round to be complete
         self._next_look = self._next_meeting = self._heard = 0.0  # monotonic
@@ -146,11 +168,11 @@ class Rendezvous(RendezvousHandler):
             found = self._search.look(patient=searched <= 2 * self._settings.silence)
             if found:
                 return found
-            foreign = [found for found in self._search.unreached.items() if "belongs to job" in found[1]]
-            if foreign and searched > 2 * self._settings.silence:
+            if self._search.foreign and searched > 2 * self._settings.silence:
+                endpoint, why = next(iter(self._search.foreign.items()))
                 raise ConfigError(
-                    f"--rdzv-endpoint {foreign[0][0]}: expected job '{self._me.run}', found that {foreign[0][1]}; "
-                    "choose another port, or give the same --rdzv-id (--ftp-job) on all nodes"
+                    f"--rdzv-endpoint {endpoint}: expected a node of job '{self._me.run}', found that {why}; choose "
+                    "another port, or give the same --rdzv-id (--ftp-job) and --ftp-secret-file on all nodes"
                 )
             self._pause()
 
@@ -168,25 +190,25 @@ class Rendezvous(RendezvousHandler):
                 self._check()
                 if lead.token == self._me.token:
                     self._meet_others(_MEET_SECONDS, self._reach)
-                reply = self._ask_patiently("look", round=self._memory.roster.round)
-                if "roster" in reply:
-                    self._memory.keep(read(Roster, reply["roster"]))
-                complete, chosen = reply["phase"] == Phase.COMPLETE.value, "rank" in reply
-                self._promised = reply["round"] if chosen and complete else 0
-                if chosen and complete and reply["begun"]:
-                    return self._enter(reply)
-                if chosen and not complete and reply["rank"] == 0 and not reply["store"]:
+                view = read(View, self._ask_patiently("look", round=self._memory.roster.round))
+                if view.roster:
+                    self._memory.keep(view.roster)
+                complete, chosen = view.phase is Phase.COMPLETE, view.rank is not None
+                self._promised = view.round if chosen and complete else 0
+                if chosen and complete and view.begun:
+                    return self._enter(view)
+                if chosen and not complete and view.rank == 0 and not view.store:
                     self._served = self._served or self._serve()
                     self._ask_patiently("serve", store=str(Endpoint(self._host, self._served.port)))
-                elif not (reply["waits"] or chosen):
+                elif not (view.waits or chosen):
                     raise ConnectionError("did not know this node any more")
                 self._spare = complete and not chosen
                 if self._spare:
                     self._allow()
-                self._seen = reply
+                self._seen = view
                 self._pause(self._rest if self._spare else _LOOK_SECONDS)
         except (ConnectionError, ProtocolError):
-            raise  # nobody is there to be told
+            raise  # there is no lead to leave
         except BaseException:
             with contextlib.suppress(ConnectionError, ProtocolError):
                 self._ask("leave")
@@ -195,10 +217,10 @@ class Rendezvous(RendezvousHandler):
     def _apply(self, lead: Lead) -> None:
         me, roster = self._me, self._memory.roster
         application = Application(
-            me.node, me.token, me.endpoint, roster.seat(me.node), self._settings.wanted, roster.round
+            me.node, me.token, me.endpoint, roster.seat(me.node), self._settings.wanted, roster.round, self.opened
         )
         began = time.monotonic()
-        while not (reply := self._ask_patiently("apply", application=asdict(application)))["accepted"]:
+        while not (found := read(Admission, self._ask_patiently("apply", application=asdict(application)))).accepted:
             self._check()
             if time.monotonic() - began > 2 * self._settings.silence:
                 raise ConfigError(
@@ -206,29 +228,59 @@ class Rendezvous(RendezvousHandler):
                     f"otherwise (--ftp-node-name, or node_name in --rdzv-conf)"
                 )
             self._pause()
-        self._memory.keep(read(Roster, reply["roster"]))
+        self._memory.keep(found.roster)
         self._served = None
 
     def _serve(self) -> TCPStore:
-        """A store for one round, served by this process as long as it is held."""
-        return TCPStore(self._host, 0, None, True, self._store_bound, wait_for_workers=False)
+        """A store for one round, served by this process as long as it is held, on the address of this node's port."""
+        listener = places.listen_beside(self._listener)
+        port = int(listener.getsockname()[1])
+        return TCPStore(
+            self._host, port, None, True, self._store_bound, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
-    def _enter(self, reply: Message) -> RendezvousInfo:
+    def _enter(self, view: View) -> RendezvousInfo:
         """Begin a complete round. ConnectionError: its store is gone already."""
         self._promised = 0  # kept now, or not to be kept
-        place = Endpoint.read(reply["store"])
-        served = self._served if reply["rank"] == 0 else None
-        if served is None:
-            Line(reply["store"], self._reach).close()  # torch would try again for a minute
-        try:
-            store = served or TCPStore(place.host, place.port, None, False, self._store_bound, wait_for_workers=False)
-        except DistError as error:
-            raise ConnectionError(f"the store of round {reply['round']} was lost: {error}") from error
-        self._round, self._size, self._spare, self._store = reply["round"], reply["size"], False, store
-        self._served = None
+        if view.rank is None or not view.store:
+            raise ProtocolError(f"round {view.round} is complete without a rank or a store for this node")
+        place = Endpoint.read(view.store)
+        store = self._served if view.rank == 0 and self._served else self._store_at(place, view.round)
+        self._round, self._size, self._spare, self._store = view.round, view.size, False, store
+        self._served, self.opened_anywhere = None, view.opened
         self._waiting, self._heard, self._next_look = 0, time.monotonic(), 0.0
         prefix = PrefixStore(f"{BACKEND}/round/{self._round}", store)
-        return RendezvousInfo(prefix, reply["rank"], self._size, RendezvousStoreInfo(place.host, place.port))
+        return RendezvousInfo(prefix, view.rank, self._size, RendezvousStoreInfo(place.host, place.port))
+
+    def _store_at(self, place: Endpoint, number: int) -> TCPStore:
+        """The store of a round, which another node serves. ConnectionError: it is gone, or does not answer.
+
+        torch tries again for a minute where it is refused, and waits for ever where the store accepts and then says
+        nothing (its node was stopped, or lost its power): the thread that waits is left behind then.
+        """
+        try:
+            socket.create_connection((place.host, place.port), self._reach).close()
+        except (OSError, UnicodeError) as error:
+            raise ConnectionError(f"the store of round {number} was lost: {error}") from error
+        found: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                found.put(TCPStore(place.host, place.port, None, False, self._store_bound, wait_for_workers=False))
+            except Exception as error:  # raised again where it was wanted
+                found.put(error)
+
+        threading.Thread(target=connect, name="ft-store", daemon=True).start()
+        seconds = self._store_bound.total_seconds()
+        try:
+            store = found.get(timeout=seconds)
+        except queue.Empty:
+            raise ConnectionError(f"the store of round {number} at {place} did not answer for {seconds:g} s") from None
+        if isinstance(store, DistError):
+            raise ConnectionError(f"the store of round {number} was lost: {store}") from store
+        if isinstance(store, Exception):
+            raise store
+        return store
 
     def _check(self) -> None:
         """Say that this node is awake. Raises what ends the waiting."""
@@ -250,9 +302,9 @@ class Rendezvous(RendezvousHandler):
         begin = f"node {self._me.node}, job '{self._me.run}': no round was put together within {seconds:g} s"
         if self._lead and self._seen:
             sizes = " or ".join(map(str, rules.sizes)) or f"{rules.min_nodes} to {rules.max_nodes}"
-            names = ", ".join(self._seen["names"])
+            names = ", ".join(self._seen.names)
             return (
-                f"{begin}: round {self._seen['round']} expected {sizes} nodes, found {self._seen['waiting']} "
+                f"{begin}: round {self._seen.round} expected {sizes} nodes, found {self._seen.waiting} "
                 f"({names}); start the missing ones with the same command, or allow fewer with --nnodes"
             )
         asked = "; ".join(f"{endpoint}: {why}" for endpoint, why in self._search.unreached.items())
@@ -270,23 +322,22 @@ class Rendezvous(RendezvousHandler):
         """The lead's reply. ConnectionError: it cannot be reached, or leads no more."""
         lead = self._lead
         if lead is None:
-            raise ConnectionError("nobody leads")
-        message = {"do": name, "run": self._me.run, "token": self._me.token, **fields}
+            raise ConnectionError("there is no lead")
+        message = {"do": name, "token": self._me.token, **fields}
         if lead.token == self._me.token:
             reply = self._station.answer(message)
         else:
             if self._line is None:
-                self._line = Line(lead.endpoint, self._reach)
+                self._line = Line(lead.endpoint, self._reach, self._credentials)
             try:
                 reply = self._line.ask(message)
             except ConnectionError:
                 self._hang_up()
                 raise
-        if not reply.get("ok"):
-            raise ConnectionError(str(reply.get("message")))
-        if reply.get("closed"):
-            self._station.close(reply["closed"], bool(reply.get("in_order")))
-        if reply.get("moved"):
+        answered = read(Answered, reply)
+        if answered.closed:
+            self._station.close(answered.closed, answered.in_order)
+        if answered.moved:
             self._hang_up()
             raise ConnectionError("resigned")
         return reply
@@ -310,7 +361,7 @@ class Rendezvous(RendezvousHandler):
             self._line = None
 
     def _meet_others(self, pause: float, reach: float) -> None:
-        """As the lead, now and then: tell those who are not here who leads. Resigns before one of higher standing."""
+        """As the lead, now and then: say who leads to those that are absent. Resigns before one of higher standing."""
         lead, now = self._station.leading, time.monotonic()
         if lead is None:
             raise ConnectionError("this node leads no more")
@@ -347,7 +398,7 @@ class Rendezvous(RendezvousHandler):
 
     def _nodes_waiting(self) -> tuple[int, str]:
         try:
-            reply = self._look_again()
+            view = self._look_again()
             if self._station.leading:
                 self._meet_others(self._settings.silence, _STRANGER_SECONDS)
         except (ConnectionError, ProtocolError) as error:
@@ -356,23 +407,23 @@ class Rendezvous(RendezvousHandler):
             lead, silent = self._lead.node if self._lead else "?", time.monotonic() - self._heard
             return 1, f"node {lead}, which leads, has not answered for {silent:.1f} s: {error}"
         self._heard = time.monotonic()
-        if reply["phase"] == Phase.COMPLETE.value and reply["round"] == self._round:
+        if view.phase is Phase.COMPLETE and view.round == self._round:
             return 0, ""
-        names = ", ".join(map(str, reply["names"])) or "nobody yet"
-        return max(1, int(reply["waiting"])), (
+        names = ", ".join(view.names) or "no node yet"
+        return max(1, view.waiting), (
             f"round {self._round} is over (a node joined, left, or was not heard of for {self._settings.silence:g} s): "
-            f"round {reply['round']} is {reply['phase']}, and there wait: {names}"
+            f"round {view.round} is {view.phase.value}, and there wait: {names}"
         )
 
-    def _look_again(self) -> Message:
+    def _look_again(self) -> View:
         """The lead's reply about the round; on a new connection if the old one has ended."""
         had_line = self._line is not None
         try:
-            return self._ask("look", round=self._round)
+            return read(View, self._ask("look", round=self._round))
         except ConnectionError:
             if not had_line:
                 raise
-            return self._ask("look", round=self._round)
+            return read(View, self._ask("look", round=self._round))
 
     def _only_slow(self, error: Exception) -> bool:
         """Whether the lead has not answered, but did so not long ago."""
@@ -389,7 +440,7 @@ class Rendezvous(RendezvousHandler):
             self._station.wake()
             try:
                 self._ask("finish", round=self._round)
-                reply = self._look_again()
+                view = self._look_again()
             except (ConnectionError, ProtocolError) as error:
                 if self._station.closed:
                     break
@@ -397,9 +448,9 @@ class Rendezvous(RendezvousHandler):
                     continue
                 return False
             self._heard = time.monotonic()
-            if reply["phase"] != Phase.COMPLETE.value or reply["round"] != self._round or reply["lost"]:
+            if view.phase is not Phase.COMPLETE or view.round != self._round or view.lost:
                 return False
-            if reply["done"] >= self._size:
+            if view.done >= self._size:
                 break
             self._pause()
         return True
@@ -423,7 +474,7 @@ class Rendezvous(RendezvousHandler):
                 self._ask("close", **message)
                 return
         others = {*self._memory.roster.endpoints, *(place.endpoint for place in self._station.present)}
-        post.ask_all(others - {self._me.endpoint}, {"do": "close", "run": self._me.run, **message}, self._reach)
+        line.ask_all(others - {self._me.endpoint}, {"do": "close", **message}, self._reach, self._credentials)
 
     def shutdown(self) -> bool:
         """Close this node's port; and the rendezvous for all nodes, if this one has ended within a round. Idempotent.
@@ -443,11 +494,12 @@ class Rendezvous(RendezvousHandler):
 def _open_port(settings: Settings) -> tuple[socket.socket, str]:
     """A listening socket, and the host by which others reach it."""
     for endpoint in settings.endpoints:
-        if post.emulated_apart(endpoint.host, settings.address):
+        if places.emulated_apart(endpoint.host, settings.address):
             continue
-        if listener := post.listen_as(endpoint):
+        if listener := places.listen_as(endpoint, line.answers):
             return listener, endpoint.host
-    if not any(endpoint.port for endpoint in settings.endpoints):
-        return post.listen_anywhere("localhost"), settings.address or "localhost"  # nobody else is expected
     host = settings.address
-    return post.listen_anywhere(host), host or socket.getfqdn()
+    if settings.only_here or not any(endpoint.port for endpoint in settings.endpoints):  # no other machine is expected
+        host = host if host and places.only_here(host) else places.LOOPBACK
+        return places.listen_on(host), host
+    return places.listen_anywhere(host), host or socket.getfqdn()

@@ -15,17 +15,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
-
-LIMIT = 1 << 32  # what counts rounds, ranks and generations comes nowhere near
+from .bounds import LIMIT, Count, Seen
 
 
 @dataclass(frozen=True, order=True)
 class Seat:
     """The rank that a node had in a round of so many nodes. Later rounds are greater. Raises ValueError."""
 
-    round: int
-    rank: int
-    size: int
+    round: Seen
+    rank: Count
+    size: Count
 
     def __post_init__(self) -> None:
         if not (0 < self.round <= LIMIT and 0 <= self.rank < self.size <= LIMIT):

@@ -11,40 +11,32 @@ In: this node's station, endpoints. Out: a `Lead` that was alive and leading whe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from ..errors import ProtocolError
+from .bounds import read
+from .line import Credentials, ForeignError, ask, ask_all
 from .memory import Memory
-from .post import ask, ask_all
-from .station import Lead, Station, read
+from .requests import Lead, Meeting, Vote
+from .station import Station
 
 _AT_ONCE = 8  # of those before us so many are asked before the rest, who may not be needed
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What a node said of itself."""
-
-    node: str
-    token: str
-    awake: bool
-    generation: int
-    leading: Lead | None
-    known: tuple[Lead, ...]
-    closed: str = ""
-    in_order: bool = False
 
 
 class Search:
     """`reach`: seconds within which a node answers that can be reached."""
 
-    def __init__(self, station: Station, memory: Memory, initial: Sequence[str], reach: float) -> None:
+    def __init__(
+        self, station: Station, memory: Memory, initial: Sequence[str], reach: float, credentials: Credentials
+    ) -> None:
         self.unreached: dict[str, str] = {}  # why, by endpoint
+        self.foreign: dict[str, str] = {}  # of those, where a node answers that is not of this job
         self._station = station
         self._memory = memory
         self._me = station.me
         self._initial = initial
         self._reach = reach
+        self._credentials = credentials
 
     def order(self) -> list[str]:
         """Endpoints of those that may lead, the first one first."""
@@ -71,22 +63,24 @@ class Search:
 
     def meet(self, endpoints: Iterable[str], lead: Lead | None = None, reach: float = 0.0) -> dict[str, Meeting]:
         """Those that answer, by endpoint. They are told of `lead`, if given."""
-        message = {"do": "meet", "run": self._me.run, "lead": asdict(lead) if lead else None}
+        message = {"do": "meet", "lead": asdict(lead) if lead else None}
         others = [endpoint for endpoint in endpoints if endpoint != self._me.endpoint]
-        replies = ask_all(others, message, reach or self._reach)
+        replies = ask_all(others, message, reach or self._reach, self._credentials)
         if self._me.endpoint in endpoints:
             replies[self._me.endpoint] = self._station.answer(message | {"lead": None})
         found = {}
         for endpoint, reply in replies.items():
-            try:
-                if isinstance(reply, str) or not reply.get("ok"):
-                    self.unreached[endpoint] = reply if isinstance(reply, str) else str(reply.get("message"))
-                    continue
-                meeting = read(Meeting, reply)
-            except ProtocolError as error:
-                self.unreached[endpoint] = str(error)
-                continue
             self.unreached.pop(endpoint, None)
+            self.foreign.pop(endpoint, None)
+            try:
+                if isinstance(reply, ConnectionError):
+                    raise reply
+                meeting = read(Meeting, reply)
+            except (ConnectionError, ProtocolError) as error:
+                self.unreached[endpoint] = str(error)
+                if isinstance(error, ForeignError):
+                    self.foreign[endpoint] = str(error)
+                continue
             self._station.heard_of(meeting.generation)
             if meeting.closed and endpoint != self._me.endpoint:
                 self._station.close(meeting.closed, meeting.in_order)
@@ -104,7 +98,7 @@ class Search:
             met = self.meet(missing, reach=reach)
             asked |= met
             for endpoint in missing - met.keys():  # not asked again now
-                asked[endpoint] = _NOBODY
+                asked[endpoint] = _ABSENT
         leads = [meeting.leading for meeting in asked.values() if meeting.leading]
         return max(leads, key=lambda lead: lead.standing, default=None)
 
@@ -112,17 +106,20 @@ class Search:
         """This node as the lead, if all in `known` consent."""
         me = self._me
         lead = Lead(me.node, me.token, me.endpoint, self._station.generation + 1)
-        message = {"do": "elect", "run": me.run, "lead": asdict(lead)}
+        message = {"do": "elect", "lead": asdict(lead)}
         for endpoint in sorted({*known, me.endpoint}):
             try:
                 own = endpoint == me.endpoint
-                reply = self._station.answer(message) if own else ask(endpoint, message, self._reach)
-            except ConnectionError:
+                vote = read(
+                    Vote,
+                    self._station.answer(message) if own else ask(endpoint, message, self._reach, self._credentials),
+                )
+            except (ConnectionError, ProtocolError):
                 continue  # it has gone since we met
-            if not reply.get("granted"):
-                self._station.heard_of(int(reply.get("generation", 0)))
+            if not vote.granted:
+                self._station.heard_of(vote.generation)
                 return None
         return self._station.leading if self._station.take_lead(lead, self._memory.roster) else None
 
 
-_NOBODY = Meeting("", "", False, 0, None, ())
+_ABSENT = Meeting("", "", False, 0, None, ())

@@ -7,58 +7,44 @@ lives there. Election says nothing about the nodes' memory of rounds: that trave
 Leads that could not reach each other when they were elected (a network that was parted, a process that was stopped)
 are told apart by `standing`: the lower one resigns as soon as it hears of the other, unless its round is complete.
 
-In: requests of other nodes, and of this one. Out: replies, as maps.
-
-    meet    who are you, whom do you follow? With `lead`: I lead, if you look for somebody.
-    elect   may `lead` lead its generation?
-    apply, look, serve, leave, finish    of nodes to their lead, see `Gathering`
-    close   the rendezvous is over
+In: requests of other nodes, and of this one (`requests`). Out: replies, as maps.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ..errors import ProtocolError
 from ..recovery.sizes import Told
-from .gathering import Application, Gathering, Phase, Place, Roster
-from .post import Message
-from .rounds import LIMIT, Rules
+from .bounds import read
+from .gathering import Gathering, Phase, Place, Roster
+from .message import Message
+from .requests import (
+    OF_ANYONE,
+    OF_LEADS,
+    Admission,
+    Answered,
+    Apply,
+    Close,
+    Elect,
+    Finish,
+    Lead,
+    Leave,
+    Look,
+    Meet,
+    Meeting,
+    Serve,
+    View,
+    Vote,
+)
+from .rounds import Rules
 
 _STEP_SECONDS = 0.05  # between two looks of the lead at its round
 _REST_SECONDS = 0.25  # while it is complete, or another one leads
-_OF_ANYONE = ("meet", "elect", "leave", "close")
-_OF_LEADS = ("apply", "look", "serve", "finish")
 _NAMED = 16  # of the nodes that wait, so many are named in a reply
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Lead:
-    """A node that leads the rendezvous, or did. `round` and `complete` tell how far it was when it said so."""
-
-    node: str
-    token: str
-    endpoint: str
-    generation: int
-    round: int = 0
-    complete: bool = False
-
-    def __post_init__(self) -> None:
-        if not (0 < self.generation <= LIMIT and 0 <= self.round <= LIMIT):
-            raise ValueError(f"expected a generation from 1 and a round from 0, found {self}")
-
-    @property
-    def standing(self) -> tuple[int, bool, int, str]:
-        """The greater one stays when two leads meet."""
-        return (self.round, self.complete, self.generation, self.token)
 
 
 @dataclass(frozen=True)
@@ -166,21 +152,20 @@ class Station:
 
     def answer(self, request: Message, connection: int = 0) -> Message:
         """The reply to one request. Raises ProtocolError for one that makes no sense."""
-        name, run = _field(request, "do", str), _field(request, "run", str)
-        if run != self.me.run:
-            return {"ok": False, "message": f"it belongs to job '{self.me.run}'"}
+        name = request.get("do")
+        kind: Any = OF_ANYONE.get(name) or OF_LEADS.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise ProtocolError(f"unknown request {name!r:.40}")
+        asked: Any = read(kind, {key: value for key, value in request.items() if key != "do"})
         with self._lock:
-            found: Message = {"ok": True, "closed": self._closed, "in_order": self._in_order}
-            if name in _OF_ANYONE:
-                return found | getattr(self, f"_{name}")(request)
-            if name not in _OF_LEADS:
-                raise ProtocolError(f"'{name}' is no request")
+            found = asdict(Answered(self._closed, self._in_order))
+            if name in OF_ANYONE:
+                return found | getattr(self, f"_{name}")(asked)
             if self._rounds is None:
                 return found | {"moved": True}
-            token = request.get("token")
-            if isinstance(token, str) and connection:
-                self._connections[token] = connection
-            return found | {"moved": False} | getattr(self, f"_{name}")(self._rounds, request)
+            if connection:
+                self._connections[asked.token] = connection
+            return found | getattr(self, f"_{name}")(self._rounds, asked)
 
     def gone(self, connection: int) -> None:
         """A connection has ended: whoever used it last is gone, or comes back on another one."""
@@ -202,89 +187,58 @@ class Station:
             resting = self._rounds.phase is Phase.COMPLETE
             return _REST_SECONDS if resting else _STEP_SECONDS
 
-    def _meet(self, request: Message) -> Message:
-        if request.get("lead") is not None:
-            self._told = read(Lead, request["lead"])
-            self._generation = max(self._generation, self._told.generation)
-        leading = self.leading
+    def _meet(self, asked: Meet) -> Message:
+        if asked.lead is not None:
+            self._told = asked.lead
+            self._generation = max(self._generation, asked.lead.generation)
         known = {lead.token: lead for lead in (self._elected, self._followed, self._told) if lead}
-        return {
-            "node": self.me.node,
-            "token": self.me.token,
-            "awake": time.monotonic() - self._awake <= self._silence,
-            "generation": self._generation,
-            "leading": asdict(leading) if leading else None,
-            "known": [asdict(lead) for lead in known.values()],
-        }
+        awake = time.monotonic() - self._awake <= self._silence
+        me, closed = self.me, (self._closed, self._in_order)
+        return asdict(Meeting(me.node, me.token, awake, self._generation, self.leading, tuple(known.values()), *closed))
 
-    def _elect(self, request: Message) -> Message:
-        lead = read(Lead, request.get("lead"))
-        granted = self._rounds is None and lead.generation > self._generation
+    def _elect(self, asked: Elect) -> Message:
+        granted = self._rounds is None and asked.lead.generation > self._generation
         if granted:
-            self._generation, self._elected = lead.generation, lead
-        return {"granted": granted, "generation": self._generation}
+            self._generation, self._elected = asked.lead.generation, asked.lead
+        return asdict(Vote(granted, self._generation))
 
-    def _leave(self, request: Message) -> Message:
+    def _leave(self, asked: Leave) -> Message:
         if self._rounds:
-            self._rounds.leave(_field(request, "token", str))
+            self._rounds.leave(asked.token)
         return {}
 
-    def _close(self, request: Message) -> Message:
-        self.close(_field(request, "reason", str), _field(request, "in_order", bool))
+    def _close(self, asked: Close) -> Message:
+        self.close(asked.reason, asked.in_order)
         return {"closed": self._closed}
 
-    def _apply(self, gathering: Gathering, request: Message) -> Message:
-        accepted = gathering.apply(read(Application, request.get("application")), time.monotonic())
-        return {"accepted": accepted, "roster": asdict(gathering.roster)}
+    def _apply(self, gathering: Gathering, asked: Apply) -> Message:
+        return asdict(Admission(gathering.apply(asked.application, time.monotonic()), gathering.roster))
 
-    def _look(self, gathering: Gathering, request: Message) -> Message:
-        token = _field(request, "token", str)
+    def _look(self, gathering: Gathering, asked: Look) -> Message:
         now = time.monotonic()
-        knows = request.get("round")
-        waits = gathering.hear(token, knows if isinstance(knows, int) else 0, now)
+        waits = gathering.hear(asked.token, asked.round, now)
         proposal, waiting = gathering.proposal, gathering.waiting
-        reply: Message = {
-            "phase": gathering.phase.value,
-            "round": gathering.round,
-            "begun": gathering.begun,
-            "waits": waits,
-            "waiting": len(waiting),
-            "names": waiting[:_NAMED],
-            "done": len(gathering.done),
-            "lost": len(gathering.lost(now)),
-        }
-        if proposal and token in proposal.ranks and waits is (gathering.phase is Phase.PROPOSED):
-            reply |= {"rank": proposal.ranks[token], "size": len(proposal.ranks), "store": proposal.store}
-        if gathering.phase is Phase.COMPLETE and knows != gathering.round:
-            reply["roster"] = asdict(gathering.roster)
-        return reply
+        view = View(
+            phase=gathering.phase,
+            round=gathering.round,
+            begun=gathering.begun,
+            waits=waits,
+            waiting=len(waiting),
+            names=tuple(waiting[:_NAMED]),
+            done=len(gathering.done),
+            lost=len(gathering.lost(now)),
+        )
+        if proposal and asked.token in proposal.ranks and waits is (gathering.phase is Phase.PROPOSED):
+            rank, size = proposal.ranks[asked.token], len(proposal.ranks)
+            view = replace(view, rank=rank, size=size, store=proposal.store or None, opened=proposal.opened)
+        if gathering.phase is Phase.COMPLETE and asked.round != gathering.round:
+            view = replace(view, roster=gathering.roster)
+        return asdict(view) | {"phase": view.phase.value}
 
-    def _serve(self, gathering: Gathering, request: Message) -> Message:
-        gathering.serve(_field(request, "token", str), _field(request, "store", str))
+    def _serve(self, gathering: Gathering, asked: Serve) -> Message:
+        gathering.serve(asked.token, asked.store)
         return {}
 
-    def _finish(self, gathering: Gathering, request: Message) -> Message:
-        gathering.finish(_field(request, "token", str), _field(request, "round", int))
+    def _finish(self, gathering: Gathering, asked: Finish) -> Message:
+        gathering.finish(asked.token, asked.round)
         return {}
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def read(kind: type[T], given: Any) -> T:
-    """A dataclass of ours from a map, its types checked. Raises ProtocolError."""
-    try:
-        known: Any = kind
-        found: T = _adapter(known).validate_python(given)
-        return found
-    except ValidationError as error:
-        raise ProtocolError(f"{kind.__name__}: {error.errors()[0]['msg']}, found {given!r:.200}") from error
-
-
-def _field(message: Message, name: str, kind: type[T]) -> T:
-    value = message.get(name)
-    if not isinstance(value, kind):
-        raise ProtocolError(f"field '{name}' should be a {kind.__name__}, found {type(value).__name__}")
-    return value

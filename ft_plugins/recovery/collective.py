@@ -1,12 +1,16 @@
 """The few collectives that protection needs, as bytes over gloo; outside the step path, at start and restore only, but
 for `start_gather`, which does not wait.
 
-Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order.
+Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order. The
+job's store takes all comers: a word that is found there is believed only with a proof by a key of this incarnation, which
+ranks agree on over the process group and which stands nowhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +23,12 @@ import torch
 import torch.distributed as dist
 
 from .. import errors
-from ..errors import FtError
+from ..errors import ConfigError, FtError
+from ..events import say
 
 _ANSWER_SECONDS = 2.0  # for a word in the job's store to be looked up
 _DEAF_SECONDS = 60.0
+_NONCE = 32  # bytes
 _SIZE = 8  # bytes before a payload that tell its length
 ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
 
@@ -57,19 +63,25 @@ class Gathering:
 class Collective:
     """All ranks of the job."""
 
-    def __init__(self) -> None:
-        """Uses the default process group where that is gloo, else makes a gloo group beside it."""
+    def __init__(self, secret: bytes = b"") -> None:
+        """Uses the default process group where that is gloo, else makes a gloo group next to it.
+
+        `secret`: of the job, if it has one: then what passed between ranks is not enough to forge a word. Every rank of
+        the job calls. Raises ConfigError, on all ranks, where they do not know the same one.
+        """
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None if self._alone else _impatient(dist.distributed_c10d._get_default_store())
         self._deaf_until = 0.0  # a store that does not answer is left alone for a while
         self._told: set[str] = set()
+        self._forged = False  # a word that no rank has said was found
         self._made: set[tuple[int, ...]] = set()  # replica sets of the job that have a group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # those of this rank
         if not self._alone and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
         self.rank = 0 if not dist.is_initialized() else dist.get_rank()
         self.world_size = 1 if self._alone else dist.get_world_size()
+        self._key = self._agree_on_key(secret)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank."""
@@ -99,22 +111,51 @@ class Collective:
         """Until every rank is here."""
         self.gather(b"")
 
+    def _agree_on_key(self, secret: bytes) -> bytes:
+        """A key that all ranks of this incarnation have, and no other process."""
+        own = secrets.token_bytes(_NONCE)
+        told = self.gather(own + hmac.digest(secret or b"none", own, "sha256"))
+        for rank, part in enumerate(told):
+            if not hmac.compare_digest(part[_NONCE:], hmac.digest(secret or b"none", part[:_NONCE], "sha256")):
+                raise ConfigError(
+                    f"rank {self.rank}: rank {rank} knows another secret, or only one of the two has one; give "
+                    "--ftp-secret-file, with the same content, on all nodes"
+                )
+        return hmac.digest(secret or b"none", b"".join((b"ft_plugins words", *told)), "sha256")
+
+    def _proof(self, word: str) -> bytes:
+        return hmac.digest(self._key, word.encode(), "sha256")
+
     def tell_all(self, word: str) -> None:
         """Leave `word` where every rank finds it with `told`, without waiting for anyone; for this incarnation only."""
         self._told.add(word)
         with contextlib.suppress(RuntimeError):  # the store is gone with its host: the job is ending anyway
             if self._store is not None:
-                self._store.set(f"ft_plugins/{word}", str(self.rank))
+                self._store.set(f"ft_plugins/{word}", self._proof(word))
 
     def told(self, word: str) -> bool:
-        """Whether any rank has said `word`. A question to the job's store, bounded in time; asked behind the step."""
+        """Whether any rank has said `word`. A question to the job's store, bounded in time; asked behind the step.
+
+        What anyone else has written there is passed over, and said once.
+        """
         if word not in self._told and self._store is not None and time.monotonic() >= self._deaf_until:
             try:
                 if self._store.check([f"ft_plugins/{word}"]):
-                    self._told.add(word)
+                    self._believe(word, self._store.get(f"ft_plugins/{word}"))
             except RuntimeError:  # stopped, or gone with its host: then the job is ending anyway
                 self._deaf_until = time.monotonic() + _DEAF_SECONDS
         return word in self._told
+
+    def _believe(self, word: str, proof: bytes) -> None:
+        if hmac.compare_digest(proof, self._proof(word)):
+            self._told.add(word)
+        elif not self._forged:
+            self._forged = True
+            say(
+                f"rank {self.rank}: '{word}' stands in the job's store, but no rank of this job has written that; it is "
+                "not believed. Some other process writes to the store: see that only the job's nodes reach its port",
+                alarm=True,
+            )
 
     def agree(self, error: FtError | None) -> None:
         """Raise on every rank when any rank has an error: one rank its own, the others an echo of it.

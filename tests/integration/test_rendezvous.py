@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.launcher import post
+from ft_plugins.launcher import secret
+from ft_plugins.launcher.line import Credentials, ask
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.journal import wait_for
 
@@ -82,9 +83,10 @@ class Nodes:
 
     def _lead(self, request: str, field: str) -> Any:
         """What the node at the first endpoint replies; None while it does not answer."""
-        message = {"do": request, "run": f"meet-{os.getpid()}", "token": ""}
+        message = {"do": request} | ({"token": "test"} if request == "look" else {})
+        us = Credentials(secret.of_this_user(), f"meet-{os.getpid()}", "test")
         try:
-            return post.ask(f"127.0.0.1:{self._port}", message, BOUND)[field]
+            return ask(f"127.0.0.1:{self._port}", message, BOUND, us)[field]
         except ConnectionError:
             return None
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from ft_plugins.config import run_root
 from ft_plugins.errors import ConfigError
+from ft_plugins.launcher.endpoint import Endpoint
 from ft_plugins.launcher.plugin import Settings
-from ft_plugins.launcher.post import Endpoint
 
 
 @pytest.mark.parametrize(
@@ -26,19 +28,33 @@ from ft_plugins.launcher.post import Endpoint
         ({"endpoint": ""}, "--rdzv-endpoint: expected host:port of one of the 4 nodes"),
         ({"endpoint": "localhost:0"}, "--rdzv-endpoint: expected host:port of one of the 4 nodes"),
         ({"endpoint": "a:b"}, "--rdzv-endpoint: expected host:port"),
+        (
+            {"endpoint": "h:29400"},
+            "--rdzv-endpoint h:29400: other machines reach it, .*--ftp-secret-file FILE.*umask 077",
+        ),
+        ({"endpoint": "127.0.0.1:1,10.0.0.1:1"}, "--rdzv-endpoint 10.0.0.1:1: other machines reach it"),
+        ({"endpoint": "h:1", "min_nodes": 1, "max_nodes": 1}, "other machines reach it"),
+        ({"secret_file": "/no/such/file"}, "--ftp-secret-file /no/such/file: cannot be read"),
+        ({"run_id": "r" * 300}, "--rdzv-id: expected 1 to 256 printable characters"),
+        ({"run_id": "r\n"}, "--rdzv-id: expected 1 to 256 printable characters"),
+        ({"node_name": "a b"}, "node_name: expected 1 to 48 letters"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_wrong_setting_is_refused_in_words(given: dict[str, Any], said: str) -> None:
-    fields = {"endpoint": "h:29400", "run_id": "r", "min_nodes": 2, "max_nodes": 4, **given}
+    fields = {"endpoint": "localhost:29400", "run_id": "r", "min_nodes": 2, "max_nodes": 4, **given}
     with pytest.raises(ConfigError, match=said):
         Settings.read(RendezvousParameters("ft_plugins", **fields))
 
 
-def test_settings_are_read_as_given_and_have_defaults() -> None:
+def test_settings_are_read_as_given_and_have_defaults(tmp_path: Path) -> None:
     plain = Settings.read(RendezvousParameters("ft_plugins", "", "r", 1, 1, timeout=900))
     assert (plain.endpoints, plain.node, plain.wanted, plain.run_dir) == ((), socket.gethostname(), None, None)
     assert (plain.rules.last_call, plain.rules.wait, plain.join, plain.silence) == (30, 30, 600, 10)
+    assert plain.only_here
+    file = tmp_path / "secret"
+    file.write_text("sixteen bytes or more")
+    file.chmod(0o600)
     full = RendezvousParameters(
         "ft_plugins",
         "a, b:7 ,[::1]:8",
@@ -50,9 +66,19 @@ def test_settings_are_read_as_given_and_have_defaults() -> None:
         node_rank="3",
         node_name="n",
         run_dir="/x",
+        secret_file=str(file),
     )
     found = Settings.read(full)
     assert found.endpoints == (Endpoint("a", 29400), Endpoint("b", 7), Endpoint("::1", 8))
     assert [str(endpoint) for endpoint in found.endpoints] == ["a:29400", "b:7", "[::1]:8"]
     assert (found.rules.sizes, found.rules.wait, found.rules.last_call, found.wanted) == ((8, 6, 4), 60, 30, 3)
     assert (found.node, found.run_dir) == ("n", Path("/x"))
+    assert (found.secret, found.only_here) == (b"sixteen bytes or more", False)
+    assert "sixteen" not in repr(found)
+
+
+def test_without_a_file_jobs_of_this_user_on_this_machine_share_a_secret_that_only_he_can_read() -> None:
+    one, other = (Settings.read(RendezvousParameters("ft_plugins", "", run, 1, 1)) for run in "ab")
+    assert one.secret == other.secret and len(one.secret) >= 32
+    [file] = run_root().glob("secret*")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and file.read_bytes() == one.secret

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgpack
 import pytest
 
-from ft_plugins.launcher import post
-from ft_plugins.launcher.post import Endpoint, Line, Post
+from ft_plugins.errors import ConfigError
+from ft_plugins.launcher import endpoint, line, message
+from ft_plugins.launcher.endpoint import Endpoint
+from ft_plugins.launcher.line import Credentials, ForeignError, Line
+from ft_plugins.launcher.post import _OF_ONE_ADDRESS, _PROOF_SECONDS, _SHORT_SECONDS, _UNREAD_SECONDS, Post
+from ft_plugins.smp.channel import Channel
 
 WAIT = 60.0
+US = Credentials(b"sixteen bytes or more", "job", "n")
 
 
 def free_port() -> int:
@@ -22,88 +29,243 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def reply(request: dict[str, Any], connection: int) -> dict[str, Any]:
+    if "fail" in request:
+        raise RecursionError("an error of ours")
+    return {"ok": True, **request, "text": "x" * request.get("size", 0)}
+
+
+class Running:
+    """A port on loopback that repeats what it is asked, and what it has reported."""
+
+    def __init__(self, tick: Callable[[], float] = lambda: 0.1) -> None:
+        self.reports: list[dict[str, Any]] = []
+        self.gone: list[int] = []
+        listener = endpoint.listen_anywhere("127.0.0.1")
+        self.post = Post(listener, US, reply, self.gone.append, tick, lambda **counts: self.reports.append(counts))
+        self.place = f"127.0.0.1:{self.post.port}"
+
+    def call(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.post.port), WAIT)
+
+    def until(self, holds: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + WAIT
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 @pytest.fixture
-def echo() -> Iterator[Post]:
-    listener = post.listen_anywhere("127.0.0.1")
-    found = Post(listener, lambda request, connection: {"ok": True, **request}, lambda connection: None, lambda: 0.1)
+def echo() -> Iterator[Running]:
+    found = Running()
     yield found
-    found.close()
-    found.close()
+    found.post.close()
+    found.post.close()
 
 
-def test_requests_are_answered_also_in_pieces_and_several_at_once(echo: Post) -> None:
-    text = "x" * 300_000  # more than a socket holds
-    line = Line(f"127.0.0.1:{echo.port}", WAIT)
+def test_requests_are_answered_also_long_and_several_at_once(echo: Running) -> None:
+    size = 900_000  # more than a socket holds
+    one = Line(echo.place, WAIT, US)
     for number in range(3):
-        assert line.ask({"number": number, "text": text}) == {"ok": True, "number": number, "text": text}
-    line.close()
-    places = [f"127.0.0.1:{echo.port}", "127.0.0.1:1"]
-    found = post.ask_all(places, {"do": "it"}, WAIT)
-    assert found[places[0]] == {"ok": True, "do": "it"} and "refused" in str(found[places[1]])
+        assert one.ask({"number": number, "size": size})["text"] == "x" * size
+    one.close()
+    found = line.ask_all([echo.place, "127.0.0.1:1"], {"do": "it"}, WAIT, US)
+    assert found[echo.place] == {"ok": True, "do": "it", "text": ""} and "refused" in str(found["127.0.0.1:1"])
+
+
+@pytest.mark.parametrize(
+    ("them", "why"),
+    [
+        (Credentials(US.secret, "another", "n"), "it belongs to another job"),
+        (Credentials(b"another secret, as long", "job", "n"), "does not know the secret of this job"),
+    ],
+)
+def test_who_is_of_another_job_or_has_another_secret_hears_that_and_no_more(
+    echo: Running, them: Credentials, why: str
+) -> None:
+    with pytest.raises(ForeignError, match=why):
+        line.ask(echo.place, {}, WAIT, them)
+    line.ask(echo.place, {}, WAIT, US)
+
+
+def prove(echo: Running) -> tuple[socket.socket, Channel]:
+    """A connection of one who knows the secret, to do with as he likes."""
+    found = Line(echo.place, WAIT, US)
+    return found._socket, found._channel
+
+
+def sealed(channel: Channel, payload: bytes) -> bytes:
+    body, tag = channel.sealer.seal(payload)
+    return message.head(len(payload)) + bytes(body) + tag
+
+
+def nested(depth: int) -> Any:
+    return {"lead": nested(depth - 1)} if depth else 1
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [msgpack.packb({"fail": 1}), msgpack.packb(nested(500)), msgpack.packb([1]), b"\xc1", b"", b"\xdd\xff\xff\xff\xff"],
+    ids=["fails", "nested", "list", "no msgpack", "empty", "huge list"],
+)
+def test_a_request_that_cannot_be_answered_ends_its_connection_alone(echo: Running, payload: bytes) -> None:
+    other = Line(echo.place, WAIT, US)
+    peer, channel = prove(echo)
+    with peer:
+        peer.sendall(sealed(channel, payload))
+        assert peer.recv(1) == b""
+    echo.until(lambda: echo.reports and echo.gone)
+    [(kind, count)] = [(kind, count) for kind, count in echo.reports[0].items() if kind != "addresses"]
+    assert (kind, count) == ("failed" if b"fail" in payload else "malformed", 1)
+    assert other.ask({"do": "it"})["do"] == "it" and echo.post.answers
+    other.close()
+
+
+def test_what_a_peer_does_not_read_is_not_held_for_it(echo: Running) -> None:
+    peer, channel = prove(echo)
+    with peer:
+        peer.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            while True:  # until neither side takes any more
+                peer.sendall(sealed(channel, msgpack.packb({"size": 1 << 19})))
+        held = [key.data for key in echo.post._selector.get_map().values() if key.data is not None]
+        [found] = held
+        assert len(found.sending) < 1 << 20 and len(found.received) < 1 << 14
+        found.used -= 2 * _UNREAD_SECONDS
+        echo.until(lambda: echo.gone == [found.number])
+    assert line.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it"
+
+
+def test_before_the_proof_a_connection_is_one_of_a_few_for_a_few_seconds(echo: Running) -> None:
+    silent = [echo.call() for _ in range(100)]
+    for _ in range(20):  # one who knows the secret gets in all the same
+        assert line.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it"
+    assert 0 < len(echo.post._unproven) <= _OF_ONE_ADDRESS
+    for peer in list(echo.post._unproven.values()):
+        peer.used -= 2 * _PROOF_SECONDS
+    echo.until(lambda: not echo.post._unproven)
+    for each in silent:
+        with each:
+            assert each.recv(1) == b""
+    assert len(echo.reports) == 1, "one report a minute"
+    assert echo.reports[0]["addresses"] == ["127.0.0.1"]
+
+
+def test_before_the_proof_no_more_is_read_than_a_handshake_has(echo: Running) -> None:
+    with echo.call() as stranger:
+        stranger.sendall(message.head(5000))
+        assert stranger.recv(1) == b""
+    with echo.call() as stranger:
+        stranger.sendall(message.head(4000) + bytes(3000))
+        echo.until(lambda: any(len(peer.received) == 3004 for peer in echo.post._unproven.values()))
+
+
+def test_without_descriptors_those_who_are_here_are_still_answered(
+    echo: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Line(echo.place, WAIT, US)
+    tried: list[int] = []
+
+    class Short:
+        """A listener for which there is no descriptor, ten times."""
+
+        def __init__(self, listener: socket.socket) -> None:
+            self.listener = listener
+
+        def fileno(self) -> int:
+            return self.listener.fileno()
+
+        def close(self) -> None:
+            self.listener.close()
+
+        def accept(self) -> Any:
+            tried.append(1)
+            if len(tried) < 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self.listener.accept()
+
+    assert echo.post._listening
+    echo.post._selector.modify(echo.post._listener, 1, None)
+    short = Short(echo.post._listener)
+    echo.post._selector.unregister(echo.post._listener)
+    monkeypatch.setattr(echo.post, "_listener", short)
+    echo.post._selector.register(short, 1)
+    began = time.monotonic()
+    assert line.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it"
+    assert time.monotonic() - began >= 2 * _SHORT_SECONDS * 0.9 and len(tried) == 3, "it does not spin"
+    assert here.ask({"do": "it"})["do"] == "it"
+    here.close()
 
 
 @pytest.mark.parametrize(
     "frame", [b"\xff\xff\xff\xff", b"\0\0\0\x01\xc1", b"\0\0\0\x01\x01", b"GET / HTTP/1.1\r\n\r\n"]
 )
-def test_a_malformed_frame_is_answered_by_a_close_and_others_go_on(echo: Post, frame: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", echo.port), WAIT) as stranger:
+def test_a_malformed_frame_is_answered_by_a_close_and_others_go_on(echo: Running, frame: bytes) -> None:
+    with echo.call() as stranger:
         stranger.sendall(frame)
         assert stranger.recv(1) == b""
-    assert post.ask(f"127.0.0.1:{echo.port}", {}, WAIT) == {"ok": True}
+    assert line.ask(echo.place, {}, WAIT, US)["ok"] is True
 
 
 def test_one_who_does_not_answer_costs_the_bound_and_no_more() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ConnectionError, match="no answer within 0.2 s"):
-        post.ask(f"127.0.0.1:{mute.getsockname()[1]}", {}, 0.2)
+        line.ask(f"127.0.0.1:{mute.getsockname()[1]}", {}, 0.2, US)
 
 
-def test_where_answering_fails_all_connections_end_and_it_is_said_here() -> None:
-    def fail(request: dict[str, Any], connection: int) -> dict[str, Any]:
-        raise KeyError("an error of ours")
+def test_where_this_nodes_own_part_fails_all_connections_end_and_it_is_said_here() -> None:
+    ready = threading.Event()
 
-    def gone(connection: int) -> None:
-        raise KeyError("as well, for every connection that ends")
+    def tick() -> float:
+        if ready.is_set():
+            raise KeyError("an error of ours")
+        return 0.1
 
-    broken = Post(post.listen_anywhere("127.0.0.1"), fail, gone, lambda: 0.1)
-    broken.check()
-    others = [socket.create_connection(("127.0.0.1", broken.port), WAIT) for _ in range(3)]
-    with pytest.raises(ConnectionError, match="closed the connection|reset"):
-        post.ask(f"127.0.0.1:{broken.port}", {}, WAIT)
+    broken = Running(tick)
+    broken.post.check()
+    others = [broken.call() for _ in range(3)]
+    assert line.ask(broken.place, {}, WAIT, US)
+    ready.set()
     for other in others:
         with other:
             assert other.recv(1) == b""
-    broken.close()  # waits for the thread
+    broken.post.close()  # waits for the thread
     with pytest.raises(RuntimeError, match="not answered any more") as found:
-        broken.check()
-    assert isinstance(found.value.__cause__, KeyError) and not broken.answers
+        broken.post.check()
+    assert isinstance(found.value.__cause__, KeyError) and not broken.post.answers
     with pytest.raises(ConnectionError, match="refused"):
-        post.ask(f"127.0.0.1:{broken.port}", {}, WAIT)
+        line.ask(broken.place, {}, WAIT, US)
+
+
+@pytest.mark.parametrize("text", ["h:\u00b2", "h:99999", "h:" + "9" * 5000, "", "[::1]:x"])
+def test_what_is_no_endpoint_is_refused_in_words(text: str) -> None:
+    with pytest.raises(ConfigError, match="--rdzv-endpoint"):
+        Endpoint.read(text)
 
 
 def test_an_endpoint_is_this_machines_if_it_can_be_listened_on() -> None:
     port = free_port()
-    found = post.listen_as(Endpoint("127.0.0.9", port))
+    found = endpoint.listen_as(Endpoint("127.0.0.9", port), line.answers)
     assert found is not None and found.getsockname() == ("127.0.0.9", port)
-    assert post.listen_as(Endpoint("127.0.0.9", port), patience=0) is None  # taken
-    assert post.listen_as(Endpoint("192.0.2.1", port)) is None  # of nobody
-    assert post.listen_as(Endpoint("no-such-host.invalid", port)) is None
+    assert endpoint.listen_as(Endpoint("127.0.0.9", port), line.answers, patience=0) is None  # taken
+    assert endpoint.listen_as(Endpoint("192.0.2.1", port), line.answers) is None  # of nobody
+    assert endpoint.listen_as(Endpoint("no-such-host.invalid", port), line.answers) is None
     found.close()
 
 
-def test_a_port_of_a_process_that_is_ending_is_waited_for_and_that_of_a_living_node_is_not(echo: Post) -> None:
+def test_a_port_of_a_process_that_is_ending_is_waited_for_and_that_of_a_living_node_is_not(echo: Running) -> None:
     place = Endpoint("127.0.0.9", free_port())
     ending = socket.create_server(("127.0.0.9", place.port))
     threading.Timer(0.3, ending.close).start()
-    found = post.listen_as(place, patience=WAIT)
+    found = endpoint.listen_as(place, line.answers, patience=WAIT)
     assert found is not None
     found.close()
     began = time.monotonic()
-    assert post.listen_as(Endpoint("127.0.0.1", echo.port), patience=WAIT) is None
+    assert endpoint.listen_as(Endpoint.read(echo.place), line.answers, patience=WAIT) is None
     assert time.monotonic() - began < WAIT / 2  # it answers, so nothing is waited for
 
 
 def test_loopback_addresses_that_differ_are_two_emulated_nodes() -> None:
-    assert post.emulated_apart("127.0.0.2", "127.0.0.1")
+    assert endpoint.emulated_apart("127.0.0.2", "127.0.0.1")
     assert not any(
-        post.emulated_apart(*pair) for pair in [("127.0.0.1", "127.0.0.1"), ("10.0.0.1", "127.0.0.1"), ("h", None)]
+        endpoint.emulated_apart(*pair) for pair in [("127.0.0.1", "127.0.0.1"), ("10.0.0.1", "127.0.0.1"), ("h", None)]
     )

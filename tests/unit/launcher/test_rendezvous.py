@@ -28,9 +28,10 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins.config import Config
 from ft_plugins.events import Events
-from ft_plugins.launcher import plugin, post
+from ft_plugins.launcher import line, plugin, secret
 from ft_plugins.launcher.agent import ProgressAgent
 from ft_plugins.launcher.launch import _specify
+from ft_plugins.launcher.line import Credentials
 from ft_plugins.launcher.plugin import Settings
 from ft_plugins.launcher.rendezvous import Rendezvous
 from ft_plugins.launcher.watcher import Job
@@ -540,7 +541,7 @@ def test_an_endpoint_of_another_job_is_refused(start: Start) -> None:
     a = start(1, "a", nodes="1:2", last_call_timeout=0, detect_seconds=1)
     join(a)
     kind, text = start(2, "b", run="another", detect_seconds=1).tell("join").error()
-    assert kind == "ConfigError" and "expected job 'another'" in text and "--rdzv-id" in text
+    assert kind == "ConfigError" and "node of job 'another'" in text and "--rdzv-id" in text
 
 
 def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(start: Start) -> None:
@@ -557,7 +558,7 @@ def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(star
     ]
     for request in wrong:
         with pytest.raises(ConnectionError):
-            post.ask(own.endpoint, {"run": own.run, **request}, WAIT)
+            line.ask(own.endpoint, request, WAIT, Credentials(secret.of_this_user(), own.run, "c"))
     assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]
 
 

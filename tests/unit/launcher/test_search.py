@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.launcher import post
+from ft_plugins.launcher import endpoint
 from ft_plugins.launcher.gathering import Place, Roster
+from ft_plugins.launcher.line import Credentials
 from ft_plugins.launcher.memory import Memory
 from ft_plugins.launcher.post import Post
+from ft_plugins.launcher.requests import Lead
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.launcher.search import Search
-from ft_plugins.launcher.station import Identity, Lead, Station
+from ft_plugins.launcher.station import Identity, Station
 
 REACH = 5.0
+SECRET = b"sixteen bytes or more"
 RULES = Rules(2, 3)
 
 
@@ -43,15 +46,16 @@ def make() -> Iterator[Callable[..., list[Node]]]:
     """Nodes of these names, whose last round was that of all of them in this order."""
     made: list[Node] = []
 
-    def nodes(*names: str, silence: float = 60.0) -> list[Node]:
-        listeners = [post.listen_anywhere("127.0.0.1") for _ in names]
+    def nodes(*names: str, silence: float = 60.0, run: str = "job") -> list[Node]:
+        listeners = [endpoint.listen_anywhere("127.0.0.1") for _ in names]
         ends = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         found = []
         for name, end, listener in zip(names, ends, listeners, strict=True):
-            station, memory = Station(Identity("job", name, f"token-{name}", end), RULES, silence), Memory("job", None)
+            station, memory = Station(Identity(run, name, f"token-{name}", end), RULES, silence), Memory("job", None)
             memory.keep(Roster(1, tuple(Place(*pair) for pair in zip(names, ends, strict=True))))
-            port = Post(listener, station.answer, station.gone, station.tick)
-            found.append(Node(station, memory, Search(station, memory, [], REACH), port))
+            us = Credentials(SECRET, run, name)
+            port = Post(listener, us, station.answer, station.gone, station.tick)
+            found.append(Node(station, memory, Search(station, memory, [], REACH, us), port))
         made.extend(found)
         return found
 
@@ -65,7 +69,7 @@ def lead(name: str, generation: int, **fields: Any) -> Lead:
 
 
 def elect(node: Node, candidate: Lead) -> bool:
-    reply = node.station.answer({"do": "elect", "run": "job", "lead": asdict(candidate)})
+    reply = node.station.answer({"do": "elect", "lead": asdict(candidate)})
     return bool(reply["granted"])
 
 
@@ -148,12 +152,10 @@ def test_of_two_leads_the_one_with_the_newest_round_counts_then_one_at_work_then
     assert sorted(ascending, key=lambda found: found.standing) == ascending
 
 
-def test_a_node_of_another_job_is_none_of_ours(make: Callable[..., list[Node]]) -> None:
-    [a] = make("a")
-    [b] = make("b")
-    b.station.me = Identity("other", "b", "token-b", b.endpoint)
+def test_a_node_of_another_job_is_none_of_ours_and_says_no_more(make: Callable[..., list[Node]]) -> None:
+    [a], [b] = make("a"), make("b", run="other")
     assert a.search.meet([b.endpoint]) == {}
-    assert a.search.unreached == {b.endpoint: "it belongs to job 'other'"}
+    assert a.search.foreign == a.search.unreached == {b.endpoint: "it belongs to another job"}
 
 
 def test_the_end_is_told_from_node_to_node(make: Callable[..., list[Node]]) -> None:
@@ -167,7 +169,7 @@ def test_the_end_is_told_from_node_to_node(make: Callable[..., list[Node]]) -> N
 
 def test_who_does_not_lead_says_so_to_those_who_ask_it_to(make: Callable[..., list[Node]]) -> None:
     [a] = make("a")
-    assert a.station.answer({"do": "look", "run": "job", "token": "t"})["moved"] is True
-    for request in ({"do": "look"}, {"run": "job"}, {"do": "no", "run": "job"}, {"do": "elect", "run": "job"}):
+    assert a.station.answer({"do": "look", "token": "t"})["moved"] is True
+    for request in ({"do": "look"}, {}, {"do": "no"}, {"do": "elect"}, {"do": ["look"]}):
         with pytest.raises(ProtocolError):
             a.station.answer(request)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from ft_plugins.errors import BudgetError, FtError, ResumeError
+from ft_plugins.errors import BudgetError, ConfigError, FtError, ResumeError
 from ft_plugins.recovery import collective as module
 from ft_plugins.recovery.collective import Collective
 
 Ranks = Callable[..., list[Any]]
+SECRET = b"sixteen bytes or more"
 
 
 def _gather(rank: int, world: int) -> list[list[bytes]]:
@@ -120,3 +121,50 @@ def test_what_was_started_is_read_whenever_it_suits(ranks: Ranks) -> None:
     assert Collective().start_gather(b"alone", 8).result() == [b"alone"]
     with pytest.raises(ValueError, match="6 bytes, but all agreed on 5"):
         Collective().start_gather(b"longer", 5)
+
+
+def _words(rank: int, world: int, forge: bytes, real: bool) -> tuple[bool, bool]:
+    collective = Collective(SECRET)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1 and forge:
+        store.set("ft_plugins/degraded", forge)
+    collective.barrier()
+    before = collective.told("degraded")
+    collective.barrier()
+    if rank == 1 and real:
+        collective.tell_all("degraded")
+    collective.barrier()
+    return before, collective.told("degraded")
+
+
+@pytest.mark.parametrize("forge", [b"", b"1", b"0", bytes(32)])
+def test_a_word_is_believed_from_a_rank_and_from_no_one_else(ranks: Ranks, forge: bytes) -> None:
+    assert ranks(_words, 3, forge, True) == [(False, True)] * 3
+    assert ranks(_words, 2, forge, False) == [(False, False)] * 2
+
+
+def _replay(rank: int, world: int) -> bool:
+    first, second = Collective(SECRET), Collective(SECRET)  # as of two incarnations
+    if rank == 0:
+        first.tell_all("degraded")
+    second.barrier()
+    return second.told("degraded")
+
+
+def test_a_word_of_another_incarnation_is_not_believed(ranks: Ranks) -> None:
+    assert ranks(_replay, 2) == [False, False]
+
+
+def _unlike(rank: int, world: int, *known: bytes) -> str:
+    try:
+        Collective(known[rank])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("other", [b"", b"another secret, as long"])
+def test_ranks_with_different_secrets_all_say_so(ranks: Ranks, other: bytes) -> None:
+    found = ranks(_unlike, 3, SECRET, SECRET, other)
+    assert all("give --ftp-secret-file, with the same content" in words for words in found)
+    assert found[0].startswith("rank 0: rank 2 knows another secret")

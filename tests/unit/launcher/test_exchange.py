@@ -1,0 +1,71 @@
+"""Agents that share a store with strangers believe what carries a proof by the job's secret, made for their meeting."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import DistError, HashStore, PrefixStore, Store
+
+from ft_plugins.errors import ConfigError
+from ft_plugins.launcher.exchange import Exchange
+
+SECRET = b"sixteen bytes or more"
+SHORT = timedelta(seconds=0.2)
+
+
+def meet(store: Store, *secrets: bytes) -> list[Exchange | ConfigError]:
+    def enter(rank: int) -> Exchange | ConfigError:
+        try:
+            return Exchange(store, secrets[rank], rank, len(secrets))
+        except ConfigError as error:
+            return error
+
+    with ThreadPoolExecutor(len(secrets)) as pool:
+        return list(pool.map(enter, range(len(secrets))))
+
+
+def exchanges(store: Store) -> tuple[Exchange, Exchange]:
+    a, b = meet(store, SECRET, SECRET)
+    assert isinstance(a, Exchange) and isinstance(b, Exchange)
+    return a, b
+
+
+def test_each_hears_what_the_others_said() -> None:
+    a, b = exchanges(HashStore())
+    a.say("opened", b"0")
+    b.say("opened", b"1")
+    assert a.all_said("opened") == b.all_said("opened", SHORT) == [b"0", b"1"]
+    a.say("ended", b"1")
+    with pytest.raises(DistError):
+        a.all_said("ended", SHORT)
+
+
+@pytest.mark.parametrize("forged", [b"", b"1", b"1" + bytes(32)])
+def test_a_word_of_a_stranger_is_none(forged: bytes) -> None:
+    store = HashStore()
+    a, b = exchanges(store)
+    a.say("ended", b"1")
+    b.say("other", b"1")
+    store.set("ended/1", forged)
+    assert a.all_said("ended") == [b"1", None]
+    for kept in ("ended/0", "other/1"):  # a real one, of another rank or for another thing
+        store.set("ended/1", store.get(kept))
+        assert a.all_said("ended") == [b"1", None]
+
+
+def test_a_word_of_another_incarnation_is_none() -> None:
+    store = HashStore()
+    for_first, for_second = PrefixStore("1", store), PrefixStore("2", store)
+    a, b = exchanges(for_first)
+    b.say("ended", b"1")
+    second, _ = exchanges(for_second)
+    second.say("ended", b"1")
+    for_second.set("ended/1", for_first.get("ended/1"))
+    assert second.all_said("ended") == [b"1", None]
+
+
+def test_nodes_with_different_secrets_all_say_so() -> None:
+    for found in meet(HashStore(), SECRET, b"another secret, as long"):
+        assert isinstance(found, ConfigError) and "--ftp-secret-file" in str(found)

@@ -1,0 +1,189 @@
+"""What whoever can reach a node's port, and does not know the job's secret, can do there: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import psutil
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from ft_plugins.launcher import plugin
+from ft_plugins.launcher.rendezvous import Rendezvous
+
+WAIT = 20.0
+JOB = "the-name-of-the-job"
+
+
+def frame(message: Any) -> bytes:
+    payload = msgpack.packb(message, use_bin_type=True)
+    return struct.pack(">I", len(payload)) + payload
+
+
+def nested(depth: int) -> Any:
+    found: Any = 1
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Rendezvous]:
+    """A node whose round is complete, and could be larger."""
+    parameters = RendezvousParameters(
+        "ft_plugins",
+        f"127.0.0.1:{free_port()}",
+        JOB,
+        1,
+        2,
+        node_name="n",
+        last_call_timeout=0,
+        wait_seconds=0,
+        detect_seconds=2,
+        run_dir=tmp_path,
+    )
+    found = plugin.create(parameters)
+    assert isinstance(found, Rendezvous)
+    assert found.next_rendezvous().world_size == 1
+    yield found
+    found.shutdown()
+
+
+def call(node: Rendezvous) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", node._post.port), WAIT)
+
+
+def heard(node: Rendezvous, *messages: Any) -> bytes:
+    """All that is answered to these frames, until the connection ends or nothing comes any more."""
+    found = b""
+    with call(node) as connection:
+        connection.settimeout(1.0)
+        with contextlib.suppress(OSError):  # it hangs up at once
+            for message in messages:
+                connection.sendall(frame(message))
+            while part := connection.recv(1 << 16):
+                found += part
+    return found
+
+
+def goes_on(node: Rendezvous) -> None:
+    """The round is the same one, at the same node, and other nodes are answered."""
+    node._post.check()
+    assert node._post.answers and node._station.leading is not None
+    node._next_look = 0.0
+    assert node.num_nodes_waiting() == 0 and not node.is_closed()
+    assert node._round == 1 and not node._station.present
+
+
+LEAD = {"node": "x", "token": "t", "endpoint": "127.0.0.1:1", "generation": 5}
+APPLICATION = {"node": "0", "token": "t", "endpoint": "127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"do": "meet", "run": JOB, "lead": nested(1010)}],
+        [{"do": "apply", "run": JOB, "token": "t", "application": {**APPLICATION, "knows": 2**64 - 1}}],
+        [
+            {
+                "do": "apply",
+                "run": JOB,
+                "token": "t",
+                "application": {**APPLICATION, "seat": {"round": 2**32 - 1, "rank": 0, "size": 1}},
+            },
+            *[{"do": "look", "run": JOB, "token": "t", "round": 0}] * 5,
+        ],
+        [{"do": "apply", "run": JOB, "token": "t", "application": APPLICATION}],
+        [{"do": "close", "run": JOB, "reason": "a stranger says so", "in_order": False}],
+        [{"do": "elect", "run": JOB, "lead": {**LEAD, "generation": 2**31}}],
+        [{"do": "meet", "run": "?"}, {"do": "meet", "run": "?", "lead": LEAD}],
+        [nested(100)],
+        [{"purpose": "rendezvous", "job": nested(500), "node": 1, "nonce": b"", "encrypt": {}}],
+    ],
+    ids=["nested", "overflow", "seat", "join", "close", "elect", "name", "list", "hello"],
+)
+def test_a_stranger_changes_and_learns_nothing(node: Rendezvous, tmp_path: Path, messages: list[Any]) -> None:
+    before = (tmp_path / "nodes.json").read_bytes()
+    found = heard(node, *messages)
+    time.sleep(0.3)  # a few steps of the round
+    goes_on(node)
+    assert len(found) < 64 and JOB.encode() not in found
+    assert (tmp_path / "nodes.json").read_bytes() == before
+    assert json.loads(before)["roster"]["round"] == 1
+
+
+def test_a_peer_that_asks_and_does_not_read_costs_no_memory(node: Rendezvous) -> None:
+    long = {**LEAD, "node": "x" * 900_000}
+    process, before = psutil.Process(), psutil.Process().memory_info().rss
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(call(node)) for _ in range(3)]
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.sendall(frame({"do": "meet", "run": JOB, "lead": long}))
+                for _ in range(200):
+                    peer.sendall(frame({"do": "meet", "run": JOB}))
+        deadline = time.monotonic() + 2
+        most = before
+        while time.monotonic() < deadline:
+            most = max(most, process.memory_info().rss)
+            time.sleep(0.05)
+    assert most - before < 32 << 20, f"{(most - before) >> 20} MiB"
+    goes_on(node)
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[Callable[[int], None]]:
+    """Leaves this process so many descriptors beyond those that are open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def limit(count: int) -> None:
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+SILENT = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+found = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), 20) for _ in range(1100)]
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_silent_connections_leave_descriptors_for_workers(
+    node: Rendezvous, few_descriptors: Callable[[int], None]
+) -> None:
+    few_descriptors(200)
+    command = ["python3", "-c", SILENT, str(node._post.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
+        assert stranger.stdout is not None and stranger.stdin is not None
+        try:
+            assert select.select([stranger.stdout], [], [], WAIT)[0] and stranger.stdout.readline() == b"connected\n"
+            deadline = time.monotonic() + 2
+            while time.monotonic() < deadline:  # all of them are accepted, or refused
+                time.sleep(0.1)
+                assert subprocess.run(["true"], timeout=WAIT).returncode == 0  # as a worker is started
+            goes_on(node)
+        finally:
+            stranger.stdin.close()
+            stranger.wait(WAIT)
