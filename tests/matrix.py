@@ -205,7 +205,7 @@ def verdicts(report: str, torch: str) -> Iterator[Cell]:
         recorded = {one.get("name"): one.get("value") for one in case.iter("property")}
         failure, error, skipped = (case.find(kind) for kind in ("failure", "error", "skipped"))
         if error is not None:
-            yield Cell(mode, f"FAILED: {reason(error)}", failed=True)
+            yield Cell(mode, f"FAILED before anything was killed: {reason(error)}", failed=True)
         elif failure is not None and UNPROTECTED in recorded:
             yield Cell(mode, f"FAILED: {reason(failure)}", failed=True)
         elif failure is not None:

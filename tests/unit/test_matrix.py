@@ -82,6 +82,7 @@ def test_only_what_failed_unprotected_is_not_held_against_this_project() -> None
     assert {mode for mode, cell in found.items() if cell.passed} == {"exact"}
     assert {mode for mode, cell in found.items() if cell.failed} == {"differs", "unstarted", "left-out"}
     assert found["differs"].verdict == "FAILED: AssertionError: rank 3 differs"
+    assert found["unstarted"].verdict == "FAILED before anything was killed: PatchError: no longer applies"
     assert found["broken"].verdict == "fails without protection too, with torch 2.13.0: RuntimeError: a view"
 
 
