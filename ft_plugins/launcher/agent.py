@@ -126,6 +126,7 @@ class ProgressAgent(LocalElasticAgent):
         handler = spec.rdzv_handler
         if isinstance(handler, Rendezvous):
             handler.opened = self._has_opened()
+            handler.trained = bool(self._watcher and self._watcher.begun())
         super()._rendezvous(worker_group)
         if isinstance(handler, Rendezvous):
             return
@@ -160,7 +161,8 @@ class ProgressAgent(LocalElasticAgent):
         if self._job:  # torch hands its own environment on to workers; its signals travel the same way
             config = restarted(self._job.config) if self._resumed(token, worker_group) else self._job.config
             os.environ.update(worker_environment(config, self._job.run_dir, token, os.getpid()))
-        self._publish_begun(worker_group)
+        if self._exchanged:
+            self._exchanged.say("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
         with self._watcher.paused() if self._watcher else nullcontext():
             started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._context()
@@ -198,24 +200,16 @@ class ProgressAgent(LocalElasticAgent):
                 self._opened = b"1" in told
         return self._opened
 
-    def _publish_begun(self, worker_group: WorkerGroup) -> None:
-        """Let the other nodes know whether anything of the job is here: a substitute has nothing of what it goes on
-        from."""
-        group: Any = worker_group
-        if self._watcher and not self._bounded and group.group_world_size > 1:
-            self._exchange(worker_group).set(f"begun/{group.group_rank}", str(int(self._watcher.begun())))
-
     def _nothing_begun(self) -> bool:
-        """Whether no node of the job has a version or an iteration yet, as far as that is known for certain. Raises
-        ProtectionError."""
+        """Whether no node of the job has a version or had completed an iteration when this incarnation began, as far as
+        that is known for certain. Raises ProtectionError."""
         if self._watcher is None or self._watcher.begun():
             return False
-        group: Any = self._worker_group
-        if group.group_world_size == 1:
-            return True
+        handler = self._worker_group.spec.rdzv_handler
+        if isinstance(handler, Rendezvous):
+            return not handler.trained_anywhere
         try:
-            exchange, keys = self._exchange(group), [f"begun/{rank}" for rank in range(group.group_world_size)]
-            return bool(exchange.check(keys)) and b"1" not in exchange.multi_get(keys)
+            return self._exchanged is None or set(self._exchanged.all_said("trained", _ENDED_PATIENCE)) == {b"0"}
         except DistError:
             return False
 

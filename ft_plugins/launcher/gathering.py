@@ -77,7 +77,7 @@ class Application:
     """A node that asks to take part. `token` is its process's own: a node that was started again has another one.
 
     `knows` is the newest complete round that it has heard of, also one that it had no seat in. `opened`: its ranks have
-    captured something under the command that runs.
+    captured something under the command that runs. `trained`: they have completed an iteration, or hold a version.
     """
 
     node: Name
@@ -87,13 +87,14 @@ class Application:
     wanted: Count | None = None
     knows: Seen = 0
     opened: Flag = False
+    trained: Flag = False
 
 
 @dataclass(frozen=True)
 class Proposal:
     """Ranks by token, given at a time, and where the store of the round is, '' while rank 0 has not told.
 
-    `opened`: any of its nodes has `Application.opened`.
+    `opened`, `trained`: any of its nodes has `Application.opened`, `Application.trained`.
     """
 
     round: int
@@ -101,6 +102,7 @@ class Proposal:
     since: float
     store: str = ""
     opened: bool = False
+    trained: bool = False
 
 
 class Gathering:
@@ -247,9 +249,10 @@ class Gathering:
         if size:
             tokens = {found.node: found.token for found in self._waiting.values()}
             given = rounds.ranks(candidates, size)
-            opened = any(self._waiting[tokens[node]].opened for node in given)
+            chosen = [self._waiting[tokens[node]] for node in given]
             ranks = {tokens[node]: rank for node, rank in given.items()}
-            self.proposal = Proposal(self.round, ranks, now, opened=opened)
+            opened, trained = any(each.opened for each in chosen), any(each.trained for each in chosen)
+            self.proposal = Proposal(self.round, ranks, now, opened=opened, trained=trained)
             self._turn(Phase.PROPOSED)
 
     def _candidates(self) -> Sequence[Candidate]:

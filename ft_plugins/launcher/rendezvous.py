@@ -72,6 +72,8 @@ class Rendezvous(RendezvousHandler):
         self.over = ""  # why nodes are said to wait, for people
         self.opened = False  # to be told to the others: whether ranks of this node have captured under this command
         self.opened_anywhere = False  # of this round: whether those of any of its nodes have
+        self.trained = False  # to be told to the others: whether ranks of this node have completed an iteration
+        self.trained_anywhere = False  # of this round, when it began
         self.report: Callable[..., object] = lambda name, **fields: None  # takes events
         self._settings = settings
         self._reach = min(_LONGEST_REACH, settings.silence / 3)
@@ -216,8 +218,9 @@ class Rendezvous(RendezvousHandler):
 
     def _apply(self, lead: Lead) -> None:
         me, roster = self._me, self._memory.roster
+        seat = roster.seat(me.node)
         application = Application(
-            me.node, me.token, me.endpoint, roster.seat(me.node), self._settings.wanted, roster.round, self.opened
+            me.node, me.token, me.endpoint, seat, self._settings.wanted, roster.round, self.opened, self.trained
         )
         began = time.monotonic()
         while not (found := read(Admission, self._ask_patiently("apply", application=asdict(application)))).accepted:
@@ -247,7 +250,7 @@ class Rendezvous(RendezvousHandler):
         place = Endpoint.read(view.store)
         store = self._served if view.rank == 0 and self._served else self._store_at(place, view.round)
         self._round, self._size, self._spare, self._store = view.round, view.size, False, store
-        self._served, self.opened_anywhere = None, view.opened
+        self._served, self.opened_anywhere, self.trained_anywhere = None, view.opened, view.trained
         self._waiting, self._heard, self._next_look = 0, time.monotonic(), 0.0
         prefix = PrefixStore(f"{BACKEND}/round/{self._round}", store)
         return RendezvousInfo(prefix, view.rank, self._size, RendezvousStoreInfo(place.host, place.port))

@@ -141,7 +141,7 @@ class Admission:
 @dataclass(frozen=True)
 class View:
     """How the round stands for one process: `rank`, `size` and `store` where it was chosen, `roster` where the round is
-    complete and it did not know. `opened`: see `Proposal`."""
+    complete and it did not know. `opened`, `trained`: see `Proposal`."""
 
     phase: Phase
     round: Count
@@ -155,6 +155,7 @@ class View:
     size: Count = 0
     store: Where | None = None
     opened: Flag = False
+    trained: Flag = False
     roster: Roster | None = None
 
 

@@ -230,7 +230,8 @@ class Station:
         )
         if proposal and asked.token in proposal.ranks and waits is (gathering.phase is Phase.PROPOSED):
             rank, size = proposal.ranks[asked.token], len(proposal.ranks)
-            view = replace(view, rank=rank, size=size, store=proposal.store or None, opened=proposal.opened)
+            view = replace(view, rank=rank, size=size, store=proposal.store or None)
+            view = replace(view, opened=proposal.opened, trained=proposal.trained)
         if gathering.phase is Phase.COMPLETE and asked.round != gathering.round:
             view = replace(view, roster=gathering.roster)
         return asdict(view) | {"phase": view.phase.value}
