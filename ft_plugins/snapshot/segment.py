@@ -87,7 +87,7 @@ def create(
 
 
 class Segment:
-    """A mapped segment. Its constants were verified when it was mapped; all else is read from shared memory each time."""
+    """A mapped segment. Its constants were verified when it was mapped; all else is read from shared memory."""
 
     def __init__(self, path: Path, *, populate: bool = False) -> None:
         """Map `path`. `populate` maps every page at once, so that no first touch costs a fault in the step path.

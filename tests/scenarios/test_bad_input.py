@@ -127,20 +127,41 @@ def test_a_flipped_byte_in_the_newest_slot_makes_the_older_version_the_newest(
     segment.close()
     assert resumed(torch_server, spec) == 3
     corrupt = [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "slot.corrupt"]
-    assert len(corrupt) == (1 if part == "data" else 0), (
-        "a digest that fails is an event; a seal that fails is no version"
-    )
+    assert len(corrupt) == 1
 
 
-def test_a_damaged_or_foreign_segment_is_refused_by_name_and_fresh_replaces_it(
+def test_a_flipped_bit_in_the_lineage_of_the_oldest_slot_of_one_rank_does_not_restart_the_job(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    """Given two ranks with their versions, and the same command given again."""
+    words, stop = ("--iterations", "6", "--replicated"), "update.begin@iteration=5:stop"
+    spec = dataclasses.replace(fills(jobs, tmp_path, *words, flags=("--reft", "--ftp-faults", stop)), nproc=2)
+    job = torch_server.start(spec)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: sum(sealed(entry, 4) for entry in found) == 2, BOUND)
+    job.kill()
+    assert job.wait(BOUND) == {"status": "killed"}
+    spec = dataclasses.replace(spec, flags=("--reft",))
+    segment = Segment(path_of(spec.name, spec.node, 1))
+    oldest = min((slot for slot in segment.slots() if slot.state is SlotState.CLEAN), key=lambda slot: slot.version)
+    assert oldest.version is not None and oldest.version.iteration < 4
+    segment._slot_words[oldest.index][1] ^= 2
+    segment.close()
+    assert resumed(torch_server, spec) == 4
+    (corrupt,) = [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "slot.corrupt"]
+    assert corrupt["rank"] == 1 and f"slot {oldest.index} is not used" in corrupt["reason"]
+
+
+@pytest.mark.parametrize(("nbytes", "said"), [(8, "its segment was damaged and is lost"), (256, "is no segment of this")])
+def test_a_damaged_or_foreign_segment_is_refused_by_name_and_fresh_replaces_it(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, nbytes: int, said: str
 ) -> None:
     spec = left_behind(torch_server, jobs, tmp_path)
     with open(path_of(spec.name, spec.node, 0), "r+b") as segment:
-        segment.write(b"GARBAGE!")
+        segment.write(b"GARBAGE!" * (nbytes // 8))
     end_smp(spec)
-    line = refused(torch_server.start(spec))
-    assert str(path_of(spec.name, spec.node, 0)) in line and "--ftp-resume fresh" in line
+    for _ in range(2):
+        line = refused(torch_server.start(spec))
+        assert said in line and "--ftp-resume fresh" in line
     assert resumed(torch_server, dataclasses.replace(spec, flags=("--reft", "--ftp-resume", "fresh"))) == 0
 
 

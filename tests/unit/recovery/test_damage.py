@@ -332,7 +332,8 @@ def test_a_job_of_which_every_segment_is_damaged_does_not_begin_again_unasked(
         flip(job, rank, 8, 0x01)
     for _ in range(2):
         begun = job.start(job.smp())
-        assert isinstance(begun.error, ResumeError) and "rank 2: its segment was damaged and is lost" in str(begun.error)
+        assert isinstance(begun.error, ResumeError)
+        assert "rank 2: its segment was damaged and is lost" in str(begun.error)
     assert job.start(job.smp(), "fresh").plan is not None
     assert job.start(job.smp()).plan is not None
 

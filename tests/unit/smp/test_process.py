@@ -423,14 +423,23 @@ def test_a_foreign_file_in_the_segments_place_is_refused_until_asked_to_start_af
     assert Segment(node.segment(0)).shape == SHAPE
 
 
-def test_a_segment_whose_fingerprint_is_damaged_is_refused_until_asked_to_start_afresh(node: Node) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_segment_whose_fingerprint_is_damaged_is_lost_and_another_one_says_so(node: Node, replaced: bool) -> None:
     node.start()
     path = attach(node)
     Segment(path).bytes[1024 + 8] ^= 0xFF
-    with pytest.raises(SegmentError, match="fingerprint in it is damaged"):
-        attach(node)
-    assert attach(node, fresh=True) == path
-    assert Segment(path).fingerprint == FINGERPRINT
+    if replaced:
+        node.kill()
+        node.start()
+    assert attach(node) == path
+    found = Segment(path)
+    assert found.fingerprint == FINGERPRINT and found.lost, "until a lineage is opened"
+    assert all(slot.state is SlotState.EMPTY for slot in found.slots())
+    reasons = [event.fields["reason"] for event in node.events("segment.corrupt")]
+    assert reasons and all(str(path) in reason for reason in reasons)
+    with node.client() as client:
+        client.restore(0, 0, 1, None)
+    assert not found.lost and not Segment(attach(node)).lost
 
 
 def test_memory_that_is_not_there_is_refused_with_mount_and_bytes_and_it_serves_on(node: Node) -> None:
@@ -673,12 +682,12 @@ def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_t
     allocating, go_on = threading.Event(), threading.Event()
     real, calls = segments.create, []
 
-    def create(path: Path, *shape: Any) -> None:
+    def create(path: Path, *shape: Any, **more: Any) -> None:
         calls.append(path)
         if len(calls) == 1:
             allocating.set()
             assert go_on.wait(SECONDS)
-        real(path, *shape)
+        real(path, *shape, **more)
 
     monkeypatch.setattr(segments, "create", create)
     replies: dict[str, dict[str, Any]] = {}
