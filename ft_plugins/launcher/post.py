@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import re
 import selectors
 import socket
 import struct
@@ -26,6 +27,7 @@ from typing import Any
 import msgpack
 
 from ..errors import ConfigError, ProtocolError
+from ..intake import shown
 from ..smp import protocol
 
 DEFAULT_PORT = 29400  # torch's, for an endpoint without one
@@ -53,8 +55,8 @@ class Endpoint:
         bare = found.startswith("[") and found.endswith("]") or found.count(":") > 1 and not found.startswith("[")
         host, _, port = (found, "", "") if bare else found.partition("]:" if found.startswith("[") else ":")
         host = host.strip("[]")
-        if not host or "]" in port or not (port or str(DEFAULT_PORT)).isdigit() or int(port or 0) > 65535:
-            raise ConfigError(f"--rdzv-endpoint: expected host:port (or several, by commas), found {text!r}")
+        if not host or "]" in port or not re.fullmatch("[0-9]{1,5}", port or "0") or int(port or 0) > 65535:
+            raise ConfigError(f"--rdzv-endpoint: expected host:port (or several, by commas), found {shown(text)}")
         return cls(host, int(port) if port else DEFAULT_PORT)
 
     def __str__(self) -> str:

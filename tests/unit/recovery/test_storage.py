@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import ResumeError
-from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.intake import within
+from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier, _differing, with_storage
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot.checkpoint import Origin
