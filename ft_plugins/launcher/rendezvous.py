@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ..errors import ConfigError, ProtocolError
 from ..recovery.sizes import Told
+from ..recovery.stores import BoundedStore
 from . import post
 from .gathering import Application, Phase, Roster
 from .memory import Memory
@@ -221,7 +222,10 @@ class Rendezvous(RendezvousHandler):
         if served is None:
             Line(reply["store"], self._reach).close()  # torch would try again for a minute
         try:
-            store = served or TCPStore(place.host, place.port, None, False, self._store_bound, wait_for_workers=False)
+            store = served or BoundedStore(
+                lambda: TCPStore(place.host, place.port, None, False, self._store_bound, wait_for_workers=False),
+                self._store_bound, reply["store"],
+            )  # fmt: skip
         except DistError as error:
             raise ConnectionError(f"the store of round {reply['round']} was lost: {error}") from error
         self._round, self._size, self._spare, self._store = reply["round"], reply["size"], False, store

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from .. import errors
 from ..errors import FtError
+from .stores import BoundedStore
 
 _ANSWER_SECONDS = 2.0  # for a word in the job's store to be looked up
 _DEAF_SECONDS = 60.0
@@ -27,15 +28,23 @@ _SIZE = 8  # bytes before a payload that tell its length
 ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
 
 
-def _impatient(store: dist.Store) -> dist.Store:
+def _impatient(store: dist.Store) -> dist.Store | None:
     """A connection of our own to the job's store, which answers soon or not at all; the store itself where torch cannot
-    make one."""
+    make one, None where it does not answer."""
+    bound = timedelta(seconds=_ANSWER_SECONDS)
+
+    def connect() -> dist.Store:
+        try:
+            own: dist.Store = store.clone()  # type: ignore[attr-defined]  # of a TCPStore and its like
+            own.set_timeout(bound)
+        except (AttributeError, NotImplementedError, RuntimeError):
+            return store
+        return own
+
     try:
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # of a TCPStore and its like
-        own.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return store
-    return own
+        return BoundedStore(connect, bound, "the job's rank 0")
+    except RuntimeError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ..errors import BusyError
 from ..intake import read_bytes
 
 # `struct flock` of a write lock on all of a file. Locks of the open file description: they live as long as it does,
@@ -93,12 +94,15 @@ def _wait_gone(waiting: dict[int, int], timeout: float) -> list[int]:
 
 
 def held(lock: Path) -> bool:
-    """Whether a living process holds the lock file `lock`. Asking never keeps anyone from taking it."""
+    """Whether a living process holds the lock file `lock`, which is this user's. Asking never keeps anyone from taking
+    it."""
     try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # not there; or another user's, a folder, a link: none that `acquire` has made
         return False
     try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            return False
         found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WHOLE_FILE)
     finally:
         os.close(descriptor)
@@ -121,9 +125,18 @@ def pid_in(lock: Path) -> int:
 
 
 def acquire(lock: Path) -> int | None:
-    """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it."""
+    """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it.
+
+    Raises BusyError where what is there is another user's, or no lock file.
+    """
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise BusyError(_in_the_way(lock, error.strerror or str(error))) from error
+        if (found := os.fstat(descriptor)).st_uid != os.getuid():
+            os.close(descriptor)
+            raise BusyError(_in_the_way(lock, f"it belongs to user {found.st_uid}"))
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except BlockingIOError:
@@ -135,6 +148,10 @@ def acquire(lock: Path) -> int | None:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor
+
+
+def _in_the_way(lock: Path, reason: str) -> str:
+    return f"{lock} cannot be locked ({reason}); remove it, or name this job otherwise with --ftp-job"
 
 
 def _is(path: Path, descriptor: int) -> bool:

@@ -71,7 +71,7 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
         }
         assert len(newest) == RANKS // 2
         for rank, pid in newest.items():
-            assert mapped_segments(pid) == {f"ftp-{job.spec.name}@{job.spec.node}-r{rank}"}
+            assert mapped_segments(pid) == {path_of(job.spec.name, job.spec.node, rank).name}
     wait_until_stopped(newest_pid(running, 1), BOUND)
     os.kill(newest_pid(running, 1), signal.SIGCONT)
     for job in running:
