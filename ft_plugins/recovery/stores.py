@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class BoundedStore(Store):  # type: ignore[misc]  # torch has no types for it
-    """A client of a store. One call at a time."""
+    """A client of a store. One call at a time. To be held as long as a PrefixStore uses it: torch does not."""
 
     def __init__(self, make: Callable[[], Any], timeout: timedelta, where: str) -> None:
         """`make` connects, and may hang like any call; `where` is what people call the store. Raises DistStoreError, or

@@ -282,8 +282,8 @@ def ensure(
             if liveness.held(lock):
                 raise BusyError(
                     f"job {job} has memory on node {node} already, of the SMP with pid {liveness.pid_in(lock)} in "
-                    f"another run directory ({lock} is locked; was XDG_RUNTIME_DIR another one?); end that job where it "
-                    "was started, or name this one otherwise with --ftp-job"
+                    f"another run directory ({lock} is locked; was XDG_RUNTIME_DIR another one?); end it where it was "
+                    "started, or name this one otherwise with --ftp-job"
                 )
             raise ProtectionError(f"the SMP of node {node} did not start; see {run_dir / 'smp.log'}")
     with Client(run_dir, timeout) as client:

@@ -19,6 +19,7 @@ from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.golden import explain, loss_differences, state_differences
 from ft_plugins.rig.gpt_runs import RANKS, Configuration, GptRun
 from ft_plugins.rig.journal import wait_for, wait_until_stopped
+from ft_plugins.snapshot.paths import path_of
 
 Spec = Callable[..., JobSpec]
 BOUND = 240
