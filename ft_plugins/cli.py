@@ -103,7 +103,7 @@ def end(
                 client.end()
             print(f"{where}: ended")
         else:
-            print(f"{where}: no SMP is running; `ft-plugins sweep --older-than 0` removes what it may have left")
+            print(f"{where}: no SMP is running; `{_sweep_of(job)}` removes what it may have left")
 
 
 @checkpoint_app.command()
@@ -145,9 +145,13 @@ def sweep(
         float,
         typer.Option(min=0, help="seconds since the job was last active; younger segments can still be resumed from"),
     ] = Config().orphan_seconds,
+    job: JobOption = None,
 ) -> None:
     """Remove the shared memory of jobs whose SMP and ft-run are both gone, also where their run directory is."""
-    removed = smp.sweep(run_root(), older_than)
+    try:
+        removed = smp.sweep(run_root(), older_than, job=job)
+    except OSError as error:
+        raise FtError(f"not everything could be removed: {error.filename}: {error.strerror}") from error
     for path in removed:
         print(f"removed {path}")
     print(f"{len(removed)} segments removed")
@@ -268,6 +272,11 @@ def _console() -> Console:
 def _run_directories(job: str | None, node: str | None) -> list[Path]:
     found = sorted(path for path in run_root().glob("*/*") if path.is_dir())
     return [path for path in found if job in (None, path.parent.name) and node in (None, path.name)]
+
+
+def _sweep_of(job: str) -> str:
+    """The command that removes what this job alone has left."""
+    return f"ft-plugins sweep --job {shlex.quote(job)} --older-than 0"
 
 
 def _known() -> str:

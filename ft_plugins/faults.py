@@ -20,6 +20,7 @@ import threading
 from dataclasses import dataclass
 
 from .errors import ConfigError
+from .intake import shown
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,13 @@ class Fault:
 def _of(facts: dict[str, str], key: str) -> str | None:
     name, _, divisor = key.partition("%")
     found = facts.get(name)
-    return found if found is None or not divisor else str(int(found) % int(divisor))
+    if found is None or not divisor:
+        return found
+    return str(int(found) % int(divisor)) if _NUMBER(found) else None
 
 
-_DIVIDES = re.compile(r"[^%]+(%0*[1-9]\d*)?").fullmatch  # a fact, or its remainder by a number that is not 0
+_NUMBER = re.compile(r"-?[0-9]{1,18}").fullmatch
+_DIVIDES = re.compile(r"[^%]+(%0*[1-9][0-9]{0,17})?").fullmatch  # a fact, or its remainder by a number that is not 0
 _armed: dict[str, list[Fault]] = {}
 _ambient: dict[str, str] = {}
 _hits: dict[str, int] = {}
@@ -56,7 +60,7 @@ def parse(specification: str) -> list[Fault]:
         pairs = [condition.partition("=") for condition in filter(None, conditions.split(","))]
         unread = any(not (key and equals and value and _DIVIDES(key)) for key, equals, value in pairs)
         if not (colon and point and action) or unread:
-            raise ConfigError(f"fault '{part}' cannot be read: expected point@fact=value,...:action")
+            raise ConfigError(f"fault {shown(part)} cannot be read: expected point@fact=value,...:action")
         faults.append(Fault(point, tuple((key, value) for key, _, value in pairs), action))
     return faults
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..intake import Unfit, json_value, read_bytes, require_shallow, shown
 from .schema import Config
 
 BLOCK = "ft_plugins"
+_LIMIT = 4 << 20  # bytes; a thousand times a configuration
 _FLAGS = ("--deepspeed_config", "--deepspeed-config")
 _SWITCH_OR_FLAG = "--deepspeed"  # DeepSpeed's switch; with a file it is the flag of Hugging Face's Trainer
 
@@ -43,9 +45,10 @@ def from_arguments(arguments: Sequence[str], folder: Path) -> Config:
 def from_file(path: Path) -> Config:
     """What the file says. Raises ConfigError, with the place, for one that cannot be read."""
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        text = read_bytes(path, _LIMIT).decode()
+    except (OSError, ValueError) as error:
+        usual = error if isinstance(error, Unfit) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else usual
         raise ConfigError(f"the DeepSpeed configuration {path}: cannot be read ({reason}); name a JSON file") from error
     return _checked(_parse(text, str(path)), str(path))
 
@@ -71,12 +74,14 @@ def _parse(text: str, place: str) -> Any:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise ConfigError(f"{place}: '{name}' is given twice, and only one can count; drop one of them")
+                raise ConfigError(f"{place}: {shown(name)} is given twice, and only one can count; drop one of them")
             found[name] = value
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json_value(text, once)
+    except Unfit as error:
+        raise ConfigError(f"{place}: {error}") from error
     except json.JSONDecodeError as error:
         found = _as_hjson(text, once)
         if found is None:
@@ -94,6 +99,9 @@ def _as_hjson(text: str, once: Any) -> Any:
         return None
     try:
         found = hjson.loads(text, object_pairs_hook=once)
-    except hjson.HjsonDecodeError:
+        require_shallow(found)
+    except ConfigError:
+        raise
+    except Exception:  # the parser's own, as for numbers without bound: whatever it trips over, it is no JSON
         return None
     return found if isinstance(found, dict) else None

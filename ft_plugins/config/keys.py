@@ -12,10 +12,14 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ..errors import ConfigError
+from ..intake import shown
+
+LARGEST = 10**9  # of the numbers that a key can have: iterations, MiB, seconds (30 years, more than a thread can wait)
+_FINITE = ConfigDict(allow_inf_nan=False)
 
 KeyPath = tuple[str, ...]  # ("job",) or ("reft", "interval")
 
@@ -45,7 +49,10 @@ class Key:
     def read(self, text: str) -> Any:
         """The value that `text` stands for. Raises ConfigError naming flag, expected and found."""
         try:
-            return TypeAdapter(self.annotation).validate_python(text)
+            text.encode()  # a lone surrogate is in no name or path of this project
+            return TypeAdapter(self.annotation, config=_FINITE).validate_python(text)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{self.flag}: expected {self.expected}, found {shown(text)}") from error
         except ValidationError as error:
             raise ConfigError(f"{self.flag}: {self.complaint(error.errors()[0])}") from error
 
@@ -53,7 +60,9 @@ class Key:
         """Expected and found, for one entry of `ValidationError.errors()`."""
         if problem["type"] == "value_error":
             return str(problem["ctx"]["error"])
-        return f"expected {self.expected}, found {problem['input']!r}"
+        if problem["type"] == "too_large":
+            return f"expected {self.expected}, no number beyond {LARGEST:,}, found {shown(problem['input'])}"
+        return f"expected {self.expected}, found {shown(problem['input'])}"
 
     def shown(self, value: Any) -> str:
         """`value` for people; None is what unset means here."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..intake import json_value, shown
 from .schema import NAME_PATTERN, NAME_RULE, Config
 
 _OURS = ("FTP_CONFIG", "FTP_RUN_DIR", "FTP_TOKEN", "FTP_AGENT_PID")
@@ -76,7 +77,7 @@ def launch_context(environ: Mapping[str, str] = os.environ) -> LaunchContext:
     for name in environ:
         near = difflib.get_close_matches(name, _OURS, 1, 0.85) if name.startswith("FTP_") else []
         if near and name not in _OURS:
-            raise ConfigError(f"environment variable {name}: unknown; did you mean {near[0]}?")
+            raise ConfigError(f"environment variable {shown(name)[1:-1]}: unknown; did you mean {near[0]}?")
     if "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ:  # so DeepSpeed's launcher calls it
         environ = {**environ, "LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]}
     launched = any(name in environ for name in _PLACE)
@@ -114,7 +115,7 @@ def run_directory(job: str, node: str, environ: Mapping[str, str] = os.environ) 
     """The folder of `job` on `node`: lock, socket, token, events.jsonl. Created 0700. Raises ConfigError."""
     for flag, name in (("--ftp-job", job), ("--ftp-node-name", node)):
         if not re.fullmatch(NAME_PATTERN, name):
-            raise ConfigError(f"{flag}: expected {NAME_RULE}, found {name!r}")
+            raise ConfigError(f"{flag}: expected {NAME_RULE}, found {shown(name)}")
     folder = run_root(environ) / job / node
     length = len(os.fsencode(folder / _SOCKET))
     if length > _SOCKET_PATH_BYTES:
@@ -146,9 +147,9 @@ def _config(environ: Mapping[str, str]) -> Config | None:
     if text is None:
         return None
     try:
-        block: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"environment variable FTP_CONFIG: expected JSON, found {text!r} ({error})") from error
+        block: Any = json_value(text)
+    except ValueError as error:
+        raise ConfigError(f"environment variable FTP_CONFIG: expected JSON, found {shown(text)} ({error})") from error
     return Config.from_json(block, whole=False)
 
 
@@ -156,8 +157,8 @@ def _number(environ: Mapping[str, str], name: str, usual: int | None) -> int:
     text = environ.get(name)
     if text is None and usual is not None:
         return usual
-    if text is None or not re.fullmatch(r"-?\d+", text):
-        found = "nothing" if text is None else repr(text)
+    if text is None or not re.fullmatch(r"-?[0-9]{1,18}", text):
+        found = "nothing" if text is None else shown(text)
         raise ConfigError(
             f"environment variable {name}: expected an integer, found {found}; start the job with ft-run or torchrun"
         )

@@ -11,15 +11,27 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from .. import faults as fault_points
 from ..errors import ConfigError
+from ..intake import Unfit, require_shallow
 from . import checks, sources
-from .keys import Key, KeyPath, derive
+from .keys import LARGEST, Key, KeyPath, derive
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"  # becomes part of paths and of names in shared memory
 NAME_RULE = "1 to 48 letters, digits, '.', '_' or '-', the first a letter or digit"
@@ -43,12 +55,27 @@ def _readable_faults(specification: str) -> str:
 
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-Folder = Annotated[str, StringConstraints(min_length=1)]
+Folder = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Faults = Annotated[str, AfterValidator(_readable_faults)]
 
 
 class _Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _legible(cls, value: Any) -> Any:
+        """A lone surrogate or a zero is refused here, not met by whoever encodes it or opens a file."""
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise PydanticCustomError("illegible", "no text")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _bounded(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and value > LARGEST:
+            raise PydanticCustomError("too_large", "larger than {limit}", {"limit": LARGEST})
+        return value
 
 
 class SystemConfig(_Block):
@@ -411,7 +438,10 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
         else:
             nested[path[0]][path[1]] = values[path]
     try:
+        require_shallow(nested)
         config = Config.model_validate(nested)
+    except Unfit as error:
+        raise ConfigError(f"{_JSON}: {error}") from error
     except ValidationError as error:
         problem = error.errors()[0]
         key = known[tuple(str(step) for step in problem["loc"][: 2 if problem["loc"][:2] in known else 1])]

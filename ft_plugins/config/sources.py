@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
+from ..intake import SHOWN, shown
 from .keys import Key, KeyPath
 
 Values = dict[KeyPath, Any]
@@ -23,7 +24,7 @@ Values = dict[KeyPath, Any]
 def read_block(block: Any, keys: Sequence[Key], root: str) -> Values:
     """The values of a JSON block named `root`, not yet checked against types and ranges. Raises ConfigError."""
     if not isinstance(block, Mapping):
-        raise ConfigError(f"{root}: expected an object, found {block!r}")
+        raise ConfigError(f"{root}: expected an object, found {shown(block)}")
     known = {key.path: key for key in keys}
     values: Values = {}
     for name, value in block.items():
@@ -37,7 +38,7 @@ def read_block(block: Any, keys: Sequence[Key], root: str) -> Values:
             for sub, inner in value.items():
                 values[(known.get((name, sub)) or _unknown_name((name, str(sub)), keys, root)).path] = inner
         else:
-            raise ConfigError(f"{root}.{name}: expected {key.expected}, found {value!r}")
+            raise ConfigError(f"{root}.{name}: expected {key.expected}, found {shown(value)}")
     return values
 
 
@@ -57,11 +58,11 @@ def read_flags(argv: Sequence[str], keys: Sequence[Key], general: str) -> tuple[
         key = known.get(name) or _unknown_flag(name, known)
         value: Any = True
         if key.switch and equals:
-            raise ConfigError(f"{name}: is a switch and takes no value, found '{text}'")
+            raise ConfigError(f"{name}: is a switch and takes no value, found {shown(text)}")
         if not key.switch:
             if not equals:
                 if not words or _is_option(words[0]):
-                    found = repr(words[0]) if words else "nothing"
+                    found = shown(words[0]) if words else "nothing"
                     raise ConfigError(f"{name}: expected {key.expected}, found {found}")
                 text = words.pop(0)
             value = key.read(text)
@@ -107,6 +108,8 @@ def _is_option(word: str) -> bool:
 
 def _unknown_flag(name: str, known: Mapping[str, Key]) -> Key:
     """Raise for a flag that begins like ours, with the nearest one; the common beginning does not count as near."""
+    if len(name) > SHOWN:  # nothing that is known is near
+        raise ConfigError(f"{shown(name)[1:-1]}: unknown flag")
     start = re.match(r"--[^-_]+[-_]?", name)
     prefix = start.group().replace("_", "-") if start else ""
     beside = {flag.removeprefix(prefix): flag for flag in known if flag.startswith(prefix)}
@@ -119,9 +122,10 @@ def _unknown_name(path: KeyPath, keys: Sequence[Key], root: str) -> Key:
     """Raise for a name that is not in the schema, with the nearest one: same block first, then anywhere."""
     beside = {key.path[-1]: key.name for key in keys if key.path[:-1] == path[:-1]}
     anywhere = {key.path[-1]: key.name for key in keys}
-    spelt = path[-1].lower().replace("-", "_")
+    named = ".".join([root, *path[:-1], shown(path[-1])[1:-1]])
+    spelt = path[-1][:SHOWN].lower().replace("-", "_")
     exact = beside.get(spelt) or anywhere.get(spelt)
     near = difflib.get_close_matches(spelt, beside, 1, 0.6) or difflib.get_close_matches(spelt, anywhere, 1, 0.6)
     meant = exact or (anywhere | beside)[near[0]] if exact or near else ""
     hint = f"did you mean {root}.{meant}?" if meant else "known: " + ", ".join(beside)
-    raise ConfigError(f"{root}.{'.'.join(path)}: unknown key; {hint}")
+    raise ConfigError(f"{named}: unknown key; {hint}")

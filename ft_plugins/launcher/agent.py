@@ -11,7 +11,6 @@ which failed by themselves, a `Verdict`; `worker.failed`, `round.over`, `workers
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from ..config import Config, worker_environment
 from ..errors import ConfigError, ProtectionError
 from ..events import Events
+from ..intake import read_json
 from . import endpoint as places
 from . import secret
 from .exchange import Exchange
@@ -39,6 +40,7 @@ from .restarts import Silence, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
 
 _ENDED_PATIENCE = timedelta(seconds=10)  # after torch's own barrier
+_REPORT, _REPORT_BYTES = TypeAdapter(dict[str, Any]), 16 << 20  # with the traceback of a worker
 _ROUNDS_LOST = 5  # in a row, each by a node that was lost while workers were about to start
 
 
@@ -261,7 +263,8 @@ class ProgressAgent(LocalElasticAgent):
         if failed:  # a peer that has written its report is on its way out, and may be the cause
             for local_rank, path in context.error_files.items():
                 if report := _report(path):
-                    failed.setdefault(local_rank, report.get("errorCode", 1))
+                    code = report.get("errorCode", 1)
+                    failed.setdefault(local_rank, code if type(code) is int else 1)
         return failed
 
     def _end_after(self, failed: dict[int, int]) -> RunResult:
@@ -341,8 +344,8 @@ def _kill_group(pid: int) -> None:
 def _report(path: str) -> dict[str, Any]:
     """What a worker wrote into its error file; {} where there is none, or a part of one."""
     try:
-        found = json.loads(Path(path).read_text() or "{}").get("message", {}) if path else {}
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = read_json(Path(path), _REPORT, _REPORT_BYTES).get("message", {}) if path else {}
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -98,8 +98,9 @@ def listen_anywhere(host: str | None) -> socket.socket:
 
 def emulated_apart(host: str, own: str | None) -> bool:
     """Whether the two are loopback addresses of two nodes that are emulated on this machine, which has them both."""
-    literal = bool(own) and literal(host) and literal(str(own))
-    return literal and host != own and _loopback(host) and _loopback(str(own))
+    if own is None or host == own or not (literal(host) and literal(own)):
+        return False
+    return _loopback(host) and _loopback(own)
 
 
 def only_here(host: str) -> bool:

@@ -12,6 +12,7 @@ import hmac
 import secrets
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import Store
 
@@ -25,9 +26,10 @@ class Exchange:
 
     def __init__(self, store: Store, secret: bytes, rank: int, size: int) -> None:
         """Raises ConfigError where another node knows another secret, DistError where not all of them come."""
-        self._store, self._rank, self._size = store, rank, size
-        store.set(f"nonce/{rank}", secrets.token_bytes(_NONCE))
-        nonces = store.multi_get([f"nonce/{each}" for each in range(size)])
+        self._store: Any = store  # torch annotates its values as text; they are bytes
+        self._rank, self._size = rank, size
+        self._store.set(f"nonce/{rank}", secrets.token_bytes(_NONCE))
+        nonces = self._store.multi_get([f"nonce/{each}" for each in range(size)])
         self._key = hmac.digest(secret, b"".join((b"ft_plugins agents", *nonces)), "sha256")
         self.say("here", b"")
         for each, word in enumerate(self.all_said("here")):

@@ -27,7 +27,7 @@ class Ownership:
         path = run_dir / "lock"
         began = time.monotonic()
         while (descriptor := liveness.acquire(path)) is None:
-            owner = _owner(path)
+            owner = liveness.pid_in(path)
             patience = _PATIENCE_SECONDS if liveness.started(owner) else _DEAD_PATIENCE_SECONDS
             if time.monotonic() - began > patience:
                 raise BusyError(
@@ -48,9 +48,3 @@ class Ownership:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _owner(lock: Path) -> int:
-    """The pid that the lock file names; 0 while it names none."""
-    text = lock.read_text().strip()
-    return int(text) if text.isdigit() else 0

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.schema import NAME_PATTERN, NAME_RULE
 from ..errors import ConfigError
+from ..intake import SECONDS_LIMIT, shown
 from . import identity
 from .rounds import Rules
 
@@ -140,15 +141,15 @@ def _seconds(parameters: RendezvousParameters, key: str, usual: float) -> float:
         seconds = float(found)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"--rdzv-conf {key}: expected seconds >= 0, found {found!r}")
+    if not 0 <= seconds <= SECONDS_LIMIT:
+        raise ConfigError(f"--rdzv-conf {key}: expected seconds >= 0, found {shown(found)}")
     return seconds
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     parts = re.split(r"[,/ ]+", text.strip()) if text.strip() else []
-    if not all(part.isdigit() for part in parts):
-        raise ConfigError(f"--rdzv-conf sizes: expected numbers of nodes as 8/6/4, found {text!r}")
+    if not all(re.fullmatch("[0-9]{1,9}", part) for part in parts):
+        raise ConfigError(f"--rdzv-conf sizes: expected numbers of nodes as 8/6/4, found {shown(text)}")
     return tuple(int(part) for part in parts)
 
 
@@ -156,6 +157,6 @@ def _rank(parameters: RendezvousParameters) -> int | None:
     found: Any = parameters.get("node_rank")
     if found is None:
         return None
-    if not str(found).isdigit() or int(found) >= parameters.max_nodes:
-        raise ConfigError(f"--rdzv-conf node_rank: expected 0 to {parameters.max_nodes - 1}, found {found!r}")
+    if not re.fullmatch("[0-9]{1,9}", str(found)) or int(found) >= parameters.max_nodes:
+        raise ConfigError(f"--rdzv-conf node_rank: expected 0 to {parameters.max_nodes - 1}, found {shown(found)}")
     return int(found)

@@ -17,11 +17,9 @@ again knows the others. The store itself takes all comers: nothing that decides 
 from __future__ import annotations
 
 import contextlib
-import queue
 import random
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -40,6 +38,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ..errors import ConfigError, ProtocolError
 from ..recovery.sizes import Told
+from ..recovery.stores import BoundedStore
 from . import endpoint as places
 from . import line
 from .bounds import read
@@ -255,35 +254,19 @@ class Rendezvous(RendezvousHandler):
         prefix = PrefixStore(f"{BACKEND}/round/{self._round}", store)
         return RendezvousInfo(prefix, view.rank, self._size, RendezvousStoreInfo(place.host, place.port))
 
-    def _store_at(self, place: Endpoint, number: int) -> TCPStore:
-        """The store of a round, which another node serves. ConnectionError: it is gone, or does not answer.
-
-        torch tries again for a minute where it is refused, and waits for ever where the store accepts and then says
-        nothing (its node was stopped, or lost its power): the thread that waits is left behind then.
-        """
+    def _store_at(self, place: Endpoint, number: int) -> Store:
+        """The store of a round, which another node serves. ConnectionError: it is gone, or does not answer."""
         try:
-            socket.create_connection((place.host, place.port), self._reach).close()
+            socket.create_connection((place.host, place.port), self._reach).close()  # torch tries again for a minute
         except (OSError, UnicodeError) as error:
             raise ConnectionError(f"the store of round {number} was lost: {error}") from error
-        found: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
-
-        def connect() -> None:
-            try:
-                found.put(TCPStore(place.host, place.port, None, False, self._store_bound, wait_for_workers=False))
-            except Exception as error:  # raised again where it was wanted
-                found.put(error)
-
-        threading.Thread(target=connect, name="ft-store", daemon=True).start()
-        seconds = self._store_bound.total_seconds()
         try:
-            store = found.get(timeout=seconds)
-        except queue.Empty:
-            raise ConnectionError(f"the store of round {number} at {place} did not answer for {seconds:g} s") from None
-        if isinstance(store, DistError):
-            raise ConnectionError(f"the store of round {number} was lost: {store}") from store
-        if isinstance(store, Exception):
-            raise store
-        return store
+            return BoundedStore(
+                lambda: TCPStore(place.host, place.port, None, False, self._store_bound, wait_for_workers=False),
+                self._store_bound, str(place),
+            )  # fmt: skip
+        except DistError as error:
+            raise ConnectionError(f"the store of round {number} was lost: {error}") from error
 
     def _check(self) -> None:
         """Say that this node is awake. Raises what ends the waiting."""

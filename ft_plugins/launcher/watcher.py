@@ -9,7 +9,6 @@ and progress for the agent.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import subprocess
@@ -21,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
 from ..config import Config
 from ..errors import BusyError, FencedError, FtError, ProtectionError
 from ..events import Events
+from ..intake import Count, Text, read_json
 from ..smp import client as smp
 from ..smp import liveness
 
@@ -34,6 +36,17 @@ _RETRY_SECONDS = 0.05
 _STAYED_SECONDS = 30.0  # an SMP that lived so long starts the pauses anew
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """What `lost.json` says: those that the SMPs have declared lost, in the incarnation with that token."""
+
+    token: Count
+    lost: tuple[Text, ...]
+
+
+_LOST = TypeAdapter(_Lost)
 
 
 @dataclass(frozen=True)
@@ -106,10 +119,10 @@ class Watcher:
     def lost(self, token: int) -> list[str]:
         """The nodes and ranks that the SMPs have declared lost under `token`; a look at a file, to be asked often."""
         try:
-            found = json.loads((self._job.run_dir / "lost.json").read_text())
+            found = read_json(self._job.run_dir / "lost.json", _LOST)
         except (OSError, ValueError):
             return []
-        return list(found["lost"]) if found["token"] == token else []
+        return list(found.lost) if found.token == token else []
 
     def checkpoint(self, reason: str, only_due: bool = False) -> dict[str, Any]:
         """Have the newest version (or what was due anyway) written to storage, and wait for it as long as configured.

@@ -2,8 +2,8 @@
 for `start_gather`, which does not wait.
 
 Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order. The
-job's store takes all comers: a word that is found there is believed only with a proof by a key of this incarnation, which
-ranks agree on over the process group and which stands nowhere.
+job's store takes all comers: a word that is found there is believed only with a proof by a key of this incarnation,
+which ranks agree on over the process group and which stands nowhere.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from .. import errors
 from ..errors import ConfigError, FtError
 from ..events import say
+from .stores import BoundedStore
 
 _ANSWER_SECONDS = 2.0  # for a word in the job's store to be looked up
 _DEAF_SECONDS = 60.0
@@ -33,15 +35,23 @@ _SIZE = 8  # bytes before a payload that tell its length
 ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
 
 
-def _impatient(store: dist.Store) -> dist.Store:
+def _impatient(store: dist.Store) -> dist.Store | None:
     """A connection of our own to the job's store, which answers soon or not at all; the store itself where torch cannot
-    make one."""
+    make one, None where it does not answer."""
+    bound = timedelta(seconds=_ANSWER_SECONDS)
+
+    def connect() -> dist.Store:
+        try:
+            own: dist.Store = store.clone()  # type: ignore[attr-defined]  # of a TCPStore and its like
+            own.set_timeout(bound)
+        except (AttributeError, NotImplementedError, RuntimeError):
+            return store
+        return own
+
     try:
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # of a TCPStore and its like
-        own.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return store
-    return own
+        return BoundedStore(connect, bound, "the job's rank 0")
+    except RuntimeError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class Collective:
         """
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
-        self._store: dist.Store | None = None if self._alone else _impatient(dist.distributed_c10d._get_default_store())
+        self._store: Any = None if self._alone else _impatient(dist.distributed_c10d._get_default_store())
         self._deaf_until = 0.0  # a store that does not answer is left alone for a while
         self._told: set[str] = set()
         self._forged = False  # a word that no rank has said was found
@@ -152,8 +162,8 @@ class Collective:
         elif not self._forged:
             self._forged = True
             say(
-                f"rank {self.rank}: '{word}' stands in the job's store, but no rank of this job has written that; it is "
-                "not believed. Some other process writes to the store: see that only the job's nodes reach its port",
+                f"rank {self.rank}: '{word}' stands in the job's store, but no rank of this job has written that; it "
+                "is not believed. Some other process writes to the store: see that only the job's nodes reach its port",
                 alarm=True,
             )
 

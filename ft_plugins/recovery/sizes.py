@@ -12,7 +12,11 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field, TypeAdapter
+
+from ..intake import Count, read_json
 from ..model.topology import Topology
 
 FILE = "sizes.json"  # in the run directory, read by the rendezvous
@@ -67,16 +71,18 @@ def words(sizes: Sequence[int], now: int, protected: Collection[int]) -> str:
 class Told:
     """What ranks tell the rendezvous: numbers of nodes, () for any, and whether the job can have what a spare holds."""
 
-    sizes: tuple[int, ...] = ()
-    spares_asked: bool = False
+    sizes: tuple[Count, ...] = ()
+    spares_asked: Annotated[bool, Field(strict=True)] = False
+
+
+_TOLD = TypeAdapter(Told)
 
 
 def read(run_dir: Path) -> Told:
     """What the ranks of this node have told; nothing while they have not."""
     try:
-        found = json.loads((run_dir / FILE).read_text())
-        return Told(tuple(size for size in found["sizes"] if type(size) is int), found.get("spares_asked") is True)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return read_json(run_dir / FILE, _TOLD)
+    except (OSError, ValueError):
         return Told()
 
 

@@ -4,8 +4,8 @@ Invariant: all ranks take the same checkpoint, the newest one of this job that e
 where replicas are compared the newest certified one before it; one that is damaged for any rank is passed over by all,
 and told of. From the slot on it is a restore from memory. What is
 there but cannot be used (another job's, laid out otherwise, all of it damaged, out of reach) is refused by name and
-never taken for nothing. The lineage that is opened is newer than any in storage, whoever wrote it. What cannot be looked
-at never keeps a job that has memory from resuming, nor other ranks waiting: rank 0 says so.
+never taken for nothing. The lineage that is opened is newer than any in storage, whoever wrote it. What cannot be
+looked at never keeps a job that has memory from resuming, nor other ranks waiting: rank 0 says so.
 
 Memory goes first, unless storage has a later lineage: then the job has lived on elsewhere since.
 

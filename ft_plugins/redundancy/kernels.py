@@ -51,7 +51,7 @@ class Loops(Protocol):
 def _choose() -> Loops:
     try:
         from . import compiled
-    except ImportError:
+    except (ImportError, AttributeError):  # AttributeError: a folder of that name in the working directory
         return blocked
     return compiled
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ..intake import Count
 from .parity import Placement, cut, place
 
 LOCAL_LOSSES = 1  # that local parity makes up for: the Q of RAIM6 is left to the exchange
@@ -38,9 +39,9 @@ class Encoding(str, Enum):
 class Extent:
     """Bytes `offset .. offset + nbytes` of the slot data of `rank`."""
 
-    rank: int
-    offset: int
-    nbytes: int
+    rank: Count
+    offset: Count
+    nbytes: Count
 
 
 @dataclass(frozen=True)

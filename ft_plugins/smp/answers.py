@@ -1,7 +1,7 @@
 """What one SMP says to those of other nodes: directives to their reports, takings of what they send, bytes to read.
 
 Invariant: a request of another epoch than the one that is protected here changes nothing. Fields are checked before
-they are used; whatever does not fit is a ProtocolError, which the connection carries back or ends with.
+they are used (`requests`); whatever does not fit is a ProtocolError, which the connection carries back or ends with.
 
 In: a request with its payload, as `wire.Server` hands it over. Out: the reply with its payload.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ProtocolError
+from ..intake import shown
 from ..snapshot.segment import Segment
-from . import checks, protocol, wire
+from . import checks, protocol, requests, wire
 from .frames import Data, Parity
 from .peers import Local, read_report, read_version, told
 from .pins import Directive, Report
@@ -45,7 +46,7 @@ class Answers:
         self._outside = outside
 
     def handle(self, message: dict[str, Any], payload: Bytes) -> tuple[dict[str, Any], Bytes | None]:
-        """The reply to a request. Raises ProtocolError, SegmentError, and KeyError for a field that is missing."""
+        """The reply to a request. Raises ProtocolError, SegmentError."""
         match message.get("do"):
             case "read":
                 return self.read(message)
@@ -60,54 +61,48 @@ class Answers:
                 step_back()
                 return self.begin(self._gathering(message.get("epoch")), message), None
             case "take":
-                section, stripe, which = protocol.field(message, "key", list)
-                done = self._gathering(message.get("epoch")).take(
-                    read_version(message["version"]), (section, stripe, which), protocol.number(message, "node"),
-                    protocol.number(message, "at"), protocol.number(message, "exponent", 255), payload,
-                )  # fmt: skip
-                return {"taken": done}, None
+                part = requests.read(requests.TAKE, message)
+                vault = self._gathering(message.get("epoch"))
+                return {
+                    "taken": vault.take(part.version, part.key, part.node, part.at, part.exponent, payload)
+                }, None
             case "copy":
-                done = self._gathering(message.get("epoch")).take_copy(
-                    read_version(message["version"]), protocol.number(message, "rank"),
-                    protocol.number(message, "at"), protocol.number(message, "total"), payload,
-                )  # fmt: skip
-                return {"taken": done}, None
+                copy = requests.read(requests.COPY, message)
+                vault = self._gathering(message.get("epoch"))
+                return {"taken": vault.take_copy(copy.version, copy.rank, copy.at, copy.total, payload)}, None
             case "check":
                 self._gathering(message.get("epoch"))
-                found = checks.differing(self._segments, read_version(message["version"]), payload)
+                found = checks.differing(self._segments, read_version(message.get("version")), payload)
                 return ({"wait": True} if found is None else {"differ": found}), None
-        raise ProtocolError(f"'{message.get('do')}' is no request between SMPs")
+        raise ProtocolError(f"unknown request between SMPs: {shown(message.get('do'))}")
 
     def beat(self, message: dict[str, Any]) -> dict[str, Any]:
         """A node reports."""
-        directive, lost = self._take_beat(protocol.number(message, "position"), read_report(message["report"]))
+        directive, lost = self._take_beat(protocol.number(message, "position"), read_report(message.get("report")))
         return {"exchange": told(directive.exchange), "counts": told(directive.counts), "lost": lost}
 
     def begin(self, vault: Vault, message: dict[str, Any]) -> dict[str, Any]:
         """A node wants to know what of its part is here already."""
-        version = read_version(message["version"])
-        nodes = [(int(section), int(node)) for section, node in protocol.field(message, "nodes", list)]
-        taken = vault.taken(version, nodes)
+        wanted = requests.read(requests.BEGIN, message)
+        taken = vault.taken(wanted.version, wanted.nodes)
         if taken is None:
             return {"wait": True}
-        return {"taken": taken, "copies": vault.copied(version, protocol.field(message, "ranks", list))}
+        return {"taken": taken, "copies": vault.copied(wanted.version, wanted.ranks)}
 
     def read(self, message: dict[str, Any]) -> tuple[dict[str, Any], Bytes | None]:
         """A node rebuilds."""
-        version = read_version(message["version"])
         match message.get("what"):
             case "data":
-                at, nbytes = _range(message)
+                version, (at, nbytes) = read_version(message.get("version")), _range(message)
                 return {}, self._memory.read(Data(protocol.number(message, "rank"), version, at, nbytes))
             case "parity":
-                section, stripe, which = protocol.field(message, "key", list)
-                at, nbytes = _range(message)
-                return {}, self._memory.read(Parity((section, stripe, which), version, at, nbytes))
+                block, (at, nbytes) = requests.read(requests.READ_PARITY, message), _range(message)
+                return {}, self._memory.read(Parity(block.key, block.version, at, nbytes))
             case "copy" | "slot" as what:
-                rank, at = protocol.number(message, "rank"), protocol.number(message, "offset")
-                whole = np.frombuffer(getattr(self._memory, what)(rank, version), dtype=np.uint8)
-                return {"total": len(whole)}, whole[at : at + wire.PAYLOAD_LIMIT]
-        raise ProtocolError(f"read of '{message.get('what')}'")
+                wanted = requests.read(requests.READ_WHOLE, message)
+                whole = np.frombuffer(getattr(self._memory, what)(wanted.rank, wanted.version), dtype=np.uint8)
+                return {"total": len(whole)}, whole[wanted.offset : wanted.offset + wire.PAYLOAD_LIMIT]
+        raise ProtocolError(f"read of {shown(message.get('what'))}")
 
 
 def _range(message: dict[str, Any]) -> tuple[int, int]:

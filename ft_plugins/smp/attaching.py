@@ -11,24 +11,34 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ..errors import ProtocolError, ResumeError
+from ..intake import Unfit, require_shallow, shown, typed
 from ..snapshot.segment import Segment
 from ..snapshot.shape import Shape
 
+_SHAPE = TypeAdapter(Shape)
 _FIELDS = {field.name for field in fields(Shape)}
 
 
 def shape_of(rank: int, told: Mapping[str, Any]) -> Shape:
     """The segment that a rank wants. Raises ProtocolError."""
-    right = set(told) == _FIELDS and all(type(value) is int and value >= 0 for value in told.values())
-    if not right or told["parity_nbytes"] > told["nbytes"]:
-        raise ProtocolError(f"rank {rank}: attach with shape {dict(told)}")
-    return Shape(**told)
+    try:
+        if set(told) != _FIELDS:
+            raise Unfit(f"expected {', '.join(sorted(_FIELDS))}, found {shown(sorted(map(str, told)))}")
+        found = typed(_SHAPE, told)
+        if found.parity_nbytes > found.nbytes:
+            raise Unfit(f"{found.parity_nbytes} bytes of parity in {found.nbytes}")
+    except Unfit as error:
+        raise ProtocolError(f"rank {rank}: attach with a shape that cannot be used: {error}") from error
+    return found
 
 
 def plain(rank: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
     """The fingerprint as a segment's header gives it back. Raises ProtocolError for more than plain values."""
     try:
+        require_shallow(fingerprint)
         return dict(json.loads(json.dumps(fingerprint)))
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"rank {rank}: the job's fingerprint holds more than plain values: {error}") from error
@@ -39,7 +49,7 @@ def require_same_job(rank: int, found: Segment, shape: Shape, fingerprint: dict[
     before = found.fingerprint
     if before != fingerprint:
         differing = ", ".join(
-            f"{key}: {before.get(key)!r} -> {fingerprint.get(key)!r}"
+            f"{key}: {shown(before.get(key))} -> {shown(fingerprint.get(key))}"
             for key in sorted(before.keys() | fingerprint.keys())
             if before.get(key) != fingerprint.get(key)
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -16,19 +15,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ..errors import BusyError, ProtectionError, ProtocolError, SegmentError
+from ..intake import Seconds, read_json
 from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version, in_order, marks_of
-from . import liveness, protocol
+from . import isolated, liveness, protocol
 from .protection import Protection
 from .turns import REQUEST as REQUEST  # the reason of a checkpoint that a person asks for
 
 _SOCKET_PATH_LIMIT = 107  # bytes, of sockaddr_un
 _RETRY_SECONDS = 0.05
 _LOOK_SECONDS = 1.0  # for an SMP that holds its lock to answer, before another look at the lock
+_SECONDS = TypeAdapter(Seconds)
 _TRIES = 3  # of a request over which the SMP dies
 _REBUILT_BYTES_PER_SECOND = 10e6  # pessimistic as well: over a slow link
 _FAULT_BYTES_PER_SECOND = 50e6  # pessimistic pace at which fresh pages are allocated: bounds the wait for an attach
@@ -259,6 +262,8 @@ def ensure(
     One that is started watches `watch` from the beginning: it is never orphaned before it is told so. Raises
     BusyError when the SMP of another run directory has the memory of this job, ProtectionError for all else.
     """
+    if reason := paths.foreign(job, node):
+        raise BusyError(reason)
     deadline = time.monotonic() + timeout
     while liveness.held(run_dir / "smp.lock"):  # alive, or on its way out with its memory still to be let go of
         try:
@@ -268,17 +273,7 @@ def ensure(
             if time.monotonic() > deadline:
                 raise
     if not liveness.held(run_dir / "smp.lock"):
-        command = [
-            sys.executable,
-            "-m",
-            "ft_plugins.smp.process",
-            "--run-dir",
-            str(run_dir),
-            "--job",
-            job,
-            "--node",
-            node,
-        ]
+        command = [*isolated.command(), "--run-dir", str(run_dir), "--job", job, "--node", node]
         command += ["--orphan-seconds", str(orphan_seconds), "--faults", faults, "--watch", str(watch or 0)]
         with open(run_dir / "smp.log", "ab") as log:
             started = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout)
@@ -286,8 +281,8 @@ def ensure(
             lock = paths.lock_of(job, node)
             if liveness.held(lock):
                 raise BusyError(
-                    f"job {job} has memory on node {node} already, of the SMP with pid {lock.read_text()} in another "
-                    f"run directory ({lock} is locked; was XDG_RUNTIME_DIR another one?); end that job where it was "
+                    f"job {job} has memory on node {node} already, of the SMP with pid {liveness.pid_in(lock)} in "
+                    f"another run directory ({lock} is locked; was XDG_RUNTIME_DIR another one?); end it where it was "
                     "started, or name this one otherwise with --ftp-job"
                 )
             raise ProtectionError(f"the SMP of node {node} did not start; see {run_dir / 'smp.log'}")
@@ -322,37 +317,41 @@ def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:
 def _patience(run_dir: Path) -> float:
     """How long the job of a run directory wanted its segments to be kept (seconds); 0 where it did not say."""
     try:
-        return float((run_dir / paths.PATIENCE_FILE).read_text())
+        return read_json(run_dir / paths.PATIENCE_FILE, _SECONDS)
     except (OSError, ValueError):
         return 0.0
 
 
 def sweep(
-    base: Path, older_than_seconds: float, keep: tuple[str, str] | None = None, patient: bool = False
+    base: Path,
+    older_than_seconds: float,
+    keep: tuple[str, str] | None = None,
+    patient: bool = False,
+    job: str | None = None,
 ) -> list[Path]:
     """Remove what no living job owns: for every run directory `base`/job/node whose SMP and ft-run are both gone for
     longer than `older_than_seconds`, its segments; and those whose run directory is gone or is another login's, when
-    neither SMP nor trainer has been there for that long. Nothing of the (job, node) `keep`; where `patient`, nothing
-    that its own job wanted to be kept for longer. Returns the removed files.
+    neither SMP nor trainer has been there for that long. Of `job` alone where it is given; nothing of the (job, node)
+    `keep`; where `patient`, nothing that its own job wanted to be kept for longer. Returns the removed files.
     """
     removed: list[Path] = []
     seen = {keep}
     for run_dir in sorted(path for path in base.glob("*/*") if path.is_dir()):
         name = (run_dir.parent.name, run_dir.name)
-        if name in seen:
+        if name in seen or job not in (None, name[0]):
             continue
         seen.add(name)
         if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")) or liveness.held(
             paths.lock_of(*name)
         ):
             continue
-        last = max(path.stat().st_mtime for path in [run_dir, *run_dir.iterdir()])
+        last = max(_touched(path) for path in [run_dir, *run_dir.iterdir()])
         if time.time() - last < (max(older_than_seconds, _patience(run_dir)) if patient else older_than_seconds):
             continue
         removed += paths.segments_of(*name)
         paths.remove(*name)
     for name in set(paths.jobs()) - seen:
-        if not _abandoned(*name, older_than_seconds):
+        if job not in (None, name[0]) or not _abandoned(*name, older_than_seconds):
             continue
         removed += paths.segments_of(*name)
         paths.remove(*name)
@@ -380,6 +379,6 @@ def _abandoned(job: str, node: str, seconds: float) -> bool:
 def _touched(path: Path) -> float:
     """When a file was last touched (seconds since the epoch), 0 for one that is not there."""
     try:
-        return path.stat().st_mtime
+        return path.lstat().st_mtime
     except FileNotFoundError:
         return 0.0

@@ -4,7 +4,7 @@ Invariant: a segment whose job has another number of ranks than the one that run
 own, whole; only the version that is taken over stays in it once all ranks have agreed which one that is. It is removed
 when a version of the new size counts. An SMP that takes over finds all of it in the files' names.
 
-    ftp-<job>@<node>-r<rank>  ->  ftp-<job>@<node>-r<rank>of<ranks of that job>
+    <job, node and user>-r<rank>  ->  <job, node and user>-r<rank>of<ranks of that job>
 
 In: the SMP's own segments, the size of the job. Out: facts for a recovery, segments to be read or rebuilt.
 """

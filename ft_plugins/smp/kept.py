@@ -9,16 +9,17 @@ In: versions that others have decided on. Out: pins; whether a version that is t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ProtocolError
+from ..intake import read_json
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, Slot, SlotState, Version
-from .peers import read_version, told, written
+from .peers import told, written
 from .pins import Directive
 from .protection import Protection
+from .requests import VERSION
 from .vault import Vault
 
 _FILE = "counted.json"  # in the run directory
@@ -65,7 +66,7 @@ class Kept:
         """What counts by the file, if all ranks keep it and it is complete in the vault."""
         assert self._vault is not None
         try:
-            counted = read_version(json.loads(self._path.read_text()))
+            counted = read_json(self._path, VERSION)
         except (OSError, ValueError, ProtocolError):
             return None
         for rank in self._ranks:

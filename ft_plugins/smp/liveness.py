@@ -16,19 +16,22 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ..errors import BusyError
+from ..intake import read_bytes
+
 # `struct flock` of a write lock on all of a file. Locks of the open file description: they live as long as it does,
 # over fork too, like those of flock(2), but can be asked about without being taken for a moment.
+_PID_BYTES = 20
 _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 def started(pid: int) -> int:
     """When `pid` was started, in clock ticks since boot; 0 when there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        state, began = _stat(pid)
     except OSError:
         return 0
-    fields = text.rsplit(")", 1)[1].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    return 0 if state in b"ZX" else began
 
 
 def age(began: int) -> float:
@@ -39,10 +42,16 @@ def age(began: int) -> float:
 def is_stopped(pid: int, began: int) -> bool:
     """Whether that process is there and stopped by a signal: it neither works nor ends."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        state, found = _stat(pid)
     except OSError:
         return False
-    return int(fields[19]) == began and fields[0] in "Tt"
+    return found == began and state in b"Tt"
+
+
+def _stat(pid: int) -> tuple[bytes, int]:
+    """The state of a process, a letter, and when it was started. Raises OSError."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()  # a process chooses its name's bytes
+    return fields[0], int(fields[19])
 
 
 def kill_and_wait(owners: Iterable[tuple[int, int]], timeout: float) -> list[int]:
@@ -85,12 +94,15 @@ def _wait_gone(waiting: dict[int, int], timeout: float) -> list[int]:
 
 
 def held(lock: Path) -> bool:
-    """Whether a living process holds the lock file `lock`. Asking never keeps anyone from taking it."""
+    """Whether a living process holds the lock file `lock`, which is this user's. Asking never keeps anyone from taking
+    it."""
     try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # not there; or another user's, a folder, a link: none that `acquire` has made
         return False
     try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            return False
         found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WHOLE_FILE)
     finally:
         os.close(descriptor)
@@ -99,18 +111,32 @@ def held(lock: Path) -> bool:
 
 def holder(lock: Path) -> list[tuple[int, int]]:
     """The process that holds the lock file `lock`, as (pid, start time); none where nobody does."""
-    try:
-        text = lock.read_text() if held(lock) else ""
-    except FileNotFoundError:  # let go of in between
-        return []
-    pid = int(text) if text.isdecimal() else 0  # taken this moment, its pid not yet written
+    pid = pid_in(lock) if held(lock) else 0
     return [(pid, began)] if pid and (began := started(pid)) else []
 
 
+def pid_in(lock: Path) -> int:
+    """The pid that a lock file names; 0 where it names none: taken this moment, let go of in between, or damaged."""
+    try:
+        text = read_bytes(lock, _PID_BYTES)
+    except (OSError, ValueError):
+        return 0
+    return int(text) if text.isdigit() else 0
+
+
 def acquire(lock: Path) -> int | None:
-    """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it."""
+    """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it.
+
+    Raises BusyError where what is there is another user's, or no lock file.
+    """
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise BusyError(_in_the_way(lock, error.strerror or str(error))) from error
+        if (found := os.fstat(descriptor)).st_uid != os.getuid():
+            os.close(descriptor)
+            raise BusyError(_in_the_way(lock, f"it belongs to user {found.st_uid}"))
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except BlockingIOError:
@@ -122,6 +148,10 @@ def acquire(lock: Path) -> int | None:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor
+
+
+def _in_the_way(lock: Path, reason: str) -> str:
+    return f"{lock} cannot be locked ({reason}); remove it, or name this job otherwise with --ftp-job"
 
 
 def _is(path: Path, descriptor: int) -> bool:

@@ -11,31 +11,33 @@ Out: versions that count, pinned; slots put back together; `node.counts`, `node.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
 from ..bubbles.plan import by_rate_shares
 from ..errors import FtError, ProtocolError
 from ..events import Events
+from ..intake import Count, Port, Text, read_json
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.paths import vault_of
 from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Mark, Pin, SlotState, Version
-from . import checks, probe, protocol, wire
+from . import checks, probe, protocol, requests, wire
 from .answers import Answers
 from .exchange import Exchange, RatePacer
 from .former import Former
 from .kept import Kept
 from .pace import Pace
-from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, read_version, told, written
+from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, told, written
 from .pins import Directive, Report
 from .protection import Protection
 from .rebuild import Reader, decode, fetch
@@ -44,7 +46,20 @@ from .wire import Peer, Server
 
 _TOLD = "protection.json"  # in the run directory
 _RELEASED = "released.json"  # likewise: the lineage in which the job has gone on without this node
+_LISTENS = "endpoint.json"  # likewise
 _POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
+
+
+@dataclass(frozen=True)
+class _Listens:
+    """Where an SMP listens for those of other nodes, and by which secret it knows them."""
+
+    address: Text
+    port: Port
+    secret_file: Text
+
+
+_WHERE, _COUNT, _BLOCK = TypeAdapter(_Listens), TypeAdapter(Count), TypeAdapter(dict[str, Any])
 
 
 class NodeTier:
@@ -91,10 +106,10 @@ class NodeTier:
         """Listen for other nodes' SMPs on `address`; where. Raises ConfigError."""
         with self._lock:
             if self._server is None or self._server.endpoint[0] != address:
-                port, known = 0, self._run_dir / "endpoint.json"
+                port = 0
                 with suppress(OSError, ValueError):
-                    before = json.loads(known.read_text())
-                    port = before["port"] if before["address"] == address else 0
+                    before = read_json(self._run_dir / _LISTENS, _WHERE)
+                    port = before.port if before.address == address else 0
                 self._listen(address, port, secret_file)
             assert self._server is not None
             return self._server.endpoint
@@ -104,8 +119,8 @@ class NodeTier:
         if self._server is not None:
             self._server.close()
         self._server = Server(address, port, self._job, self._secret, self._answers.handle, self._events)
-        where = {"address": address, "port": self._server.endpoint[1], "secret_file": secret_file}
-        written(self._run_dir / "endpoint.json", where)
+        where = _Listens(address, self._server.endpoint[1], secret_file)
+        written(self._run_dir / _LISTENS, asdict(where))
 
     def protect(self, told_now: Protection, token: int) -> dict[str, Any]:
         """Protect the job as it is now. Returns the bytes that are claimed, the kernel's figure, and what the links
@@ -199,8 +214,8 @@ class NodeTier:
         `holders` says where what lay at each position of the plan is now; `into` is the segment, the rank's own if not
         given. Raises what `fetch` and `decode` raise.
         """
-        version = read_version(request.get("version"))
-        holders = {int(position): (str(host), int(port)) for position, host, port in request["holders"]}
+        wanted = requests.read(requests.REBUILD, request)
+        version, source = wanted.version, wanted.source
         segment = self._segments.get(rank) if into is None else into
         if segment is None:
             raise ProtocolError(f"rank {rank}: rebuild before attach")
@@ -208,15 +223,13 @@ class NodeTier:
             if slot.version == version:
                 segment.unpin(slot.index, ~Pin(0))
                 segment.dirty(slot.index, None, token)
-        source = request.get("source")
         began = time.monotonic()
         if source is not None:
-            holder = self._reader((str(source[0]), int(source[1])), told_now.detect_seconds)
+            holder = self._reader(source, told_now.detect_seconds)
             read_bytes = fetch(segment, version, token, holder)
         else:
-            readers = {at: self._reader(where, told_now.detect_seconds) for at, where in holders.items()}
-            lost = [int(position) for position in request["lost"]]
-            read_bytes = decode(segment, version, token, told_now.plan(), lost, readers)
+            readers = {at: self._reader((host, port), told_now.detect_seconds) for at, host, port in wanted.holders}
+            read_bytes = decode(segment, version, token, told_now.plan(), wanted.lost, readers)
         self._events.emit(
             "slot.rebuilt", about=rank, lineage=version.lineage, iteration=version.iteration, decoded=source is None,
             bytes=segment.shape.nbytes, read_bytes=read_bytes, seconds=time.monotonic() - began,
@@ -441,10 +454,10 @@ class NodeTier:
     def _adopt(self) -> None:
         """Go on with what an SMP before this one was told, if its files are here."""
         try:
-            where = json.loads((self._run_dir / "endpoint.json").read_text())
-            self._listen(where["address"], where["port"], where["secret_file"])
-            block = json.loads((self._run_dir / _TOLD).read_text())
-            token = block.pop("token")
+            where = read_json(self._run_dir / _LISTENS, _WHERE)
+            self._listen(where.address, where.port, where.secret_file)
+            block = read_json(self._run_dir / _TOLD, _BLOCK)
+            token = protocol.number(block, "token")
             with self._lock:
                 told_before = Protection.read(block)
                 whole = self._kept.go_on(told_before, self._begin(told_before, token))
@@ -453,7 +466,7 @@ class NodeTier:
                     self._run()
         except FileNotFoundError:
             return
-        except (FtError, OSError, ValueError, KeyError, TypeError) as error:
+        except (FtError, OSError, ValueError) as error:
             self._events.emit("node.refused", reason=f"what the SMP before was told cannot be used: {error}")
 
     def suspend(self) -> None:
@@ -475,7 +488,8 @@ class NodeTier:
                 self._vault.pause()
         self._alarms = {}
         for name in ("lost.json", protocol.ALARM):
-            (self._run_dir / name).unlink(missing_ok=True)
+            with suppress(IsADirectoryError):  # not ours
+                (self._run_dir / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """The end of the SMP."""
@@ -486,15 +500,15 @@ class NodeTier:
             self._vault.close()
             self._vault = None
         self._kept.forget()
-        for name in ("endpoint.json", _TOLD, _RELEASED):
+        for name in (_LISTENS, _TOLD, _RELEASED):
             (self._run_dir / name).unlink(missing_ok=True)
 
 
 def _number(path: Path) -> int:
     """What stands in a small file; 0 where there is none."""
     try:
-        return int(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return read_json(path, _COUNT)
+    except (OSError, ValueError):
         return 0
 
 

@@ -16,21 +16,24 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from .. import faults
 from ..errors import CorruptHeaderError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
 from ..events import Events
+from ..intake import Count, read_json, shown
 from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.paths import path_of
 from ..snapshot.segment import OWNER, Segment
 from ..snapshot.shape import Shape
-from ..snapshot.slots import SlotState, Version, void
-from . import liveness, protocol
+from ..snapshot.slots import SlotState, void
+from . import liveness, protocol, requests
 from .attaching import plain, require_same_job, shape_of
 from .former import Former
 from .former_storage import FormerStorage
 from .node import NodeTier
-from .peers import read_version
+from .peers import read_maybe, read_version, written
 from .persister import Persister
 from .protection import Protection
 from .signals import Signal, signal
@@ -38,6 +41,7 @@ from .sizes import Sizes
 from .spare import Asked, Spare
 from .turns import REQUEST
 
+_TOKEN = TypeAdapter(Count)
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
 _RANKS = 1 << 32  # a number beyond is no rank
@@ -53,7 +57,7 @@ class SnapshotProcess:
         self._events = events
         self._lock = threading.Lock()
         self._token_path = run_dir / "token"
-        self.token = int(self._token_path.read_text()) if self._token_path.exists() else 0
+        self.token = self._last_token()
         self.watched: tuple[int, int] = (0, 0)
         self.ended = threading.Event()
         self.orphan_seconds: float | None = None  # as the ft-run that watches wants it
@@ -95,13 +99,23 @@ class SnapshotProcess:
         if self._segments:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
 
+    def _last_token(self) -> int:
+        """The token that an SMP before this one gave out last; 0 for none. Where its file is damaged (by a crash of the
+        machine) one that none can have reached: the seconds since the epoch."""
+        try:
+            return read_json(self._token_path, _TOKEN)
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            self._events.emit("smp.refused", path=str(self._token_path), reason=str(error))
+            return int(time.time())
+
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out one request. Errors of this package and of the system become refusals."""
         name = request.get("do")
         known = protocol.REQUESTS | protocol.NODE_REQUESTS | protocol.SIZE_REQUESTS | protocol.STORAGE_REQUESTS
         if not isinstance(name, str) or name not in known:
-            unknown = protocol.shown(name, 60)
-            return protocol.refusal(ProtocolError(f"unknown request '{unknown}'; known are {sorted(known)}"))
+            return protocol.refusal(ProtocolError(f"unknown request: {shown(name)}; known are {sorted(known)}"))
         faults.reach(f"smp.{name}.before", adopted=self.adopted)
         try:
             alone = name in protocol.REQUESTS and name != "attach"  # the others take locks where they need them
@@ -165,11 +179,11 @@ class SnapshotProcess:
         )
 
     def _watch(self, request: dict[str, Any]) -> dict[str, Any]:
-        pid = protocol.field(request, "pid", int)
-        self.watched = (pid, liveness.started(pid))
-        self._silence = float(protocol.field(request, "detect_seconds", (int, float)))
+        pid = protocol.number(request, "pid")
+        silence = requests.seconds(request, "detect_seconds")
+        self.watched, self._silence = (pid, liveness.started(pid)), silence
         if "orphan_seconds" in request:  # a new ft-run may have another mind
-            self.orphan_seconds = float(protocol.field(request, "orphan_seconds", (int, float)))
+            self.orphan_seconds = requests.seconds(request, "orphan_seconds")
             # for a sweep after this process's death
             (self._run_dir / paths.PATIENCE_FILE).write_text(str(self.orphan_seconds))
         return {}
@@ -178,9 +192,7 @@ class SnapshotProcess:
         """Supersede the running incarnation: its token is void at once, its trainers are gone before this returns."""
         self._tier.suspend()
         self.token += 1
-        building = self._token_path.with_suffix(".new")
-        building.write_text(str(self.token))
-        building.replace(self._token_path)
+        written(self._token_path, self.token)
         for rank, segment in self._segments.items():
             if OWNER in segment.damaged:
                 reason = f"rank {rank}: who writes its segment cannot be read; a trainer that lives on is fenced alone"
@@ -278,12 +290,7 @@ class SnapshotProcess:
         """Open a lineage for one rank's segment: what is newer than its base is void."""
         rank = self._check_token(request)
         lineage = protocol.number(request, "lineage")
-        base = None
-        if request.get("base") is not None:
-            parts = protocol.field(request, "base", list)
-            if len(parts) != 2 or not all(type(part) is int and part >= 0 for part in parts):
-                raise ProtocolError(f"rank {rank}: restore of {parts}; expected a lineage and an iteration")
-            base = Version(*parts)
+        base = read_maybe(request.get("base"))
         found = self._segments.get(rank)
         if found is None:
             raise ProtocolError(f"rank {rank}: restore before attach")
@@ -335,17 +342,18 @@ class SnapshotProcess:
     def _spare(self, request: dict[str, Any]) -> dict[str, Any]:
         """What another node has of other sizes, which has no part in the job."""
         self._check_token(request)
-        seconds = float(protocol.field(request, "seconds", (int, float)))
+        seconds, where = requests.seconds(request, "seconds"), requests.field(requests.ENDPOINT, request, "where")
         world_size, node = protocol.number(request, "world_size", _RANKS), protocol.field(request, "node", str)
-        return {"told": self._asked.ask(node, _where(protocol.field(request, "where", list)), world_size, seconds)}
+        return {"told": self._asked.ask(node, where, world_size, seconds)}
 
     def _settle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Of what is set aside keep that version of that size alone; nothing, if none is named."""
         self._check_token(request)
-        self._asked.keep([_where(one) for one in protocol.field(request, "spares", list)])
+        spares = requests.field(requests.ENDPOINTS, request, "spares")
         taken = None
         if request.get("version") is not None:
             taken = protocol.number(request, "world_size", _RANKS), read_version(request["version"])
+        self._asked.keep(spares)
         self._sizes.settle(taken)
         return {}
 
@@ -361,8 +369,8 @@ class SnapshotProcess:
         return self._tier.protect(told, self.token)
 
     def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:
-        reason, seconds = protocol.field(request, "reason", str), protocol.field(request, "seconds", float)
-        return self.to_storage(reason, max(0.0, seconds), protocol.field(request, "only_due", bool))
+        reason, seconds = protocol.field(request, "reason", str), requests.seconds(request, "seconds")
+        return self.to_storage(reason, seconds, protocol.field(request, "only_due", bool))
 
     def to_storage(self, reason: str, seconds: float = 0.0, only_due: bool = False) -> dict[str, Any]:
         """`Persister.request`; at the end of protection also for what is set aside, and not taken over yet."""
@@ -425,13 +433,6 @@ class SnapshotProcess:
         removed = paths.remove(self._job, self._node)
         self._events.emit("smp.end", reason=reason, segments=removed)
         self.ended.set()
-
-
-def _where(value: Any) -> tuple[str, int]:
-    """An endpoint from plain values. Raises ProtocolError."""
-    if not (isinstance(value, list) and len(value) == 2 and type(value[0]) is str and type(value[1]) is int):
-        raise ProtocolError(f"{value!r} is no endpoint; expected a host and a port")
-    return value[0], value[1]
 
 
 def _in_words(name: str, request: dict[str, Any], error: OSError) -> FtError:

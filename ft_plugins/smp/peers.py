@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from ..errors import ProtocolError, SegmentError
+from ..intake import shown
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
@@ -266,8 +267,8 @@ def told(value: Version | Report | None) -> list[Any] | None:
 
 def read_version(value: Any) -> Version:
     """A version from plain values. Raises ProtocolError."""
-    if not (isinstance(value, list) and len(value) == 2 and all(type(part) is int and part >= 0 for part in value)):
-        raise ProtocolError(f"{value!r} is no version; expected a lineage and an iteration")
+    if not (isinstance(value, list) and len(value) == 2 and all(type(p) is int and 0 <= p < 1 << 63 for p in value)):
+        raise ProtocolError(f"{shown(value)} is no version; expected a lineage and an iteration")
     return Version(*value)
 
 
@@ -279,7 +280,7 @@ def read_maybe(value: Any) -> Version | None:
 def read_report(value: Any) -> Report:
     """A report from plain values. Raises ProtocolError."""
     if not (isinstance(value, list) and len(value) == 5 and type(value[0]) is int):
-        raise ProtocolError(f"{value!r} is no report of a node")
+        raise ProtocolError(f"{shown(value)} is no report of a node")
     return Report(value[0], *map(read_maybe, value[1:]))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import faults
-from ..errors import FtError
+from ..errors import BusyError, FtError
 from ..events import Events, file_sink
 from ..snapshot import paths
 from . import descriptors, liveness, protocol
@@ -173,11 +173,15 @@ def main(argv: list[str] | None = None) -> int:
     step_back_session()
     if os.fork() > 0:
         os._exit(0)
-    lock = liveness.acquire(options.run_dir / "smp.lock")
-    if lock is None:
-        os._exit(0)  # another SMP was quicker; whoever asked will find that one
-    _detach(options.run_dir)
-    owned = _own_memory(options.job, options.node)
+    try:
+        lock = liveness.acquire(options.run_dir / "smp.lock")
+        if lock is None:
+            os._exit(0)  # another SMP was quicker; whoever asked will find that one
+        _detach(options.run_dir)
+        owned = _own_memory(options.job, options.node)
+    except BusyError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
     if owned is None:
         print(f"another SMP owns the memory of job {options.job} on node {options.node}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -8,43 +8,48 @@ In: a request, or the file. Out: `Protection`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ..errors import ProtocolError
+from ..intake import Count, Port, Seconds, Text, Unfit, typed
 from ..redundancy.neighbour import plan_both, plan_neighbours
 from ..redundancy.plan import ExchangePlan, plan_exchange
 from ..redundancy.sections import Extent
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Version
+from .peers import read_maybe
 from .pins import Epoch
+
+Maybe = Annotated[Version | None, BeforeValidator(read_maybe)]
+Switch = Annotated[bool, Field(strict=True)]
 
 
 @dataclass(frozen=True)
 class Protection:
     """One incarnation of the job: who stands where, what each rank captures, what the last recovery restored."""
 
-    lineage: int
-    base: Version | None  # restored, or None after a start from the beginning
-    nodes: tuple[str, ...]  # of each rank
-    groups: tuple[tuple[int, ...], ...]  # sharding groups
+    lineage: Count
+    base: Maybe  # restored, or None after a start from the beginning
+    nodes: tuple[Text, ...]  # of each rank
+    groups: tuple[tuple[Count, ...], ...]  # sharding groups
     shapes: tuple[Shape, ...]  # of each rank's segment
-    losses: int
-    position: int  # of this node
-    endpoints: tuple[tuple[str, int], ...]  # by position
-    interval: int  # iterations between two versions that are exchanged
-    exchange_mbps: float  # megabits per second that this node sends at most; 0: no limit
-    detect_seconds: float
+    losses: Annotated[int, Field(strict=True, ge=0, le=2)]
+    position: Count  # of this node
+    endpoints: tuple[tuple[Text, Port], ...]  # by position
+    interval: Annotated[Count, Field(ge=1)]  # iterations between two versions that are exchanged
+    exchange_mbps: Seconds  # megabits per second that this node sends at most; 0: no limit
+    detect_seconds: Seconds
     replicated: tuple[tuple[Extent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
-    stages: tuple[tuple[int, ...], ...] = ()  # pipelines, where each rank's copy is on that of a neighbouring stage
-    both: bool = False  # parity as well, where there are copies
-    measure: bool = False  # what the links carry by which copies go is wanted
-    audited: bool = False  # a version counts only when its replicas were compared and agree
-    counted: Version | None = None  # the newest that counts on any node: kept on all of them until a newer one does
+    stages: tuple[tuple[Count, ...], ...] = ()  # pipelines, where each rank's copy is on that of a neighbouring stage
+    both: Switch = False  # parity as well, where there are copies
+    measure: Switch = False  # what the links carry by which copies go is wanted
+    audited: Switch = False  # a version counts only when its replicas were compared and agree
+    counted: Maybe = None  # the newest that counts on any node: kept on all of them until a newer one does
 
     def plan(self) -> ExchangePlan:
         """Who sends what to whom. Raises TopologyError."""
@@ -83,13 +88,29 @@ class Protection:
         """From plain values. Raises ProtocolError for anything else."""
         try:
             values = dict(block)
-            for name in ("base", "counted"):
-                values[name] = Version(*values[name]) if values.get(name) else None
-            values["shapes"] = tuple(Shape(*shape) for shape in values["shapes"])
-            values["replicated"] = tuple(tuple(Extent(*e) for e in stream) for stream in values["replicated"])
-            return _ADAPTER.validate_python(values)
-        except (ValidationError, TypeError, KeyError) as error:
+            values["shapes"] = [dict(zip(_SHAPE, shape, strict=True)) for shape in values["shapes"]]
+            values["replicated"] = [[dict(zip(_EXTENT, e, strict=True)) for e in s] for s in values["replicated"]]
+            found = typed(_ADAPTER, values)
+            found._require_coherent()
+        except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"what protects the job cannot be read: {error}") from error
+        return found
+
+    def _require_coherent(self) -> None:
+        """Raises Unfit where ranks or nodes are named that the job does not have."""
+        count = len(self.nodes)
+        named = {rank for ranks in (*self.groups, *self.stages) for rank in ranks}
+        if not count or len(self.shapes) != count or not named <= set(range(count)):
+            raise Unfit(f"{count} ranks, {len(self.shapes)} shapes, ranks in groups: {sorted(named)[:8]}")
+        if len(self.endpoints) != len(set(self.nodes)) or self.position >= len(self.endpoints):
+            raise Unfit(f"{len(set(self.nodes))} nodes, {len(self.endpoints)} endpoints, position {self.position}")
+        for shape in self.shapes:
+            if shape.parity_nbytes > shape.nbytes:
+                raise Unfit(f"{shape}: more parity than there are bytes")
+        for extent in (extent for stream in self.replicated for extent in stream):
+            if extent.rank >= count or extent.offset + extent.nbytes > self.shapes[extent.rank].data_nbytes:
+                raise Unfit(f"{extent} is in no slot")
 
 
 _ADAPTER = TypeAdapter(Protection)
+_SHAPE, _EXTENT = (tuple(field.name for field in fields(kind)) for kind in (Shape, Extent))

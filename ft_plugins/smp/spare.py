@@ -15,7 +15,6 @@ that takes over). Out: facts as of `former`; memory given back; `spare.asked`, `
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
@@ -23,19 +22,24 @@ from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ..errors import FtError, ProtocolError
 from ..events import Events
+from ..intake import Count, read_json
 from ..snapshot.segment import Segment
 from . import liveness, protocol
 from .former import Former
 from .node import NodeTier
 from .peers import written
+from .requests import ENDPOINTS
 from .wire import Peer
 
 REQUESTS = frozenset({"spare", "release"})
 _ASKED = "spares.json"  # in the run directory: whom this node has asked
 _BY = "asked.json"  # likewise: the token under which this one was asked
 _AGAIN_SECONDS = 0.2  # between two calls of a spare whose SMP is not there: it is being replaced
+_TOKEN = TypeAdapter(Count)
 _TRIES, _PAUSE_SECONDS = 10, 3.0  # of a spare that is told that it may drop what it holds
 
 Endpoint = tuple[str, int]
@@ -121,8 +125,8 @@ class Spare:
 
     def _asked_under(self) -> int | None:
         try:
-            return int(json.loads(self._by.read_text()))
-        except (OSError, ValueError, TypeError):
+            return read_json(self._by, _TOKEN)
+        except (OSError, ValueError):
             return None
 
 
@@ -142,8 +146,8 @@ class Asked:
         self._lock = threading.Lock()
         self._telling: set[Endpoint] = set()
         try:
-            self._where = {_endpoint(one) for one in json.loads(self._path.read_text())}
-        except (OSError, ValueError, TypeError):
+            self._where = {*read_json(self._path, ENDPOINTS)}
+        except (OSError, ValueError):
             self._where = set()
 
     def __bool__(self) -> bool:
@@ -215,8 +219,3 @@ class Asked:
         with self._lock:
             self._where, self._telling = set(), set()
             self._remember()
-
-
-def _endpoint(value: Any) -> Endpoint:
-    host, port = value
-    return str(host), int(port)

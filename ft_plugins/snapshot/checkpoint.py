@@ -2,9 +2,9 @@
 
 Invariant: a checkpoint is complete when its manifest is there, and the manifest is written last, after every rank's
 file is durable. A file gets its name only when it is durable, so whatever stops a writer at any instruction leaves the
-checkpoints before it as they were. Every small file carries its own digest, and is bounded and checked when it is read.
-Files are for their owner alone (0600, folders 0700). A name that cannot be a version's is none: nothing reads or removes
-it.
+checkpoints before it as they were. Every small file carries its own digest, is bounded and checked when it is read.
+Files are for their owner alone (0600, folders 0700). A name that cannot be a version's is none: nothing reads it or
+removes it.
 
     <dir>/<job>/v<lineage>-<iteration>/    `.partial` behind the name until the manifest is there
         rank-00003.safetensors             a rank's share: see `persist`
@@ -102,7 +102,8 @@ class Manifest:
     world_size: Count
     fingerprint: dict[str, Any]
     nbytes: Count  # of all ranks' files
-    certified: Annotated[bool, Field(strict=True)] | None = None  # whether the replicas were known to agree; None where there was nothing to find out
+    # whether the replicas were known to agree; None where there was nothing to find out
+    certified: Annotated[bool, Field(strict=True)] | None = None
 
 
 _RECORD_OF, _MANIFEST_OF = TypeAdapter(Record), TypeAdapter(Manifest)

@@ -35,7 +35,7 @@ Place = tuple[Any, Any] | None  # of a part: that of the whole, and its key ther
 
 
 def encode(state: Any, enums: Sequence[type[Enum]] = ()) -> bytes:
-    """`state` as bytes. Raises InventoryError for what is not on the list, or nested deeper than DEPTH, with its place."""
+    """`state` as bytes. Raises InventoryError, with its place, for what is not on the list or nested too deep."""
     names = {kind: kind.__name__ for kind in enums}
     try:
         return _pack(_plain(state, None, names, DEPTH))

@@ -1,10 +1,12 @@
 """What the files in shared memory are called, and which there are: segments of ranks, a node's vault, its lock.
 
-    ftp-JOB@NODE-rR         the segment of rank R         ftp-JOB@NODE-rRofN      one of a job of N ranks, set aside
-    ftp-JOB@NODE-parity     the vault                     ftp-JOB@NODE.lock       the lock of the node's SMP
-    ... .new                half-made ones of these
+    ftp-JOB@NODE@UID-rR         the segment of rank R     ftp-JOB@NODE@UID-rRofN      one of a job of N ranks, set aside
+    ftp-JOB@NODE@UID-parity     the vault                 ftp-JOB@NODE@UID.lock       the lock of the node's SMP
+    ... .new                    half-made ones of these
 
-Invariant: a name says job, node and rank, so whoever comes later finds what was left, and sweeps nothing else.
+Invariant: a name says job, node and user, none of which holds an '@', and rank; so whoever comes later finds what was
+left, and sweeps nothing else. What is another user's under such a name is left alone, and refused where it is in the
+way.
 
 In: names of jobs and nodes. Out: paths; what there is of them; their removal.
 """
@@ -13,64 +15,89 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from .room import SHM
 
-_NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+?)((-r\d+(of\d+)?|-parity)(\.new)?|\.lock)")
+_NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+)@(?P<uid>[0-9]+)(?P<rest>[^@]+)")
+_SEGMENT, _ASIDE = re.compile(r"-r(0|[1-9][0-9]{0,9})"), re.compile(r"-r[0-9]{1,10}of[0-9]{1,10}")
+_ANY = re.compile(r"(-r[0-9]{1,10}(of[0-9]{1,10})?|-parity)(\.new)?|\.lock")
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
+
+
+def _of(job: str, node: str) -> str:
+    return f"ftp-{job}@{node}@{os.getuid()}"
 
 
 def path_of(job: str, node: str, rank: int) -> Path:
     """The file of a rank's segment."""
-    return SHM / f"ftp-{job}@{node}-r{rank}"  # no name holds an '@', so two jobs never share a file
+    return SHM / f"{_of(job, node)}-r{rank}"
 
 
 def set_aside(job: str, node: str, rank: int, world_size: int) -> Path:
     """The file of a segment of the job as it was with another number of ranks, kept until its state is taken over."""
-    return SHM / f"ftp-{job}@{node}-r{rank}of{world_size}"
+    return SHM / f"{_of(job, node)}-r{rank}of{world_size}"
 
 
 def vault_of(job: str, node: str) -> Path:
     """The file in which a node keeps parity of other nodes' slots."""
-    return SHM / f"ftp-{job}@{node}-parity"
+    return SHM / f"{_of(job, node)}-parity"
 
 
 def lock_of(job: str, node: str) -> Path:
     """The file that the SMP of a job on a node keeps locked: beside the segments, wherever its run directory is."""
-    return SHM / f"ftp-{job}@{node}.lock"
+    return SHM / f"{_of(job, node)}.lock"
 
 
 def segments_of(job: str, node: str) -> list[Path]:
     """The segments of a job on a node, by rank."""
-    prefix = path_of(job, node, 0).name[:-1]
-    ranks = {path.name.removeprefix(prefix): path for path in SHM.glob(f"{prefix}*")}
-    return [ranks[rank] for rank in sorted(filter(str.isdecimal, ranks), key=int)]
+    found = [path for path, rest in _files(job, node) if _SEGMENT.fullmatch(rest)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-r")[2]))
 
 
 def former_segments_of(job: str, node: str) -> list[Path]:
     """The segments that are set aside on a node."""
-    prefix = path_of(job, node, 0).name[:-1]
-    return sorted(p for p in SHM.glob(f"{prefix}*of*") if re.fullmatch(r"\d+of\d+", p.name.removeprefix(prefix)))
+    return sorted(path for path, rest in _files(job, node) if _ASIDE.fullmatch(rest))
 
 
 def jobs() -> list[tuple[str, str]]:
     """The (job, node) of everything of this user in shared memory: segments, half-made ones, locks."""
     found = set()
-    for path in SHM.glob("ftp-*@*"):
+    for path in SHM.glob("ftp-*@*@*"):
         named = _NAME.fullmatch(path.name)
-        if named and path.lstat().st_uid == os.getuid():
+        if named and named["uid"] == str(os.getuid()) and _ANY.fullmatch(named["rest"]) and is_own(path):
             found.add((named["job"], named["node"]))
     return sorted(found)
 
 
+def is_own(path: Path) -> bool:
+    """Whether that file is there and this user's: anyone may put files under a name that can be guessed."""
+    with suppress(FileNotFoundError):
+        return path.lstat().st_uid == os.getuid()
+    return False
+
+
+def foreign(job: str, node: str) -> str:
+    """The files of other users that are in the way of a job on a node, with the remedy; '' where there is none."""
+    names = [path for path, rest in _files(job, node) if _ANY.fullmatch(rest) and path.exists() and not is_own(path)]
+    if not names:
+        return ""
+    whose = ", ".join(f"{path} (user {path.lstat().st_uid})" for path in names)
+    return f"{whose}: expected a file of user {os.getuid()}; have it removed, or name this job otherwise with --ftp-job"
+
+
 def remove(job: str, node: str) -> int:
-    """Remove the segments of a job on a node, half-made ones too, and their lock file. Returns how many segments."""
-    prefix = path_of(job, node, 0).name[:-1]
-    half_made = [p for p in SHM.glob(f"{prefix}*.new") if re.fullmatch(r"\d+(of\d+)?", p.stem.removeprefix(prefix))]
-    vault = vault_of(job, node)
-    vaults = filter(Path.exists, [vault, vault.with_name(vault.name + ".new")])
-    paths = [*segments_of(job, node), *former_segments_of(job, node), *half_made, *vaults]
-    for path in [*paths, lock_of(job, node)]:
+    """Remove the segments of a job on a node, half-made ones too, and their lock file. Returns how many segments. What
+    is another user's stays."""
+    own = [path for path, rest in _files(job, node) if _ANY.fullmatch(rest) and is_own(path)]
+    for path in own:
         path.unlink(missing_ok=True)
-    return len(paths)
+    return len([path for path in own if path != lock_of(job, node)])
+
+
+def _files(job: str, node: str) -> list[tuple[Path, str]]:
+    """Every file whose name says this job, node and user, with the rest of the name."""
+    prefix = _of(job, node)
+    names = [name for name in os.listdir(SHM) if name.startswith(prefix)]
+    return [(SHM / name, name.removeprefix(prefix)) for name in names]

@@ -282,10 +282,10 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
     """The data of a rank's file into a slot, bucket by bucket, each compared with its digest as it lies there."""
     data = segment.data(index)
     try:
-        file = open(path, "rb", buffering=0)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-    with file:
+    with open(descriptor, "rb", buffering=0) as file:
         for number, (offset, nbytes) in enumerate(segment.data_ranges):
             if segment.token != token:
                 raise FencedError(f"rank {segment.rank}: token {token} was superseded by {segment.token}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..intake import Count, Word
 from .slots import SLOTS
 
 PAGE = 4096
@@ -19,13 +20,13 @@ PAGE = 4096
 class Shape:
     """What a segment has to hold, in bytes per slot."""
 
-    nbytes: int  # captured tensors, and the parity behind them
-    small_nbytes: int  # room for small state
-    buckets: int
-    layout: int  # digest of the layout: two layouts of one size do not share a segment
-    slots: int = SLOTS
-    parity_nbytes: int = 0  # of `nbytes`, at the end
-    checks: int = 0  # digests of the parity's sources
+    nbytes: Count  # captured tensors, and the parity behind them
+    small_nbytes: Count  # room for small state
+    buckets: Count
+    layout: Word  # digest of the layout: two layouts of one size do not share a segment
+    slots: Count = SLOTS
+    parity_nbytes: Count = 0  # of `nbytes`, at the end
+    checks: Count = 0  # digests of the parity's sources
 
     @cached_property
     def data_nbytes(self) -> int:

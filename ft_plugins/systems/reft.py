@@ -9,7 +9,6 @@ In: host, collective, the SMP's run directory. Out: versions in the segment; `re
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import msgpack
 import xxhash
+from pydantic import TypeAdapter
 
 from .. import faults
 from ..bubbles.gate import Gate
@@ -35,8 +35,10 @@ from ..errors import (
     InventoryError,
     ProtectionError,
     ResumeError,
+    printable,
 )
 from ..events import Events, say
+from ..intake import Text, read_json
 from ..model.host import Host
 from ..recovery.collective import Collective
 from ..recovery.nodes import JobNodes
@@ -57,6 +59,7 @@ from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Pin, SlotState, Version, slots_for
 from .reft_nodes import ReftNodes, audits_every
 
+_ALARMS = TypeAdapter(dict[Text, Text])
 DEGRADED = "degraded"  # the word that a rank leaves for the others when it can capture no more
 _ASK_SECONDS = 1.0  # for an SMP to answer a rank that has lost its protection
 _CAPTURES = 9  # of late, by which it is judged how long one takes
@@ -451,10 +454,10 @@ class Reft:
         if not self.nodes.leads:
             return
         with contextlib.suppress(OSError, ValueError):
-            alarms = json.loads((self._run_dir / ALARM).read_text())
+            alarms = read_json(self._run_dir / ALARM, _ALARMS)
             for name, words in alarms.items():
                 if words != self._alarms.get(name):
-                    say(words, alarm=True)
+                    say(printable(words), alarm=True)
             self._alarms = alarms
 
     def _committed(self, commit: Commit) -> None:

@@ -19,6 +19,7 @@ from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.golden import explain, loss_differences, state_differences
 from ft_plugins.rig.gpt_runs import RANKS, Configuration, GptRun
 from ft_plugins.rig.journal import wait_for, wait_until_stopped
+from ft_plugins.snapshot.paths import path_of
 
 Spec = Callable[..., JobSpec]
 BOUND = 240
@@ -71,7 +72,7 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
         }
         assert len(newest) == RANKS // 2
         for rank, pid in newest.items():
-            assert mapped_segments(pid) == {f"ftp-{job.spec.name}@{job.spec.node}-r{rank}"}
+            assert mapped_segments(pid) == {path_of(job.spec.name, job.spec.node, rank).name}
     wait_until_stopped(newest_pid(running, 1), BOUND)
     os.kill(newest_pid(running, 1), signal.SIGCONT)
     for job in running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,7 +48,7 @@ def put(found: Segment, index: int, version: Version, place: tuple[int, int] = (
 
 
 def files(job: str) -> set[str]:
-    return {path.name.split("@")[1] for path in SHM.glob(f"ftp-{job}@*")}
+    return {"".join(re.split(r"@\d+", path.name.split("@", 1)[1])) for path in SHM.glob(f"ftp-{job}@*")}
 
 
 def test_what_is_of_another_size_leaves_and_what_is_of_this_one_stays(job: str) -> None:
@@ -131,7 +132,7 @@ def test_a_slot_that_does_not_say_what_it_holds_has_no_place(job: str) -> None:
 def gone(job: str) -> None:
     yield
     remove(job, NODE)
-    assert not Path(SHM / f"ftp-{job}@{NODE}-r0").exists()
+    assert not path_of(job, NODE, 0).exists()
 
 
 def test_what_was_read_last_is_not_kept_in_memory_when_it_is_dropped(job: str) -> None:

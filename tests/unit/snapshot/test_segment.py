@@ -436,7 +436,7 @@ def test_segments_are_found_by_job_and_node_and_ordered_by_rank(job: str) -> Non
     for name in names:
         for rank in (10, 9, 0):
             create(path_of(job, name, rank), SHAPE, rank, {})
-    path_of(job, "n", 3).with_name(f"ftp-{job}@n-r3.new").touch()
+    path_of(job, "n", 3).with_name(f"{path_of(job, 'n', 3).name}.new").touch()
     try:
         for name in names:
             assert segments_of(job, name) == [path_of(job, name, rank) for rank in (0, 9, 10)]

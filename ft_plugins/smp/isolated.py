@@ -1,0 +1,55 @@
+"""Entry of the SMP's interpreter: `python -I <this file> <folder,...> <arguments of smp.process>`.
+
+Invariant: nothing in the working directory, in PYTHONPATH or in the user's site-packages takes the place of a module
+that the SMP imports. Isolated mode leaves them out; this package is loaded from where this file lies, and what it needs
+from where the process that starts it has found it, behind everything else.
+
+In: `command()`, to which the arguments are added. Out: `smp.process.main`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+_PACKAGE = "ft_plugins"
+_NEEDED = "annotated_types cryptography msgpack numba numpy pydantic pydantic_core typing_extensions xxhash".split()
+
+
+def command() -> list[str]:
+    """How to start an SMP that imports what this process does."""
+    return [sys.executable, "-I", os.path.realpath(__file__), os.pathsep.join(_folders())]
+
+
+def _folders() -> list[str]:
+    """Where this process finds what the SMP imports."""
+    found = {}
+    for spec in map(importlib.util.find_spec, _NEEDED):
+        if spec is not None and spec.origin is not None:  # None: a mere folder of that name
+            depth = 1 if spec.submodule_search_locations else 0
+            found[str(Path(spec.origin).absolute().parents[depth])] = True
+    return list(found)
+
+
+def _load(folder: Path) -> None:
+    """Import this package from `folder`, which is not on the path: what lies next to it stays out."""
+    spec = importlib.util.spec_from_file_location(
+        _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[_PACKAGE] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def main() -> int:
+    """Load the package and serve."""
+    sys.path += [folder for folder in sys.argv[1].split(os.pathsep) if folder not in sys.path]
+    _load(Path(__file__).parents[1])
+    process = importlib.import_module(f"{_PACKAGE}.smp.process")
+    return int(process.main(sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

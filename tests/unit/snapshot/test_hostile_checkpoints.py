@@ -1,0 +1,278 @@
+"""Whatever lies in a folder of checkpoints, and whatever small state is made of: its readers take it or say so in the
+project's own errors, and what is restored is what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
+from ft_plugins.recovery.plan import RecoveryPlan
+from ft_plugins.recovery.storage import StorageTier
+from ft_plugins.rig.hostile import altered, damaged
+from ft_plugins.smp.notices import Notices
+from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist, retention
+from ft_plugins.snapshot import segment as segments
+from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.manifest import Held, Manifest
+from ft_plugins.snapshot.segment import Segment
+from ft_plugins.snapshot.shape import Shape
+from ft_plugins.snapshot.shares import Shares
+from ft_plugins.snapshot.slots import Mark, Pin, Version, slots_for
+
+V, TOKEN = Version(2, 300), 9
+ORIGIN = Origin("job", 2, {"layers": 4, "seed": 1})
+NBYTES = 3000
+SHAPE = Shape(NBYTES, 2000, 2, 7, slots_for(Pin.STORAGE))
+ITEM = ["w", "uint8", [NBYTES], NBYTES, 0, None, 0, 0, NBYTES]
+MANY = settings(derandomize=True, max_examples=150)
+RANDOM = st.randoms(use_true_random=False)
+
+
+def segment(path: Path, rank: int) -> Segment:
+    segments.create(path, SHAPE, rank, dict(ORIGIN.fingerprint))
+    found = Segment(path)
+    found.ranges, found.token = [(0, 2000), (2000, 1000)], TOKEN
+    return found
+
+
+def data(rank: int) -> np.ndarray:
+    return np.random.default_rng(rank).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job's folder with one complete checkpoint of two ranks, and notices of a node."""
+    base = tmp_path_factory.mktemp("storage") / "job"
+    for rank in range(2):
+        source = segment(base.parent / f"segment-{rank}", rank)
+        small = manifest.join(manifest.write(Manifest(rank, 2, (0, 0), ((0, 3000),), ())), codec.encode({"rank": rank}))
+        source.dirty(0, V, TOKEN)
+        source.write_small(0, small)
+        source.data(0)[:] = data(rank)
+        digests = [xxhash.xxh3_64_intdigest(source.data(0)[at : at + n].tobytes()) for at, n in source.ranges]
+        source.digests(0)[:] = np.array(digests, dtype=np.uint64)
+        source.seal(0, V, TOKEN, small, source.digests(0).copy())
+        content = {"format": index.FORMAT, "rank": rank, "layout": 7, "replicas": [[0, 1]], "items": [ITEM]}
+        index.keep(base.parent, {**content, "names": None})
+        kept = index.kept_path(base.parent, rank, 7)
+        persist.write_rank(checkpoint.partial_of(base, V), source, V, ORIGIN, kept=kept)
+        source.close()
+    checkpoint.commit(base, V, ORIGIN)
+    Notices(base, "n").offer([0, 1], [V], 2, {V: Mark.CERTIFIED})
+    Notices(base, "n").want(Version(2, 301))
+    return base
+
+
+class Alone:
+    """The job's ranks, as rank 0 sees them."""
+
+    rank, world_size = 0, 2
+
+    def gather(self, told: bytes) -> list[bytes]:
+        return [told]
+
+    def agree(self, refusal: FtError | None) -> None:
+        if refusal is not None:
+            raise refusal
+
+
+def read_everything(base: Path, folder: Path) -> None:
+    """Each way in which a checkpoint is read. Raises what is none of the project's own errors."""
+    checkpoint.listing(base)
+    retention.surplus(checkpoint.listing(base), 1, ORIGIN.digest)
+    Notices(base, "n").offers(2)
+    Notices(base, "n").have(V)
+    with suppress(FtError, OSError):
+        checkpoint.missing(folder, ORIGIN, V)
+    with suppress(FtError, OSError):
+        checkpoint.is_complete(folder, ORIGIN)
+    with suppress(FtError):
+        shares = Shares(folder)
+        assert (shares.small(1), shares.whole("w", (0, 1))[0].tolist()) == ({"rank": 1}, data(0).tolist())
+    for rank in range(2):
+        path = base.parent / "target"
+        path.unlink(missing_ok=True)
+        target = segment(path, rank)
+        with suppress(FtError):
+            slot = persist.read_rank(folder, target, V, TOKEN)
+            assert target.data(slot).tolist() == data(rank).tolist()
+        if rank == 0:
+            nothing = RecoveryPlan(None, "none", 1, 0, 0, "no version was captured before")
+            with suppress(FtError):
+                StorageTier(base.parent, "job", Alone(), lambda *event: None).recover(  # type: ignore[arg-type]
+                    nothing, "auto", 0, target, TOKEN
+                )
+        target.close()
+
+
+def damage(base: Path, source: random.Random) -> None:
+    path = source.choice(sorted(path for path in base.rglob("*") if path.is_file()))
+    content = path.read_bytes()
+    if path.suffix == ".json" and source.random() < 0.6:  # as if it had been written so: the digest fits
+        plain = altered({key: value for key, value in json.loads(content).items() if key != "digest"}, source)
+        with suppress(TypeError, ValueError, RecursionError):
+            checkpoint.write_json(path, plain)
+    elif source.random() < 0.1:
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes(damaged(content, source))
+
+
+@given(RANDOM)
+@MANY
+def test_damage_of_a_checkpoint_is_found_in_our_own_words(
+    original: Path, tmp_path_factory: pytest.TempPathFactory, source: random.Random
+) -> None:
+    base = tmp_path_factory.mktemp("damaged") / "job"
+    shutil.copytree(original, base)
+    damage(base, source)
+    read_everything(base, checkpoint.folder_of(base, V))
+    shutil.rmtree(base.parent)
+
+
+@pytest.mark.parametrize(
+    "name", ["v99999999999999999999999-1", "v1-99999999999999999999999", "v٣-1", "v007-3", "v9-9", "v1-²"]
+)
+def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original: Path, tmp_path: Path, name: str) -> None:
+    base = tmp_path / "job"
+    shutil.copytree(original, base)
+    if name == "v9-9":
+        (base / name).write_text("a file")
+    else:
+        (base / name).mkdir()
+    told: list[tuple[str, str]] = []
+    target = segment(tmp_path / "target", 0)
+    tier = StorageTier(tmp_path, "job", Alone(), lambda *event: told.append(event))  # type: ignore[arg-type]
+    plan = tier.recover(RecoveryPlan(None, "none", 1, 0, 0, "no version"), "auto", 0, target, TOKEN)
+    assert (plan.version, plan.tier, plan.lineage) == (V, "storage", V.lineage + 1)
+    assert [event for event, _ in told] == ["checkpoint.ignored"] and name in told[0][1] and "remove it" in told[0][1]
+    retention_left = retention.surplus(checkpoint.listing(base), 1, ORIGIN.digest)
+    assert retention_left == () and (base / name).exists()
+
+
+def test_files_are_for_their_owner_alone(original: Path) -> None:
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in original.rglob("*")}
+    folders = {"v2-300": 0o700}
+    assert modes == {name: folders.get(name, 0o600) for name in modes} and len(modes) == 10
+    assert stat.S_IMODE(original.stat().st_mode) == 0o700
+
+
+def test_what_another_job_has_begun_is_not_removed(original: Path, tmp_path: Path) -> None:
+    """Given two jobs of one name, one of which writes: the other's cleanup leaves that alone, and its own goes."""
+    base = tmp_path / "job"
+    shutil.copytree(original, base)
+    source = Segment(original.parent / "segment-0")
+    for iteration, layers in ((100, 5), (200, 4)):
+        version = Version(1, iteration)
+        source.dirty(1, version, TOKEN)
+        source.data(1)[:] = source.data(0)
+        source.digests(1)[:] = source.digests(0)
+        source.write_small(1, source.small(0))
+        source.seal(1, version, TOKEN, source.small(0), source.digests(0).copy())
+        origin = Origin("job", 2, {"layers": layers, "seed": 1})
+        folder = checkpoint.partial_of(base, version)
+        persist.write_rank(folder, source, version, origin)
+        os.rename(folder / checkpoint.data_file(0), folder / f"{checkpoint.data_file(0)}.new")  # it is being written
+        (folder / checkpoint.record_file(0)).unlink()
+    source.dirty(1, None, TOKEN)
+    source.close()
+    found = retention.surplus(checkpoint.listing(base), 1, ORIGIN.digest)
+    assert [each.name for each in found] == ["v1-200.partial"]
+
+
+def test_a_checkpoint_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(original: Path, tmp_path: Path) -> None:
+    shutil.copytree(original / "v2-300", tmp_path / "archive")
+    (tmp_path / "v2-300").symlink_to(tmp_path / "archive")
+    checkpoint.remove(tmp_path / "v2-300")
+    assert not (tmp_path / "v2-300").is_symlink() and (tmp_path / "archive" / "manifest.json").exists()
+
+
+# ---- small state ----
+
+STATE = {"a": (1, (2, 3.5)), "b": np.arange(5), "c": 2**70, "d": {(1, 2): 3}, "e": [1, "x", b"y", None]}
+HELD = Held("w", "float32", "parameter", "own", 100, 0, 100, 0)
+MANIFEST = Manifest(1, 2, (0, 0), ((0, 100),), (HELD,))
+
+
+@given(RANDOM)
+@MANY
+def test_damaged_small_state_is_decoded_or_refused(source: random.Random) -> None:
+    with suppress(ProtocolError):
+        codec.decode(damaged(codec.encode(STATE), source))
+    small = manifest.join(manifest.write(MANIFEST), b"state")
+    with suppress(SegmentError):
+        manifest.split(damaged(small, source))
+    with suppress(SegmentError):
+        manifest.read(damaged(manifest.write(MANIFEST), source))
+
+
+@given(RANDOM)
+@MANY
+def test_a_manifest_that_is_read_has_the_types_that_it_promises(source: random.Random) -> None:
+    import zlib
+
+    plain = msgpack.unpackb(zlib.decompress(manifest.write(MANIFEST)))
+    try:
+        encoded = zlib.compress(msgpack.packb(altered(plain, source)))
+    except (ValueError, OverflowError, UnicodeEncodeError):
+        return  # msgpack itself has no such value
+    with suppress(SegmentError):
+        found = manifest.read(encoded)
+        assert all(type(one.name) is str and type(one.offset) is int for one in found.held)
+        assert type(found.rank) is int and all(type(size) is int for _, size in found.ranges)
+
+
+@pytest.mark.parametrize("parts", [[b"", 5], [10**12, b""], 1, {"a": b"b", "c": b"d"}, [b"a"], "ab", None])
+def test_what_is_no_pair_of_bytes_is_no_small_state(parts: Any) -> None:
+    with pytest.raises(SegmentError, match="two byte strings"):
+        manifest.split(msgpack.packb(parts))
+
+
+@pytest.mark.parametrize("wrap", [tuple, list, lambda parts: {"a": parts[0]}])
+def test_nesting_is_bounded_before_it_costs_the_stack(wrap: Any) -> None:
+    state: Any = 2**70
+    for _ in range(codec.DEPTH):
+        state = wrap([state])
+    assert codec.decode(codec.encode(state)) == state
+    with pytest.raises(InventoryError, match=r"^state\[.*nested more than 32 deep"):
+        codec.encode(wrap([state]))
+
+
+def test_an_encoding_that_is_nested_deeper_than_any_of_ours_is_refused() -> None:
+    """Two hundred tuples in each other ended the process."""
+    encoded = msgpack.packb([])
+    for _ in range(200):
+        encoded = msgpack.packb([msgpack.ExtType(1, encoded)])
+    with pytest.raises(ProtocolError, match="nested more than 32 deep"):
+        codec.decode(encoded)
+
+
+@pytest.mark.parametrize("state", [{"a": 1 << 100_000}, {"a": "\ud800"}])
+def test_state_that_could_not_be_read_back_is_refused_when_it_is_captured(state: Any) -> None:
+    with pytest.raises(InventoryError):
+        codec.encode(state)
+
+
+def test_a_manifest_that_is_no_object_is_a_damaged_checkpoint_by_name(original: Path, tmp_path: Path) -> None:
+    base = tmp_path / "job"
+    shutil.copytree(original, base)
+    (base / "v2-300" / "manifest.json").write_text("[]")
+    with pytest.raises(StorageError, match=r"manifest\.json: cannot be read \(expected an object"):
+        checkpoint.read_manifest(base / "v2-300")
+    (found,) = checkpoint.listing(base)
+    assert found.complete and "manifest.json" in found.problem
