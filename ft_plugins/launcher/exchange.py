@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store
-
 from ..errors import ConfigError
 
 _NONCE = _PROOF = 32  # bytes
@@ -24,10 +22,9 @@ _NONCE = _PROOF = 32  # bytes
 class Exchange:
     """The agents of `size` nodes. Each of them makes one, and waits for the others as long as the store does."""
 
-    def __init__(self, store: Store, secret: bytes, rank: int, size: int) -> None:
+    def __init__(self, store: Any, secret: bytes, rank: int, size: int) -> None:
         """Raises ConfigError where another node knows another secret, DistError where not all of them come."""
-        self._store: Any = store  # torch annotates its values as text; they are bytes
-        self._rank, self._size = rank, size
+        self._store, self._rank, self._size = store, rank, size  # torch annotates a store's values as text
         self._store.set(f"nonce/{rank}", secrets.token_bytes(_NONCE))
         nonces = self._store.multi_get([f"nonce/{each}" for each in range(size)])
         self._key = hmac.digest(secret, b"".join((b"ft_plugins agents", *nonces)), "sha256")
