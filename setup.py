@@ -7,7 +7,7 @@ must never be listed here.
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    "megatron": ["megatron-core>=0.14,<0.17", "pybind11", "pyyaml", "regex", "six"],  # the rest for Megatron-LM
+    "megatron": ["megatron-core>=0.14", "pybind11", "pyyaml", "regex", "six"],  # the rest for Megatron-LM
     "deepspeed": ["deepspeed>=0.16.9"],
     "fast": ["numba"],
     "bench": ["scikit-learn", "torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # last: of dlrover
@@ -20,7 +20,7 @@ setup(
     name="ft_plugins",
     version="0.1.0",
     description="Fault tolerance for large-model pretraining, switched on by flags",
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10,<3.14",
     packages=find_packages(include=["ft_plugins", "ft_plugins.*"]),  # ft_plugins/patches is a link to patches/
     install_requires=[
         "torch>=2.6",

@@ -66,6 +66,6 @@ def _finish_at_exit(finish: Callable[[], None], orderly: Callable[[], bool]) -> 
 
 
 if not _by_ft_run():
-    _adapter.prepare()
+    _adapter.prepare_launched(launch_context())
     _finish_at_exit(_adapter.install(join), follow_end(sys._getframe()))
     sys.excepthook = _in_one_line

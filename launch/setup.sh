@@ -17,16 +17,16 @@ fingerprint() {
 }
 ready() { [ -x .venv/bin/python ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; }
 
-suits() { "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+suits() { "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 find_python() {
     local name
-    for name in python3.11 python3.12 python3.10 python3 python; do
+    for name in python3.11 python3.12 python3.13 python3.10 python3 python; do
         if command -v "$name" >/dev/null && suits "$name"; then
             command -v "$name"
             return
         fi
     done
-    say "no Python 3.10, 3.11 or 3.12 with its venv module was found on PATH ($PATH);"
+    say "no Python from 3.10 to 3.13 with its venv module was found on PATH ($PATH);"
     say "install one (on Debian and Ubuntu: python3.11 and python3.11-venv) and run this again"
     return 1
 }

@@ -2,16 +2,18 @@
 
 Invariant: nothing is touched where there is a CUDA device. Every change is a declared `Patch` (upstream module,
 symbol, versions it was checked with, reason); one that no longer applies raises PatchError when its module is imported.
-Applying twice is the same as applying once.
+Applying twice is the same as applying once. Whether a job wants the CPU is decided by the adapters.
 
-In: two functions that register post-import hooks (adapters.imports), so that modules are patched right after they
-execute and before anybody takes names from them. Out: upstream modules that run on the CPU.
+In: two functions that register import hooks (adapters.imports), so that modules are patched right after they execute
+and before any other module takes names from them. Out: upstream modules that run on the CPU.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
@@ -26,15 +28,18 @@ from . import (
     megatron_optimizer,
     megatron_rng,
     megatron_schedules,
+    megatron_triton,
     multiprocessing_spawn,
     torch_cuda,
     torch_dataloader,
     torch_factories,
     typing_override,
 )
-from .declared import APPLIED, Patch, Stub
+from .declared import APPLIED, Patch
+from .versions import untested
 
 OnImport = Callable[[str, Callable[[ModuleType], None]], None]
+LoadBelow = Callable[[str, Callable[[ModuleSpec], Loader | None]], None]
 
 
 def cpu_patches(device_count: int = 1) -> tuple[Patch, ...]:
@@ -55,9 +60,9 @@ def cpu_patches(device_count: int = 1) -> tuple[Patch, ...]:
     )
 
 
-def cpu_stubs() -> tuple[Stub, ...]:
-    """The modules that are replaced as a whole, where what they need is not installed."""
-    return tuple(stub for stub in megatron_fused_kernels.stubs() if importlib.util.find_spec(stub.needs) is None)
+def deepspeed_patches() -> tuple[Patch, ...]:
+    """What changes in DeepSpeed without a CUDA device: nothing pretends to be one."""
+    return (*deepspeed_shm_comm.patches(), *deepspeed_zero_flat.patches())
 
 
 def is_applied() -> bool:
@@ -65,7 +70,7 @@ def is_applied() -> bool:
     return "is_available" in torch.cuda.__dict__.get(APPLIED, ())
 
 
-def apply_cpu(on_import: OnImport, instead_of_import: OnImport, device_count: int = 1) -> bool:
+def apply_cpu(on_import: OnImport, load_below: LoadBelow, device_count: int = 1) -> bool:
     """Make Megatron run on the CPU, with `device_count` pretended devices on this node (one per local rank).
 
     False, and nothing is changed, where there is a CUDA device; False also where it was applied before.
@@ -73,8 +78,8 @@ def apply_cpu(on_import: OnImport, instead_of_import: OnImport, device_count: in
     """
     if is_applied() or torch.cuda.is_available():
         return False
-    for stub in cpu_stubs():
-        instead_of_import(stub.module, stub.fill)
+    if importlib.util.find_spec("triton") is None:
+        load_below("megatron", megatron_triton.loader)
     for patch in cpu_patches(device_count):
         importlib.import_module(patch.module) if patch.distribution != "megatron-core" else None
         on_import(patch.module, lambda module, patch=patch: patch.apply(module) and None)  # type: ignore[misc]
@@ -88,9 +93,9 @@ def apply_deepspeed_cpu(on_import: OnImport) -> bool:
     """
     if torch.cuda.is_available() and not is_applied():
         return False
-    for patch in (*deepspeed_shm_comm.patches(), *deepspeed_zero_flat.patches()):
+    for patch in deepspeed_patches():
         on_import(patch.module, lambda module, patch=patch: patch.apply(module) and None)  # type: ignore[misc]
     return True
 
 
-__all__ = ["Patch", "Stub", "apply_cpu", "apply_deepspeed_cpu", "cpu_patches", "cpu_stubs", "is_applied"]
+__all__ = ["Patch", "apply_cpu", "apply_deepspeed_cpu", "cpu_patches", "deepspeed_patches", "is_applied", "untested"]

@@ -9,14 +9,19 @@ In: a module that has just been imported. Out: the same module with one symbol r
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import platform
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..errors import PatchError, UnsupportedError
+from ..errors import PatchError
 
 APPLIED = "__ft_patched__"
 
@@ -78,40 +83,22 @@ class Patch:
         )
 
 
-@dataclass(frozen=True)
-class Stub:
-    """A module that cannot be imported on this machine and is not needed: its functions refuse when called."""
-
-    distribution: str
-    module: str
-    versions: tuple[str, ...]
-    reason: str
-    needs: str  # the top-level module whose absence makes the stub necessary
-    answers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # functions that have a true answer
-
-    def fill(self, module: ModuleType) -> None:
-        """Make `module` answer `answers`, and hand out refusing functions for every other name."""
-        module.__dict__.update(self.answers)
-
-        def absent(name: str) -> Callable[..., Any]:
-            if name.startswith("__"):
-                raise AttributeError(name)
-
-            def refuse(*_: object, **__: object) -> None:
-                raise UnsupportedError(f"{self.module}.{name} cannot be used on this machine: {self.reason}")
-
-            return refuse
-
-        module.__dict__["__getattr__"] = absent
-
-
 def version_of(distribution: str) -> str:
-    """The installed version, 'not installed' or the interpreter's."""
-    import platform
-
+    """The version that is imported: of Megatron that of the checkout, where one comes before the installed package;
+    'not installed', or the interpreter's."""
     if distribution == "python":
         return platform.python_version()
     try:
+        if distribution == "megatron-core":
+            with contextlib.suppress(Exception):  # of a checkout that is no longer like the others
+                return _megatron_version()
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _megatron_version() -> str:
+    """From the file itself: importing it runs megatron.core, which a patch may have just kept from being imported."""
+    core = importlib.util.find_spec("megatron.core")
+    assert core is not None and core.origin is not None
+    return str(runpy.run_path(str(Path(core.origin).with_name("package_info.py")))["__version__"])

@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from .declared import Patch
-
-VERSIONS = ("0.16.9", "0.18.9", "0.19.8")
+from .versions import DEEPSPEED
 
 
 def patches() -> tuple[Patch, ...]:
     """For processes without a CUDA device."""
     return (
         Patch(
-            *("deepspeed", "deepspeed.comm.torch", "build_shm_op", VERSIONS),
+            *("deepspeed", "deepspeed.comm.torch", "build_shm_op", DEEPSPEED),
             reason="a build at start needs a compiler, and a killed one hangs the next start",
             replace=lambda _: _nothing,
             parameters=(),

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from .declared import Patch
+from .versions import DEEPSPEED
 
 MODULE = "deepspeed.runtime.zero.stage_1_and_2"
-VERSIONS = ("0.16.9", "0.18.9", "0.19.8")
 
 
 def detached(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -33,7 +33,7 @@ def patches() -> tuple[Patch, ...]:
     """For processes without a CUDA device."""
     return (
         Patch(
-            *("deepspeed", MODULE, "DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned", VERSIONS),
+            *("deepspeed", MODULE, "DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned", DEEPSPEED),
             reason="a flat buffer with an autograd graph cannot be updated in place",
             replace=detached,
         ),

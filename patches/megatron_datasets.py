@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ..errors import UnsupportedError
 from .declared import Patch
+from .versions import MEGATRON
 
 MODULE = "megatron.core.datasets.utils"
-VERSIONS = ("0.14.0", "0.15.3", "0.16.1")
 
 
 def for_this_interpreter(original: Callable[[], None]) -> Callable[[], None]:
@@ -44,7 +44,7 @@ def patches() -> tuple[Patch, ...]:
     """The patch of compile_helpers."""
     return (
         Patch(
-            *("megatron-core", MODULE, "compile_helpers", VERSIONS),
+            *("megatron-core", MODULE, "compile_helpers", MEGATRON),
             reason="the Makefile builds for the interpreter that python3-config belongs to, which may be another",
             replace=for_this_interpreter,
             parameters=(),

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from .declared import Patch
+from .versions import MEGATRON
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
-VERSIONS = ("0.14.0", "0.15.3", "0.16.1")
 
 
 def is_torch_adam(optimizer: Any) -> bool:
@@ -88,21 +88,21 @@ def patches() -> tuple[Patch, ...]:
     """The patches of DistributedOptimizer."""
     return (
         Patch(
-            *("megatron-core", MODULE, "DistributedOptimizer.state_dict", VERSIONS),
+            *("megatron-core", MODULE, "DistributedOptimizer.state_dict", MEGATRON),
             reason="'assert len(steps) == 1' fails before the first step, when torch_dist is loaded",
             replace=before_first_step,
             parameters=("self",),
             contains=("assert len(steps) == 1",),
         ),
         Patch(
-            *("megatron-core", MODULE, "DistributedOptimizer.load_state_dict", VERSIONS),
+            *("megatron-core", MODULE, "DistributedOptimizer.load_state_dict", MEGATRON),
             reason="one shared step tensor is incremented once per parameter after a resume",
             replace=unsharing_step,
             parameters=("self", "state_dict"),
             contains=('s["step"] = step',),
         ),
         Patch(
-            *("megatron-core", MODULE, "DistributedOptimizer._set_main_param_and_optimizer_states", VERSIONS),
+            *("megatron-core", MODULE, "DistributedOptimizer._set_main_param_and_optimizer_states", MEGATRON),
             reason="copies into views of parameters that require a gradient, and a 'step' that is missing or stale",
             replace=leaving_step,
             parameters=("self", "model_param", "tensors"),

@@ -7,15 +7,14 @@ rank at start and may round differently from one compilation to the next.
 from __future__ import annotations
 
 from .declared import Patch
-
-VERSIONS = ("0.14.0", "0.15.3", "0.16.1")
+from .versions import MEGATRON
 
 
 def patches() -> tuple[Patch, ...]:
     """The patch of jit_fuser, in place before any module takes it from there."""
     return (
         Patch(
-            *("megatron-core", "megatron.core.jit", "jit_fuser", VERSIONS),
+            *("megatron-core", "megatron.core.jit", "jit_fuser", MEGATRON),
             reason="torch.compile calls a C++ compiler in every rank; fusion gains nothing here",
             replace=lambda _: lambda function: function,
         ),

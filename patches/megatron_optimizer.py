@@ -12,9 +12,9 @@ from typing import Any
 
 from .declared import Patch
 from .megatron_distrib_optimizer import is_torch_adam, with_whole_state
+from .versions import MEGATRON
 
 MODULE = "megatron.core.optimizer.optimizer"
-VERSIONS = ("0.14.0", "0.15.3", "0.16.1")
 
 
 def with_step(original: Callable[..., None]) -> Callable[..., None]:
@@ -38,7 +38,7 @@ def patches() -> tuple[Patch, ...]:
     """The patch of the base class of all Megatron optimizers."""
     return (
         Patch(
-            *("megatron-core", MODULE, "MegatronOptimizer.__init__", VERSIONS),
+            *("megatron-core", MODULE, "MegatronOptimizer.__init__", MEGATRON),
             reason="init_state_fn leaves torch's Adam without 'step' when a checkpoint without one is loaded",
             replace=with_step,
             parameters=("self", "optimizer", "config", "init_state_fn"),

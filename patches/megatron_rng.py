@@ -13,6 +13,7 @@ import torch
 
 from ..errors import UnsupportedError
 from .declared import Patch
+from .versions import MEGATRON
 
 MODULE = "megatron.core.tensor_parallel.random"
 WARNING = "CPU RNG state changed within GPU RNG context"
@@ -54,18 +55,17 @@ def _is_not_the_warning(record: logging.LogRecord) -> bool:
 def patches() -> tuple[Patch, ...]:
     """The patches of the two functions through which the tracker reaches the device's generator."""
     reason = "the tracker must fork the generator that dropout draws from: on the CPU the default one"
-    versions = ("0.14.0", "0.15.3", "0.16.1")
     return (
         Patch(
-            *("megatron-core", MODULE, "_get_cuda_rng_state", versions, reason, get_state),
+            *("megatron-core", MODULE, "_get_cuda_rng_state", MEGATRON, reason, get_state),
             parameters=("device", "clone", "graph_safe"),
         ),
         Patch(
-            *("megatron-core", MODULE, "_set_cuda_rng_state", versions, reason, set_state),
+            *("megatron-core", MODULE, "_set_cuda_rng_state", MEGATRON, reason, set_state),
             parameters=("new_state", "device", "graph_safe"),
         ),
         Patch(
-            *("megatron-core", MODULE, "logging", versions),
+            *("megatron-core", MODULE, "logging", MEGATRON),
             reason=f"fork() warns '{WARNING}' at every fork, as there is one generator",
             replace=quiet_logging,
         ),

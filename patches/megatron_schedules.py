@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from .declared import Patch
-
-VERSIONS = ("0.14.0", "0.15.3", "0.16.1")
+from .versions import MEGATRON
 
 
 def keeping_storage(original: Callable[..., None]) -> Callable[..., None]:
@@ -39,7 +38,7 @@ def patches() -> tuple[Patch, ...]:
     """The patch of deallocate_output_tensor."""
     return (
         Patch(
-            *("megatron-core", "megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", VERSIONS),
+            *("megatron-core", "megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", MEGATRON),
             reason="an output freed before its isend is waited for is read after it was freed, under gloo",
             replace=keeping_storage,
             parameters=("out", "deallocate_pipeline_outputs"),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .declared import Patch
+from .versions import PYTHON
 
 
 def without_main(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -30,7 +31,7 @@ def patches() -> tuple[Patch, ...]:
     """The patch of get_preparation_data."""
     return (
         Patch(
-            *("python", "multiprocessing.spawn", "get_preparation_data", ("3.10", "3.11", "3.12")),
+            *("python", "multiprocessing.spawn", "get_preparation_data", PYTHON),
             reason="spawned children would re-run the training script outside of the launcher",
             replace=without_main,
             parameters=("name",),

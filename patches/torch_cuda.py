@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from .declared import Patch
-
-VERSIONS = ("2.13.0",)
+from .versions import TORCH
 
 
 class Stream:
@@ -163,7 +162,7 @@ def patches(device_count: int) -> tuple[Patch, ...]:
         },
     }
     return tuple(
-        Patch("torch", module, symbol, VERSIONS, reason, constant(value))
+        Patch("torch", module, symbol, TORCH, reason, constant(value))
         for module, symbols in {"torch.cuda": replacements, **also}.items()
         for symbol, (reason, value) in symbols.items()
     )

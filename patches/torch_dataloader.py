@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .declared import Patch
+from .versions import TORCH
 
 
 def with_own_generator(original: Callable[..., None]) -> Callable[..., None]:
@@ -31,7 +32,7 @@ def patches() -> tuple[Patch, ...]:
     """The patch of the base class of both loader iterators."""
     return (
         Patch(
-            *("torch", "torch.utils.data.dataloader", "_BaseDataLoaderIter.__init__", ("2.13.0",)),
+            *("torch", "torch.utils.data.dataloader", "_BaseDataLoaderIter.__init__", TORCH),
             reason="the seed draw of a loader built after a resume would shift dropout",
             replace=with_own_generator,
             parameters=("self", "loader"),

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from .declared import Patch
+from .versions import TORCH
 
-VERSIONS = ("2.13.0",)
 CREATE = (
     *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full"),
     *("full_like", "linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint"),
@@ -95,18 +95,18 @@ def patches() -> tuple[Patch, ...]:
     """The patches of factories, methods that create or move a tensor, and the type string."""
     device = "Megatron names 'cuda' or torch.cuda.current_device() as the device of what it creates and moves"
     return (
-        *(Patch("torch", "torch", name, VERSIONS, device, create_on_cpu) for name in CREATE),
-        *(Patch("torch", "torch", f"Tensor.{name}", VERSIONS, device, create_on_cpu) for name in CREATE_FROM),
-        Patch("torch", "torch", "Tensor.to", VERSIONS, device, move_to_cpu),
-        Patch("torch", "torch", "Tensor.cuda", VERSIONS, device, itself),
-        Patch("torch", "torch", "Tensor.pin_memory", VERSIONS, "there is no device to pin memory for", itself),
+        *(Patch("torch", "torch", name, TORCH, device, create_on_cpu) for name in CREATE),
+        *(Patch("torch", "torch", f"Tensor.{name}", TORCH, device, create_on_cpu) for name in CREATE_FROM),
+        Patch("torch", "torch", "Tensor.to", TORCH, device, move_to_cpu),
+        Patch("torch", "torch", "Tensor.cuda", TORCH, device, itself),
+        Patch("torch", "torch", "Tensor.pin_memory", TORCH, "there is no device to pin memory for", itself),
         Patch(
-            *("torch", "torch", "Tensor.record_stream", VERSIONS),
+            *("torch", "torch", "Tensor.record_stream", TORCH),
             reason="a CPU tensor has no allocator that needs to know of streams",
             replace=lambda _: lambda self, stream: None,
         ),
         Patch(
-            *("torch", "torch", "Tensor.type", VERSIONS),
+            *("torch", "torch", "Tensor.type", TORCH),
             reason="optimizers and clip_grad_by_total_norm_fp32 compare the string with 'torch.cuda.FloatTensor'",
             replace=type_on_device,
         ),

@@ -8,13 +8,14 @@ from __future__ import annotations
 import typing_extensions
 
 from .declared import Patch
+from .versions import PYTHON
 
 
 def patches() -> tuple[Patch, ...]:
     """The symbol is added only where it does not exist."""
     return (
         Patch(
-            *("python", "typing", "override", ("3.10", "3.11", "3.12")),
+            *("python", "typing", "override", PYTHON),
             reason="megatron-core 0.19 and later take it from typing",
             replace=lambda _: typing_extensions.override,
             absent=True,

@@ -4,8 +4,8 @@ Invariant: a module that is never imported costs one dictionary lookup per impor
 once, right after the module's own code and before the importing statement returns, so that `from module import name`
 binds what the callback left there. An error in a callback fails the import.
 
-In: `on_import(name, callback)`, `instead_of_import(name, build)`. Out: modules as the callbacks left them. The only
-state is the finder itself, which lives in `sys.meta_path` as long as the interpreter does.
+In: `on_import(name, callback)`, `load_below(package, choose)`. Out: modules as the callbacks left them. The only state
+is the finder itself, which lives in `sys.meta_path` as long as the interpreter does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 Callback = Callable[[ModuleType], None]
-Build = Callable[[ModuleType], None]
+Choose = Callable[[importlib.machinery.ModuleSpec], importlib.abc.Loader | None]
 
 
 def on_import(name: str, callback: Callback) -> None:
@@ -30,9 +30,9 @@ def on_import(name: str, callback: Callback) -> None:
         _finder().callbacks.setdefault(name, []).append(callback)
 
 
-def instead_of_import(name: str, build: Build) -> None:
-    """When `name` is imported, its own code is not executed: `build(module)` fills an empty module of that name."""
-    _finder().builders[name] = build
+def load_below(package: str, choose: Choose) -> None:
+    """Load each module of the top-level `package` by the loader that `choose(spec)` returns; None: by its own."""
+    _finder().choosers[package] = choose
 
 
 def _finder() -> PostImportFinder:
@@ -50,34 +50,25 @@ class PostImportFinder(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}
-        self.builders: dict[str, Build] = {}
+        self.choosers: dict[str, Choose] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of `fullname` with a loader that calls back; None for every other name."""
-        if fullname in self.builders:
-            return importlib.machinery.ModuleSpec(fullname, _BuildingLoader(self.builders[fullname]), origin="stub")
-        if fullname not in self.callbacks:
+        """The spec of `fullname` with a loader that calls back, or that was chosen; None for every other name."""
+        choose = self.choosers.get(fullname.partition(".")[0])
+        if choose is None and fullname not in self.callbacks:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             spec = find(fullname, path, target) if find is not None and finder is not self else None
             if spec is not None:
-                if spec.loader is not None:
+                if spec.loader is not None and choose is not None:
+                    spec.loader = choose(spec) or spec.loader
+                if spec.loader is not None and fullname in self.callbacks:
                     spec.loader = _CallingLoader(spec.loader, self)
                 return spec
         return None
-
-
-class _BuildingLoader(importlib.abc.Loader):
-    """Fills a module by a function in place of a file."""
-
-    def __init__(self, build: Build) -> None:
-        self._build = build
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._build(module)
 
 
 class _CallingLoader(importlib.abc.Loader):

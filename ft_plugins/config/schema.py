@@ -251,6 +251,11 @@ class Config(_Block):
         description="how long to train on after protection was lost, before ending the job",
         json_schema_extra=_more("iterations", needs_system=True),
     )
+    cpu: bool = Field(
+        False,
+        description="train on the CPU where no CUDA device is visible: Megatron is then patched for it, as with its "
+        "own --distributed-backend gloo; without either a protected job is refused on such a node",
+    )
     faults: Faults = Field(
         "",
         description="faults to inject, for tests",

@@ -1,7 +1,8 @@
 """What a rank registers before its script runs: to act when, and only if, the script imports a framework.
 
-Invariant: a script that imports no framework runs in an interpreter in which nothing was changed. The device patches of
-a machine without CUDA are applied right before the framework's first module is found, so before any of its code runs.
+Invariant: a script that imports no framework runs in an interpreter in which nothing was changed. Patches for a CPU are
+applied right before the framework's first module is found, so before any of its code runs, and Megatron's only where
+the job asks for a CPU. All that is known of the job then is ft-run's configuration and the script's `sys.argv`.
 
 In: the rank's launch context. Out: a finder in `sys.meta_path` that finds nothing.
 """
@@ -44,21 +45,21 @@ class FirstImport(importlib.abc.MetaPathFinder):
 
 
 def register(context: LaunchContext) -> list[Callable[[], None]]:
-    """Have the frameworks prepared for this machine, and hooked, once the script imports them: Megatron where a system
-    is on, DeepSpeed always, whose configuration may say so itself. Returns a list of what is to be called when the
+    """Have the frameworks prepared, and hooked, once the script imports them: Megatron where a system is on, DeepSpeed
+    always, whose configuration may say so itself. Returns a list of what is to be called when the
     script has ended in order, which fills as the script imports.
     """
     endings: list[Callable[[], None]] = []
 
     def megatron() -> None:
         adapter: Any = importlib.import_module("ft_plugins.adapters.megatron")
-        adapter.prepare(device_count=context.local_world_size)
+        adapter.prepare_launched(context, sys.argv[1:])
         if context.config is not None and context.config.systems:
             adapter.install()
 
     def deepspeed() -> None:
         adapter: Any = importlib.import_module("ft_plugins.adapters.deepspeed")
-        adapter.prepare()
+        adapter.prepare_launched(context)
         endings.append(adapter.install())
 
     sys.meta_path.insert(0, FirstImport("megatron", megatron))

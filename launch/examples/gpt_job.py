@@ -21,7 +21,7 @@ from ft_plugins.adapters.megatron import prepare
 from ft_plugins.config import LaunchContext
 from ft_plugins.model.topology import Topology
 
-prepare()  # before anything imports megatron; nothing happens where there is a CUDA device
+prepare()  # asks for the CPU where no CUDA device is visible; a job that is meant for GPUs leaves this out
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402

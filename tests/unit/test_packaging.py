@@ -63,9 +63,29 @@ def test_the_frameworks_are_pinned_to_the_versions_that_are_tested() -> None:
     found = pins()
     assert [found[name] for name in ("torch", "megatron-core", "deepspeed")] == [
         "torch==2.13.0",
-        "megatron-core==0.16.1",
+        'megatron-core==0.16.1; python_version < "3.12"',  # its wheels from 0.17 on want 3.12
         "deepspeed==0.19.8",
     ]
+    assert 'megatron-core==0.19.2; python_version >= "3.12"' in (ROOT / "launch" / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12, 13])
+def test_every_supported_python_has_one_pin_of_each_requirement(minor: int) -> None:
+    from packaging.requirements import Requirement
+
+    lines = (ROOT / "launch" / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    here = {"python_version": f"3.{minor}"}
+    names = [canonical(one.name) for one in pinned if one.marker is None or one.marker.evaluate(here)]
+    assert len(names) == len(set(names))
+    required = {canonical(each) for part in setup_lists().values() for each in part}
+    assert required <= set(names)
+
+
+def test_the_pythons_that_are_supported_are_said_alike() -> None:
+    assert 'python_requires=">=3.10,<3.14"' in (ROOT / "setup.py").read_text()
+    assert "(3, 10) <= sys.version_info[:2] <= (3, 13)" in (ROOT / "launch" / "setup.sh").read_text()
+    assert "Python 3.10 to 3.13" in (ROOT / "README.md").read_text()
 
 
 def test_patches_is_a_relative_link_to_the_folder_at_the_top() -> None:
@@ -174,7 +194,7 @@ def test_an_installation_that_failed_is_tried_again(project: Path) -> None:
 
 
 def test_without_a_suitable_python_it_says_which_are(project: Path) -> None:
-    for name in ("python3.10", "python3.11", "python3.12", "python3", "python"):
+    for name in ("python3.10", "python3.11", "python3.12", "python3.13", "python3", "python"):
         (project / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
         (project / "bin" / name).chmod(0o755)
-    assert "no Python 3.10, 3.11 or 3.12 with its venv module" in setup(project, status=1)
+    assert "no Python from 3.10 to 3.13 with its venv module" in setup(project, status=1)

@@ -8,8 +8,11 @@ where a system is on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
-from ...patches import apply_deepspeed_cpu
+from ... import events
+from ...config import LaunchContext
+from ...patches import apply_deepspeed_cpu, deepspeed_patches, untested
 from ..imports import on_import
 from .training import EngineHooks, Join
 
@@ -17,6 +20,22 @@ from .training import EngineHooks, Join
 def prepare() -> bool:
     """Have DeepSpeed build nothing where there is no CUDA device; call it before anything imports deepspeed."""
     return apply_deepspeed_cpu(on_import)
+
+
+def prepare_launched(context: LaunchContext) -> None:
+    """`prepare` for a rank that a launcher has started. Rank 0 says what is patched, and of a job that ft-run protects
+    that its version of DeepSpeed is untested. Nothing here pretends to be a CUDA device, so no job is refused."""
+    names = " and ".join(f"{one.module}.{one.symbol}" for one in deepspeed_patches())
+    patched = f"no CUDA device is visible: patched, as far as they are imported, are {names}" if prepare() else ""
+    protected = context.config is not None and bool(context.config.systems)
+
+    def report(module: ModuleType) -> None:
+        remarks = (patched, untested("DeepSpeed", module.__version__) if protected else "")
+        if any(remarks):
+            events.say(". ".join(filter(None, remarks)))
+
+    if context.rank == 0:
+        on_import("deepspeed", report)
 
 
 def install(join: Join | None = None) -> Callable[[], None]:
@@ -31,4 +50,4 @@ def install(join: Join | None = None) -> Callable[[], None]:
     return hooks.finish
 
 
-__all__ = ["install", "prepare"]
+__all__ = ["install", "prepare", "prepare_launched"]

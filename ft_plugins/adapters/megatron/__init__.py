@@ -1,26 +1,59 @@
-"""Megatron as a host. `prepare()` comes before anything imports megatron; `install()` follows Megatron-LM's own loop.
+"""Megatron as a host. `prepare...` comes before anything imports megatron; `install()` follows Megatron-LM's own loop.
 
-Invariant: both only register what happens *when* a module is imported; a script that never imports Megatron pays for
-a few dictionary entries. In: the process. Out: Megatron on this machine's device, with our flags, and followed.
+Invariant: these only register what happens *when* a module is imported; a script that never imports Megatron pays for
+a few dictionary entries. In: the process. Out: Megatron on the device that its job asks for, with our flags, followed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
-from ...patches import apply_cpu
-from ..imports import instead_of_import, on_import
+import torch
+
+from ... import events
+from ...config import LaunchContext
+from ...patches import apply_cpu, is_applied, untested
+from ..imports import load_below, on_import
+from . import device
 
 
 def prepare(device_count: int = 1) -> bool:
-    """Apply the CPU device shim where there is no CUDA device; call it before anything imports megatron.
+    """Ask for the CPU where no CUDA device is visible: torch and Megatron are patched for it. For a script of your own,
+    before it imports megatron; one that is meant for GPUs leaves it out.
 
-    `device_count` is what torch.cuda.device_count() shall answer: the number of local ranks. Returns whether the shim
-    was applied now. Raises PatchError naming file, symbol and version where a patch no longer applies.
-    Also shows our flags in Megatron-LM's `--help`, whether a system is on or not.
+    `device_count` is what torch.cuda.device_count() shall answer: the number of local ranks. Returns whether patches
+    were applied now. Raises PatchError naming file, symbol and version where one no longer applies.
     """
     on_import("megatron.training.arguments", _extend_flags)
-    return apply_cpu(on_import, instead_of_import, device_count)
+    return apply_cpu(on_import, load_below, device_count)
+
+
+def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:
+    """For a rank of ft-run, when its script imports megatron: patch it for the CPU where configuration or `arguments`
+    ask for that. Rank 0 says what was patched, and of a protected job that its version of Megatron is untested. Our
+    flags are in Megatron-LM's `--help`, whether a system is on or not.
+
+    Raises ConfigError for a protected job without a CUDA device that does not ask for the CPU, and PatchError.
+    """
+    on_import("megatron.training.arguments", _extend_flags)
+    protected = context.config is not None and bool(context.config.systems)
+    asked = device.asked_by(arguments, context.config)
+    has_device = is_applied() or torch.cuda.is_available()  # applied: the script has asked for itself
+    match device.decide(has_device, bool(asked), protected):
+        case device.Decision.REFUSE:
+            raise device.refusal()
+        case device.Decision.PATCH:
+            apply_cpu(on_import, load_below, context.local_world_size)
+    patched = device.report(asked) if is_applied() else ""
+
+    def report(module: ModuleType) -> None:
+        remarks = (patched, untested("Megatron", module.__version__) if protected else "")
+        if any(remarks):
+            events.say(". ".join(filter(None, remarks)))
+
+    if context.rank == 0:
+        on_import("megatron.core", report)
 
 
 def install() -> None:
@@ -40,4 +73,4 @@ def _follow(module: ModuleType) -> None:
     TrainingHooks().follow(module)
 
 
-__all__ = ["install", "prepare"]
+__all__ = ["install", "prepare", "prepare_launched"]

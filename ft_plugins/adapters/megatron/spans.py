@@ -8,7 +8,7 @@
 
 Invariant: functions are replaced in the module, class and objects that use them, and call what was there with the
 arguments that it was called with. Only this host's model is followed, and only where gradients are wanted: an
-evaluation has no spans. By names that megatron-core 0.14 to 0.16 have alike.
+evaluation has no spans. By names that megatron-core has from 0.14 on.
 
 In: model chunks, their optimizers. Out: edges.
 """
@@ -40,7 +40,7 @@ def follow(chunks: Sequence[Any], edges: Edges, optimizer: Any, inner: Sequence[
     if communicator is None:
         raise UnsupportedError(
             "megatron.core.pipeline_parallel.p2p_communication has no P2PCommunicator: spans of this version of "
-            "megatron-core cannot be followed; use 0.14 to 0.16"
+            "megatron-core cannot be followed; use 0.14 or newer"
         )
     spans = _Spans(chunks, edges)
     replace(schedules, "forward_step", spans.forward)

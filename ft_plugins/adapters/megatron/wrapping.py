@@ -1,9 +1,10 @@
-"""`adapters.wrapping` for Megatron-LM, with the version that is tested."""
+"""`adapters.wrapping` for Megatron-LM, with the versions that are tested."""
 
 from __future__ import annotations
 
 from functools import partial
 
+from ...patches.versions import MEGATRON
 from .. import wrapping
 
-replace = partial(wrapping.replace, framework="Megatron-LM", tested="core_v0.16.1")
+replace = partial(wrapping.replace, framework="Megatron-LM", tested=f"one of {', '.join(MEGATRON)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from ft_plugins.adapters.imports import PostImportFinder, instead_of_import, on_import
+from ft_plugins.adapters.imports import PostImportFinder, load_below, on_import
 from ft_plugins.launcher.hooks import FirstImport
 
 
@@ -97,6 +99,21 @@ def test_the_module_keeps_its_own_loader_and_source(package: str) -> None:
     assert type(module.__spec__.loader).__name__ == "SourceFileLoader"  # type: ignore[union-attr]
 
 
-def test_a_module_can_be_built_in_place_of_its_file(package: str) -> None:
-    instead_of_import(f"{package}.maker", lambda module: module.__dict__.update(make=lambda: "built"))
+def test_the_modules_of_a_package_can_be_loaded_by_another_loader_and_are_called_back_for_all_the_same(
+    package: str,
+) -> None:
+    class Built(importlib.abc.Loader):
+        def exec_module(self, module: ModuleType) -> None:
+            module.__dict__.update(make=lambda: "built")
+
+    asked: list[str] = []
+
+    def choose(spec: importlib.machinery.ModuleSpec) -> importlib.abc.Loader | None:
+        asked.append(spec.name)
+        return Built() if spec.name.endswith("maker") else None
+
+    called: list[str] = []
+    load_below(package, choose)
+    on_import(f"{package}.maker", lambda module: called.append(module.make()))
     assert importlib.import_module(f"{package}.user").make() == "built"
+    assert called == ["built"] and f"{package}.user" in asked and "colorsys" not in asked

@@ -10,6 +10,8 @@ import argparse
 import enum
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -294,3 +296,33 @@ def test_every_patch_of_megatron_applies_to_the_sources(checkout: Path) -> None:
         parameters, text = found
         assert patch.parameters in (None, parameters), patch
         assert [fragment for fragment in patch.contains if fragment not in text] == [], patch
+
+
+IMPORTED = """
+import importlib, pathlib, sys
+from ft_plugins.adapters.megatron import prepare
+from ft_plugins.patches.megatron_triton import needs_triton
+prepare()
+checkout = pathlib.Path(sys.argv[1])
+importlib.import_module("megatron.training.training")
+files = [file for file in (checkout / "megatron").rglob("*.py") if needs_triton(file.read_bytes())]
+names = [".".join(file.relative_to(checkout).with_suffix("").parts) for file in files]
+failed = []
+for name in names:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        if "triton" in str(error):
+            failed.append((name, str(error)))
+print("outcome", failed, "triton" in sys.modules, pathlib.Path(sys.modules["megatron.core"].__file__).parents[2])
+"""
+
+
+@pytest.mark.all_configurations
+@of_checkouts
+def test_megatrons_loop_and_all_of_its_kernels_can_be_imported_without_triton(checkout: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", IMPORTED, checkout]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"outcome [] False {checkout}"

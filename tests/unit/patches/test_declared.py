@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from ft_plugins.errors import PatchError, UnsupportedError
-from ft_plugins.patches import cpu_patches, cpu_stubs
-from ft_plugins.patches.declared import Patch, Stub
+from ft_plugins.errors import PatchError
+from ft_plugins.patches import cpu_patches, untested
+from ft_plugins.patches.declared import Patch
+from ft_plugins.patches.versions import DEEPSPEED, MEGATRON
 
 
 def upstream() -> ModuleType:
@@ -73,18 +78,44 @@ def test_an_absent_symbol_is_added_and_an_existing_one_left_alone() -> None:
     assert module.double(3) == 6
 
 
-def test_a_stub_answers_what_is_true_and_refuses_the_rest_by_name() -> None:
-    module = ModuleType("upstream.kernels")
-    Stub("torch", "upstream.kernels", ("1",), "it needs a device", "nothing", {"is_on": lambda: False}).fill(module)
-    assert module.is_on() is False
-    with pytest.raises(UnsupportedError, match="upstream.kernels.fuse cannot be used .* it needs a device"):
-        module.fuse(1)
-    with pytest.raises(AttributeError):
-        _ = module.__path__
+CHECKOUT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ft_plugins.adapters.megatron import prepare
+prepare()
+try:
+    import megatron.core.jit
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_the_version_that_is_named_is_that_of_the_checkout_and_not_of_the_installed_package(tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "package_info.py").write_text("__version__ = '0.99.7'\n")
+    (core / "jit.py").write_text("")  # jit_fuser is gone
+    done = subprocess.run([sys.executable, "-c", CHECKOUT, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("PatchError"), done.stderr[-2000:]
+    assert "no longer applies to megatron-core 0.99.7: the symbol does not exist" in done.stdout
+    assert f"it was checked with {', '.join(MEGATRON)}" in done.stdout
+
+
+def test_a_version_is_untested_where_no_version_of_its_series_is_in_the_readmes_table() -> None:
+    assert untested("Megatron", MEGATRON[0]) == untested("Megatron", "0.16.9") == untested("DeepSpeed", "0.19.8") == ""
+    assert untested("Megatron", "0.99.0").startswith("Megatron 0.99.0 is untested")
+    readme = Path(__file__).parents[3].joinpath("README.md").read_text()
+    table = readme.partition("<!-- versions")[2].partition("<!--")[0]
+    released = re.findall(r"^\| ([\w-]+) (\d+\.\d+\.\d+) \|", table, re.MULTILINE)
+    assert len(released) >= 6
+    for name, version in released:
+        known = DEEPSPEED if name == "deepspeed" else MEGATRON
+        assert version in known, f"{name} {version} is in the README's table and not in patches/versions.py"
 
 
 def test_every_patch_of_the_shim_is_declared_in_full_and_no_symbol_twice() -> None:
     declared = cpu_patches()
     assert len({(one.module, one.symbol) for one in declared}) == len(declared)
-    for one in (*declared, *cpu_stubs()):
+    for one in declared:
         assert one.versions and one.reason and one.distribution in {"torch", "megatron-core", "python"}

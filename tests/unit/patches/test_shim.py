@@ -125,19 +125,21 @@ def test_fused_functions_run_as_written() -> None:
     )
 
 
-@pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed: nothing is stubbed")
-def test_modules_that_need_triton_are_stubs() -> None:
+@pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed: kernels are left as they are")
+def test_modules_that_need_triton_load_without_it_and_their_kernels_refuse() -> None:
     in_a_process(
         """
+        import importlib.util, sys
         from megatron.core.transformer.custom_layers import batch_invariant_kernels
         from ft_plugins.errors import UnsupportedError
         assert batch_invariant_kernels.is_batch_invariant_mode_enabled() is False
         try:
-            batch_invariant_kernels.enable_batch_invariant_mode()
+            batch_invariant_kernels.matmul_kernel_persistent[(1,)](None)
         except UnsupportedError as error:
-            assert "triton" in str(error)
+            assert "matmul_kernel_persistent needs triton" in str(error)
         else:
-            raise AssertionError("a stub did not refuse")
+            raise AssertionError("a kernel did not refuse")
+        assert importlib.util.find_spec("triton") is None and "triton" not in sys.modules
         """
     )
 
