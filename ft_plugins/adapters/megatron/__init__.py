@@ -7,6 +7,7 @@ a few dictionary entries. In: the process. Out: Megatron on the device that its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
@@ -34,7 +35,8 @@ def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:
     ask for that. Rank 0 says what was patched, and of a protected job that its version of Megatron is untested. Our
     flags are in Megatron-LM's `--help`, whether a system is on or not.
 
-    Raises ConfigError for a protected job without a CUDA device that does not ask for the CPU, and PatchError.
+    The first module of Megatron raises ConfigError in a protected job without a CUDA device that does not ask for the
+    CPU: a script that only looks whether Megatron is there is not refused. Raises PatchError.
     """
     on_import("megatron.training.arguments", _extend_flags)
     protected = context.config is not None and bool(context.config.systems)
@@ -42,7 +44,7 @@ def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:
     has_device = is_applied() or torch.cuda.is_available()  # applied: the script has asked for itself
     match device.decide(has_device, bool(asked), protected):
         case device.Decision.REFUSE:
-            raise device.refusal()
+            load_below("megatron", _refuse)
         case device.Decision.PATCH:
             apply_cpu(on_import, load_below, context.local_world_size)
     patched = device.report(asked) if is_applied() else ""
@@ -54,6 +56,11 @@ def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:
 
     if context.rank == 0:
         on_import("megatron.core", report)
+
+
+def _refuse(spec: ModuleSpec) -> None:
+    if not is_applied():  # by the script itself, in the meantime
+        raise device.refusal()
 
 
 def install() -> None:

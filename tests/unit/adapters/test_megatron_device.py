@@ -51,11 +51,13 @@ import sys
 folder, flags, rank, *arguments = sys.argv[1:]
 sys.path.insert(0, folder)
 sys.argv = ["pretrain.py", *arguments]
+from importlib.util import find_spec
 import torch
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.launcher import hooks
 config, _ = Config.from_flags(flags.split())
 hooks.register(LaunchContext(config, None, 0, None, int(rank), int(rank), 2, 2, 0, 0))
+assert find_spec("megatron") and not find_spec("megatron_lm"), "a script may look whether it is there"
 try:
     import megatron.core
 except Exception as error:
