@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 
 RANKS = 4
 ITERATIONS, EVALUATED = 12, 6  # an evaluation after every 6
-# torch_dist fails by itself before 0.16: 0.14 calls np.product, which NumPy 2 lacks, and 0.15 refuses torch's Adam, whose
+# torch_dist fails by itself before 0.16: 0.14 calls np.product, which NumPy 2 lacks; 0.15 refuses torch's Adam, whose
 # state has a scalar
 OLDEST_WITH_DEFAULT_FORMAT = (0, 16)
 JOB = (
