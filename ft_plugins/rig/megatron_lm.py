@@ -44,6 +44,14 @@ class Run:
         """The events of that name, in order."""
         return [event for event in self.reported if event.name == name]
 
+    def require_success(self) -> None:
+        """Raises DriveError with ft-run's last word, then the end of the output, where it ended with an error."""
+        if self.status != 0:
+            lines = self.output.splitlines()
+            last = next((line for line in reversed(lines) if line.startswith("ft-run: ")), "ft-run: no last word")
+            tail = "\n".join(lines[-_TAIL:])
+            raise DriveError(f"status {self.status}, expected 0: {last}\n{tail}")
+
 
 def ft_run(script: Sequence[object], saved: Path, *arguments: object, job: str, ranks: int = 8) -> Run:
     """`ft-run ... script arguments`; its output is in `saved`/`job`/output.log while it runs.
