@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -190,6 +191,88 @@ def test_what_cannot_be_had_is_refused_instead_of_starting_from_the_beginning(
 ) -> None:
     with pytest.raises(ResumeError, match=said):
         choose_source(plan_recovery(facts, corrupt), mode, 0)
+
+
+# ---- from the beginning, or not ----
+
+
+def damaged(facts: RankFacts, *slots: int) -> RankFacts:
+    """With these slots unreadable."""
+    gone = tuple(Slot(s.index, SlotState.DIRTY, None, damaged=True) if s.index in slots else s for s in facts.slots)
+    return replace(facts, slots=gone)
+
+
+def begun(facts: RankFacts) -> RankFacts:
+    return replace(facts, from_nothing=True)
+
+
+NOTHING = RankFacts(1, (), 0, 0)
+WRITING = replace(begun(rank(1)), slots=(Slot(0, SlotState.DIRTY, Version(1, 1)),))
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ([rank(0, 1), rank(1)], "in memory are rank 0: 1 (lineage 1)"),
+        ([rank(0, 6, 7), rank(1, 5)], "in memory are rank 0: 6 (lineage 1), 7 (lineage 1); rank 1: 5 (lineage 1)"),
+        ([begun(rank(0, 1)), NOTHING], "rank 0: 1 (lineage 1)"),
+        ([begun(rank(0, 1)), replace(WRITING, damaged=("lineage",))], "rank 1: the header's lineage damaged"),
+        ([begun(rank(0, 1)), damaged(WRITING, 0)], "rank 1: slot 0 damaged and not used"),
+        ([begun(rank(0, 1, 2)), WRITING], "rank 0: 1 (lineage 1), 2 (lineage 1)"),
+        ([damaged(begun(rank(0, 1)), 0), damaged(begun(rank(1, 1)), 0)], "no version can be read"),
+        ([replace(NOTHING, rank=0, lost=True), NOTHING], "rank 0: its segment was damaged and is lost"),
+        ([replace(NOTHING, rank=n, lost=True) for n in range(99)], "rank 7: its segment.*and 91 more"),
+        ([rank(n, n + 1) for n in range(99)], "rank 7: 8 \\(lineage 1\\); and 91 more"),
+    ],
+)
+def test_what_is_sealed_or_damaged_is_named_instead_of_starting_from_the_beginning(
+    facts: list[RankFacts], said: str
+) -> None:
+    plan = plan_recovery(facts)
+    assert plan.version is None and plan.state_lost
+    with pytest.raises(ResumeError, match=f"{said if '*' in said or chr(92) in said else re.escape(said)}.*fresh"):
+        choose_source(plan, "auto", 0)
+    assert choose_source(plan, "fresh", 0).tier == "none" and choose_source(plan, "auto", 9).loaded == 9
+
+
+def test_what_only_another_node_or_parity_still_has_is_named_too() -> None:
+    nodes = [NodeFacts({1: frozenset([Version(1, 3)])}, frozenset([Version(1, 2)]))]
+    with pytest.raises(ResumeError, match=r"in memory are rank 1: 3 \(lineage 1\); parity: 2 \(lineage 1\)"):
+        choose_source(plan_recovery([RankFacts(0, (), 0, 0), NOTHING], (), nodes), "auto", 0)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        [NOTHING],
+        [begun(rank(0)), begun(rank(1))],
+        [begun(rank(0, 1)), WRITING],
+        [damaged(rank(0, 6, 7), 0, 1), begun(rank(1, lineage=2))],
+        [replace(rank(0), lost=True), begun(rank(1, lineage=2))],
+        [rank(0, 6, 7), begun(rank(1, lineage=2))],
+    ],
+    ids=[
+        "first start",
+        "ended before the first",
+        "ended in the first",
+        "void though damaged",
+        "void though lost",
+        "void",
+    ],
+)
+def test_a_start_from_the_beginning_that_gives_up_nothing_goes_on_by_itself(facts: list[RankFacts]) -> None:
+    plan = choose_source(plan_recovery(facts), "auto", 0)
+    assert plan.tier == "none" and plan.version is None
+
+
+def test_what_a_damaged_slot_or_record_would_have_said_decides_nothing() -> None:
+    whole = [begun(rank(number, 4, 5, 6, completed=6)) for number in range(3)]
+    hurt = replace(damaged(whole[1], 0), lineage=0, from_nothing=False, completed=None, damaged=("lineage",))
+    plan = plan_recovery([whole[0], hurt, whole[2]])
+    assert (plan.version, plan.lineage, plan.completed, plan.lost) == (Version(1, 6), 2, 6, 0)
+    assert plan.table().endswith("\n  rank 1: slot 0, the header's lineage damaged and not used")
+    alone = plan_recovery([replace(hurt, rank=0)])
+    assert (alone.version, alone.lineage) == (Version(1, 6), 2), "sealed slots say what no record is left to say"
 
 
 # ---- with nodes that keep each other's parity ----
