@@ -1,7 +1,8 @@
-"""The host for a training loop of torch alone: named tensors, an optional optimizer, counters of the caller's.
+"""The host of named tensors: for tests and benchmarks, and what `torch_loop.TorchHost`, the host for users, is made of.
 
 Invariant: every tensor is captured under the name that the caller gave it; replicated tensors are cut over all ranks.
-The caller's loop calls the hooks itself.
+What a torch optimizer keeps for one of them has to be among them, or its first update is an error. The caller's loop
+calls the hooks itself.
 
 In: tensors and two functions for small state. Out: a `model.host.Host`.
 """
@@ -9,13 +10,15 @@ In: tensors and two functions for small state. Out: a `model.host.Host`.
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..errors import UnsupportedError
+from ..errors import InventoryError, UnsupportedError
 from ..model.host import Edges, Hooks
 from ..model.inventory import Inventory, Item, Role
 from ..model.topology import Topology
@@ -120,7 +123,29 @@ class PlainHost:
         return True
 
     def install(self, hooks: Hooks) -> None:
-        """The caller's loop calls the hooks."""
+        """The caller's loop calls the hooks. The first update of our tensors by a torch optimizer is looked at."""
+        pending = [weakref.ref(self)]
+
+        def look(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+            host = pending[0]() if pending else None
+            if host is not None and host._require_state(optimizer):
+                pending.clear()
+
+        register_optimizer_step_post_hook(look)
+
+    def _require_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer` updates our tensors. Raises InventoryError when it keeps some that are not among them."""
+        names = {tensor.data_ptr(): name for name, tensor in self._tensors.items() if tensor.numel()}
+        ours = [one for group in optimizer.param_groups for one in group["params"] if one.data_ptr() in names]
+        for parameter in ours:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.data_ptr() not in names:
+                    raise InventoryError(
+                        f"rank {self.rank}: {type(optimizer).__name__} keeps '{key}' for "
+                        f"'{names[parameter.data_ptr()]}', which PlainHost was not given, so that no snapshot holds "
+                        "it: use ft_plugins.TorchHost(model, optimizer), which captures all of it"
+                    )
+        return bool(ours)
 
     def install_edges(self, edges: Edges) -> None:
         """Nothing is known of what the caller's loop does in an iteration."""

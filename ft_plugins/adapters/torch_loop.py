@@ -207,8 +207,8 @@ class TorchHost(PlainHost):
         added, gone = found.keys() - self._known.keys(), self._known.keys() - found.keys()
         replaced = [name for name in found.keys() & self._known.keys() if places[name] != self._place[name]]
         for names, what in (
-            (added, "was added after TorchHost was built, so that no snapshot would hold it"),
             (gone, "is there no more, but was when TorchHost was built"),
+            (added, "was added after TorchHost was built, so that no snapshot would hold it"),
             (replaced, "was replaced by another tensor, or has other memory or shape, since TorchHost was built"),
             (["the optimizer's groups"], "have other parameters than when TorchHost was built"),
         ):

@@ -1,0 +1,94 @@
+"""The example of plain torch as a user starts it: killed in mid-run under ft-run, it ends as one without protection."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.errors import EXIT_REFUSED
+from ft_plugins.rig.golden import assert_identical
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "torch_loop.py"
+FT_RUN, TORCHRUN = ("-m", "ft_plugins.launcher.command"), ("-m", "torch.distributed.run", "--standalone")
+ITERATIONS, KILLED_IN = 16, 9  # 6 iterations are an epoch
+BOUND = 280
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of the example, in `folder`."""
+
+    folder: Path
+
+    @property
+    def digests(self) -> Path:
+        return self.folder / "state-"
+
+    @property
+    def loss_log(self) -> Path:
+        return self.folder / "loss.jsonl"
+
+    def start(self, *launcher: str, own: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        self.folder.mkdir(mode=0o700)
+        words = [*launcher, str(EXAMPLE), "--iterations", str(ITERATIONS), "--loss-log", str(self.loss_log)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self.folder)}
+        out = self.folder / "out"  # no pipe: an SMP that stays would have it open
+        with out.open("w") as told:
+            done = subprocess.run(
+                [sys.executable, *words, "--state-digest", str(self.digests), *own], cwd=self.folder.parent,
+                env=environment, stdout=told, stderr=subprocess.STDOUT, timeout=BOUND, check=False,
+            )  # fmt: skip
+        return subprocess.CompletedProcess(words, done.returncode, out.read_text())
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        [told] = [path.read_text().splitlines() for path in self.folder.glob("ft_plugins/*/*/events.jsonl")]
+        return [event for event in map(json.loads, told) if event["name"] == name]
+
+
+@pytest.fixture
+def folder(own_environment: Path) -> Iterator[Path]:
+    """One whose path leaves room for that of a socket."""
+    folder = own_environment / f"t{len(list(own_environment.iterdir()))}"
+    folder.mkdir(mode=0o700)
+    yield folder
+    assert not list(Path("/dev/shm").glob(f"ftp-torch-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "adamw-amsgrad",
+        *(pytest.param(one, marks=pytest.mark.all_configurations) for one in ("adam", "sgd", "sgd-momentum")),
+    ],
+)
+def test_a_loop_of_plain_torch_that_is_killed_ends_bit_for_bit_as_one_without_the_package(
+    folder: Path, optimizer: str
+) -> None:
+    """Its replicas have dropout of their own, and data that are shuffled in every epoch; it dies in its second one."""
+    own, ranks = ("--optimizer", optimizer), ("--nproc-per-node", "2")
+    golden, killed = Run(folder / "g"), Run(folder / "k")
+    plain = golden.start(*TORCHRUN, *ranks, own=(*own, "--unprotected"))
+    assert plain.returncode == 0, plain.stdout[-3000:]
+
+    fault = f"--ftp-faults=update.end@iteration={KILLED_IN},rank=1,restart=0:kill"
+    done = killed.start(*FT_RUN, *ranks, "--reft", "--ftp-job", f"torch-{os.getpid()}", fault, own=own)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert [event["iteration"] for event in killed.events("restore.done")] == [KILLED_IN - 1] * 2
+    assert killed.events("protection.lost") == []
+    assert_identical(killed, golden, 2)
+
+
+def test_a_loop_that_asks_for_protection_without_ft_run_does_not_train(folder: Path) -> None:
+    run = Run(folder / "n")
+    done = run.start()
+    assert done.returncode == EXIT_REFUSED and not run.loss_log.exists()
+    [line] = done.stdout.splitlines()[-1:]
+    assert line.startswith("ConfigError: ft_plugins.attach: no system is switched on") and "ft-run" in line

@@ -1,0 +1,450 @@
+"""A loop of plain torch: what it goes on from, bit for bit, and what is refused before it would be lost."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import ft_plugins
+from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import (
+    ConfigError,
+    FtError,
+    InventoryError,
+    ResumeError,
+    StateChangedError,
+    UnsupportedError,
+)
+from ft_plugins.model.digest import readable, state_digest
+from ft_plugins.session import Session, attach
+from ft_plugins.snapshot import codec
+
+Node = Any  # the fixture's class lives in tests/unit/conftest.py
+Ranks = Callable[..., list[Any]]
+ITERATIONS, LEFT_IN = 11, 6  # 4 iterations are an epoch
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, 0.01),
+    "adamw-amsgrad": lambda parameters: torch.optim.AdamW(parameters, 0.01, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
+}
+
+
+class Loop:
+    """A model with dropout and batch norm, a scheduler, a loader that is shuffled; what it has read."""
+
+    def __init__(self, rank: int = 0, world: int = 1, optimizer: str = "adam", data: str = "distributed") -> None:
+        torch.manual_seed(5)
+        numbers = torch.randn(32 * world, 6)
+        self.sampler: Any = DistributedSampler(numbers, world, rank) if data == "distributed" else None
+        generator = torch.Generator().manual_seed(9) if data == "generator" else None
+        self.loader = DataLoader(
+            TensorDataset(torch.arange(len(numbers)), numbers), 8, shuffle=self.sampler is None, sampler=self.sampler,
+            generator=generator, num_workers=2 * (data == "workers"), persistent_workers=data == "workers",
+        )  # fmt: skip
+        self.model: torch.nn.Module = torch.nn.Sequential(
+            torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.ReLU(), torch.nn.Dropout(0.3),
+            torch.nn.Linear(10, 3),
+        )  # fmt: skip
+        self.parallel = DistributedDataParallel(self.model) if world > 1 else self.model
+        self.optimizer = OPTIMIZERS[optimizer](self.parallel.parameters())
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        torch.manual_seed(70 + rank)
+        self.read: dict[int, list[int]] = {}
+        self.batches = self._endless()
+
+    def _endless(self) -> Iterator[Any]:
+        for epoch in itertools.count(0 if self.sampler is None else self.sampler.epoch):
+            if self.sampler is not None:
+                self.sampler.set_epoch(epoch)
+            yield from self.loader
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer, self.scheduler
+
+    def host(self, **given: Any) -> TorchHost:
+        given = {"scheduler": self.scheduler, "sampler": self.loader, **given}
+        return TorchHost(self.parallel, self.optimizer, **given)
+
+    def iterate(self, step: int) -> None:
+        order, numbers = next(self.batches)
+        self.read[step] = order.tolist()
+        self.parallel(numbers).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "model": readable(dict(self.model.state_dict())),
+            "optimizer": readable(self.optimizer.state_dict()),
+            "scheduler": readable(self.scheduler.state_dict()),
+            "rng": readable(torch.get_rng_state()),
+        }
+
+
+def context(rank: int, world: int, run_dir: Path | None = None, token: int = 0) -> LaunchContext:
+    return LaunchContext(None, run_dir, token, None, rank, rank, world, world, 0, 0)
+
+
+def protected(host: TorchHost, rank: int, world: int, run_dir: Path, token: int) -> Session:
+    return attach(host, Config.from_json({"reft": {}, "node_name": run_dir.name}), context(rank, world, run_dir, token))
+
+
+def _plain(rank: int, world: int, *made: Any) -> Any:
+    loop = Loop(rank, world, *made)
+    for step in range(1, ITERATIONS + 1):
+        loop.iterate(step)
+    return loop.described(), loop.read
+
+
+def _life(rank: int, world: int, run_dir: Path, token: int, left_in: int, *made: Any) -> Any:
+    """One incarnation; `left_in` is the iteration in which it goes, behind its update."""
+    loop = Loop(rank, world, *made)
+    for step in protected(loop.host(), rank, world, run_dir, token).iterations(ITERATIONS):
+        loop.iterate(step)
+        if step == left_in:
+            break
+    return loop.described(), loop.read
+
+
+WITH_ALL = pytest.mark.all_configurations
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw-amsgrad", "sgd-momentum", *(pytest.param(one, marks=WITH_ALL) for one in ("adam", "sgd"))]
+)
+def test_two_replicas_go_on_bit_for_bit(node: Node, ranks: Ranks, optimizer: str) -> None:
+    golden = ranks(_plain, 2, optimizer)
+    node.start()
+    first, second = (
+        ranks(_life, 2, node.run_dir, node.fence(), left_in, optimizer) for left_in in (LEFT_IN, ITERATIONS + 1)
+    )
+    for rank, (described, read) in enumerate(golden):
+        assert min(second[rank][1]) == LEFT_IN, "the iteration that was left is done again"
+        assert second[rank][0] == described
+        assert {**first[rank][1], **second[rank][1]} == read
+    assert golden[0][1] != golden[1][1] and golden[0][0]["rng"] != golden[1][0]["rng"]
+
+
+def run(loop: Loop, host: TorchHost, done: int, until: int, small: Any = None) -> None:
+    """Iterations `done` + 1 to `until`, under a session that captures nothing."""
+    session = attach(host, Config(), context(0, 1))
+    if small is not None:
+        host.restore_position(small)
+    for step in session.iterations(until, done):
+        loop.iterate(step)
+
+
+@pytest.mark.parametrize(
+    "done, data, optimizer",
+    [
+        *((6, "distributed", optimizer) for optimizer in OPTIMIZERS),
+        *((done, data, "adam") for done in (1, 3, 4, 8) for data in ("distributed", "shuffled", "generator")),
+        (3, "workers", "adam"),
+    ],
+)
+def test_what_is_handed_over_is_gone_on_from_bit_for_bit(done: int, data: str, optimizer: str) -> None:
+    """Behind any iteration of an epoch, its first and its last as well, by a loop that was built again."""
+    golden = _plain(0, 1, optimizer, data)
+    first = Loop(0, 1, optimizer, data)
+    host = first.host()
+    run(first, host, 0, done)
+    small = codec.decode(codec.encode(host.small_state()))
+    tensors = {name: tensor.clone() for name, tensor in host.tensors().items()}
+
+    second = Loop(0, 1, optimizer, data)
+    host = second.host()
+    for name, tensor in host.tensors().items():
+        tensor.copy_(tensors[name])
+    host.restore(small)
+    run(second, host, done, ITERATIONS, small)
+    assert (second.described(), {**first.read, **second.read}) == golden
+
+
+# ---- what would be lost ----
+
+
+def test_tensors_without_the_moments_that_an_optimizer_creates_later_are_refused() -> None:
+    """As a loop of one's own registers them, before the first update: the moments would never be captured."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    host = PlainHost(dict(model.state_dict()))
+    attach(host, Config(), context(0, 1))
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(InventoryError, match=r"keeps '(step|exp_avg)' for 'weight'.*TorchHost"):
+        optimizer.step()
+
+
+def test_tensors_with_all_that_the_optimizer_keeps_are_not() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    stranger = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
+    tensors = dict(model.state_dict())
+    for name, one in model.named_parameters():
+        tensors[f"{name}.momentum"] = optimizer.state[one]["momentum_buffer"] = torch.zeros_like(one)
+    attach(PlainHost(tensors), Config(), context(0, 1))
+    for each in (stranger, optimizer):
+        for one in each.param_groups[0]["params"]:
+            one.grad = torch.ones_like(one)
+        each.step()
+
+
+def _replace_moment(loop: Loop, added: torch.nn.Parameter) -> None:
+    state = loop.optimizer.state[loop.model[0].weight]  # type: ignore[index]
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+CHANGES: dict[str, tuple[Callable[[Loop, torch.nn.Parameter], Any], str]] = {
+    "state": (lambda loop, p: loop.optimizer.state[loop.model[0].weight].update(more=torch.ones(2)),  # type: ignore[index]
+              "'0.weight:more' was added"),
+    "model": (lambda loop, p: loop.model.register_parameter("late", p), "'late' was added"),
+    "buffer": (lambda loop, p: loop.model.register_buffer("late", torch.ones(1)), "'late' was added"),
+    "group": (lambda loop, p: loop.optimizer.add_param_group({"params": [p]}), "'the optimizer's groups' have other"),
+    "moment": (_replace_moment, "'0.weight:exp_avg' was replaced"),
+    "storage": (lambda loop, p: setattr(loop.model[0].weight, "data", torch.zeros(10, 6)),  # type: ignore[index]
+                "'0.weight' was replaced"),
+    "gone": (lambda loop, p: loop.model.__delitem__(4), "is there no more"),  # type: ignore[operator]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_state_that_changes_later_is_an_error_at_the_version_point(change: str) -> None:
+    loop = Loop()
+    host = loop.host()
+    run(loop, host, 0, 2)
+    host.small_state()
+    CHANGES[change][0](loop, torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(StateChangedError) as caught:
+        host.small_state()
+    words = str(caught.value)
+    assert words.startswith("rank 0: iteration 2: ") and CHANGES[change][1] in words and "before TorchHost" in words
+
+
+def _changed(rank: int, world: int, run_dir: Path, token: int) -> Any:
+    loop = Loop()
+    try:
+        for step in protected(loop.host(), 0, 1, run_dir, token).iterations(ITERATIONS):
+            loop.iterate(step)
+            if step == 3:
+                loop.model.register_buffer("late", torch.ones(1))
+    except FtError as error:
+        return type(error), str(error)
+    return None, ""
+
+
+def test_such_an_error_ends_the_loop_and_the_version_before_stays(node: Node, ranks: Ranks) -> None:
+    node.start()
+    [(kind, words)] = ranks(_changed, 1, node.run_dir, node.fence())
+    assert kind is StateChangedError and "iteration 3: 'late' was added" in words
+    assert [event.fields["iteration"] for event in node.events("capture.commit")] == [1, 2]
+    [(_, read)] = ranks(_life, 1, node.run_dir, node.fence(), ITERATIONS + 1)
+    assert min(read) == 3 and node.events("protection.lost") == []
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, words",
+    [
+        (lambda loop: (loop.model, None), ConfigError, "found a NoneType as the optimizer"),
+        (lambda loop: (loop.optimizer, loop.model), ConfigError, "found a Adam as the model"),
+        (lambda loop: (loop.model, loop.optimizer, 0.1), ConfigError, "found a float as the scheduler"),
+        (lambda loop: (loop.model, loop.optimizer), StateChangedError, "a learning rate scheduler steps"),
+        (lambda loop: (*loop.parts, loop.sampler), ConfigError, "give the torch DataLoader"),
+        (lambda loop: (*loop.parts, DataLoader(Stream())), ConfigError, "over an IterableDataset"),
+        (lambda loop: (*loop.parts, DataLoader(loop.loader.dataset, sampler=Own())), ConfigError, "draws from a Own,"),
+        (lambda loop: (loop.model[0], loop.optimizer, loop.scheduler), InventoryError, "that the model does not have"),
+        (lambda loop: (loop.model, torch.optim.LBFGS(loop.model.parameters())), UnsupportedError, "LBFGS"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_refused_by_name(arguments: Any, kind: type[FtError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        TorchHost(*arguments(Loop()))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Own:
+    """A sampler that knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_an_object_that_knows_its_position_is_asked_and_told() -> None:
+    loop, own = Loop(), Own()
+    host = loop.host(sampler=own)
+    own.at = 17
+    small = host.small_state()
+    own.at = 0
+    host.restore(small)
+    host.restore_position(small)
+    assert own.at == 17
+
+
+def test_what_else_the_caller_has_goes_along() -> None:
+    found: list[Any] = []
+    host = Loop().host(sampler=None, get_state=lambda: {"scale": torch.tensor(2.0)}, set_state=found.append)
+    host.restore(host.small_state())
+    assert found == [{"scale": torch.tensor(2.0)}]
+
+
+def test_buffers_are_each_ranks_own_and_may_change_anywhere() -> None:
+    items = {item.name: item for item in Loop().host().inventory().items}
+    assert {name for name, item in items.items() if not item.background} == {
+        "1.running_mean", "1.running_var", "1.num_batches_tracked"
+    }  # fmt: skip
+    assert items["0.weight:exp_avg"].nbytes == 240 and "0.weight:step" not in items
+    assert state_digest(Loop().host())["items"].keys() == items.keys()
+
+
+def _differing(rank: int, world: int) -> Any:
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(3, 2)
+    try:
+        TorchHost(model, torch.optim.SGD(model.parameters(), 0.1))
+    except FtError as error:
+        return type(error).__name__, str(error), error.echo
+    return None
+
+
+def test_ranks_that_are_no_replicas_are_refused(ranks: Ranks) -> None:
+    found = ranks(_differing, 2)
+    assert [(kind, echo) for kind, _, echo in found] == [("InventoryError", True), ("InventoryError", False)]
+    assert "rank 1: 'bias' is not what rank 0 has (2 of 2 tensors differ)" in found[1][1]
+
+
+# ---- a loop that does not do as it should ----
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+def iterations(loop: Loop, **given: Any) -> Iterator[int]:
+    return attach(loop.host(**given), Config(), context(0, 1)).iterations(ITERATIONS)
+
+
+def test_a_loop_that_nothing_protects_trains_as_without_the_package(loop: Loop) -> None:
+    for step in iterations(loop):
+        loop.iterate(step)
+    assert (loop.described(), loop.read) == _plain(0, 1)
+
+
+def test_an_update_outside_of_an_iteration_is_refused(loop: Loop) -> None:
+    steps = iterations(loop, sampler=None)
+    with pytest.raises(ConfigError, match="outside of an iteration"):
+        loop.iterate(1)
+    next(steps)
+    loop.optimizer.step()
+    with pytest.raises(ConfigError, match="second time in iteration 1"):
+        loop.optimizer.step()
+
+
+def test_a_batch_that_is_read_before_its_iteration_is_refused(loop: Loop) -> None:
+    iterations(loop)
+    with pytest.raises(ConfigError, match="no iteration is under way"):
+        next(loop.batches)
+
+
+def test_a_loader_that_is_not_the_one_that_training_reads_is_refused(loop: Loop) -> None:
+    next(iterations(loop, sampler=Loop().loader))
+    with pytest.raises(ConfigError, match="an update without a batch from the loader"):
+        loop.iterate(1)
+
+
+def test_a_pass_in_the_middle_of_another_one_is_refused(loop: Loop) -> None:
+    steps = iterations(loop)
+    loop.iterate(next(steps))
+    assert len(list(loop.loader)) == 4
+    with pytest.raises(ConfigError, match="give evaluation a loader of its own"):
+        loop.iterate(next(steps))
+
+
+def test_an_update_that_is_skipped_has_its_fence_all_the_same(loop: Loop) -> None:
+    """As a GradScaler skips it."""
+    fences: list[tuple[str, int]] = []
+    session = attach(loop.host(), Config(), context(0, 1))
+    for name in ("before_update", "after_update", "iteration_end"):
+        setattr(session, name, functools.partial(lambda name, step: fences.append((name, step)), name))
+    steps = session.iterations(ITERATIONS)
+    assert [next(steps), next(steps)] == [1, 2]
+    assert fences == [("before_update", 1), ("after_update", 1), ("iteration_end", 1)]
+
+
+def test_an_epoch_that_is_not_the_captured_one_is_refused(loop: Loop) -> None:
+    host = loop.host()
+    session = attach(host, Config(), context(0, 1))
+    for step in itertools.islice(session.iterations(ITERATIONS), 6):
+        loop.iterate(step)
+    small = host.small_state()
+    other = Loop()
+    host = other.host()
+    attach(host, Config(), context(0, 1)).iteration_begin(7)
+    host.restore(small)
+    host.restore_position(small)
+    assert other.sampler.epoch == 1
+    other.sampler.set_epoch(0)
+    with pytest.raises(ResumeError, match="was set to 0, captured was epoch 1: begin the loop .* at `sampler.epoch`"):
+        next(iter(other.loader))
+
+
+# ---- attach ----
+
+
+def test_a_model_and_an_optimizer_are_no_host(loop: Loop) -> None:
+    call = r"call ft_plugins.attach\(ft_plugins.TorchHost\(model, optimizer, scheduler, loader\)\)"
+    with pytest.raises(ConfigError, match=f"expected a host, found a Sequential: {call}"):
+        ft_plugins.attach(loop.model, loop.optimizer)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"expected a Config after the host, found a Adam: {call}"):
+        ft_plugins.attach(loop.host(), loop.optimizer)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("told", [None, Config()])
+def test_attach_where_nothing_is_configured_is_refused(
+    loop: Loop, told: Config | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun passes no configuration; ft-run without a flag none either, or one without a system."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    if told is not None:
+        monkeypatch.setenv("FTP_CONFIG", "{}")
+    with pytest.raises(ConfigError, match="no system is switched on.*start the job with ft-run.*--reft"):
+        ft_plugins.attach(loop.host())
+
+
+def test_several_ranks_without_a_process_group_are_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="the job has 2 ranks, but 1 can be reached.*init_process_group"):
+        attach(loop.host(), Config.from_json({"reft": {}}))
