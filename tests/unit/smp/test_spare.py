@@ -285,7 +285,7 @@ def test_a_spare_whose_smp_is_being_replaced_is_called_again(pair: Job, monkeypa
     peer = tier.peer
     pair.outside.stop()
 
-    def replaced_at_the_second_call(where: tuple[str, int], timeout: float) -> Any:
+    def replaced_at_the_second_call(where: tuple[str, int], timeout: float, node: str = "") -> Any:
         calls.append(where)
         if len(calls) == 2:
             pair.outside = Smp(pair.folder, pair.job, "n2")

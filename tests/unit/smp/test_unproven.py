@@ -106,9 +106,7 @@ def test_one_address_takes_a_few_places_and_its_newest_connection_has_one(
     assert open_ones(elsewhere, len(elsewhere)) == len(elsewhere), "those of other addresses stay"
 
 
-def test_a_burst_of_real_peers_of_one_address_gets_in_whole(
-    node: Node, stranger: Callable[..., socket.socket]
-) -> None:
+def test_a_burst_of_real_peers_of_one_address_gets_in_whole(node: Node, stranger: Callable[..., socket.socket]) -> None:
     """More of them at once than one address may have unproven, among strangers: who had to make room comes again."""
     found: list[bool] = []
     threads = [threading.Thread(target=lambda: found.append(node.answers())) for _ in range(40)]

@@ -505,6 +505,7 @@ def test_beyond_the_connections_that_there_may_be_none_is_let_in_until_one_ends(
 
 # ---- what does not fit ----
 
+
 def changed(raw: bytes, at: int) -> bytes:
     """With a bit of the byte at `at` the other way round."""
     whole = bytearray(raw)

@@ -188,6 +188,7 @@ def test_a_request_that_is_repeated_is_carried_out_once(between: Callable[..., B
 
 def test_a_request_that_is_left_out_ends_the_connection_at_the_next(between: Callable[..., Between]) -> None:
     """The relay answers in its place with the reply before: what was asked is refused on both sides."""
+
     def meddle(way: str, number: int, unit: bytes) -> Parts:
         if way == "up" and number == FIRST + 1:
             there.relay.send("down", there.relay.seen["down"][-1])
