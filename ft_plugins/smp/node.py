@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
@@ -33,6 +33,7 @@ from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Mark, Pin, SlotState, Version
 from . import checks, probe, protocol, requests, wire
 from .answers import Answers
+from .channel import Who
 from .exchange import Exchange, RatePacer
 from .former import Former
 from .kept import Kept
@@ -57,6 +58,7 @@ class _Listens:
     address: Text
     port: Port
     secret_file: Text
+    encrypt: Annotated[bool, Field(strict=True)]
 
 
 _WHERE, _COUNT, _BLOCK = TypeAdapter(_Listens), TypeAdapter(Count), TypeAdapter(dict[str, Any])
@@ -78,6 +80,7 @@ class NodeTier:
         self._lock = threading.RLock()
         self._server: Server | None = None
         self._secret = b""
+        self._me = Who(wire.PURPOSE, job, node)
         self._vault: Vault | None = None
         self._former = former
         self._memory = Local(segments, former, lambda: self._vault)
@@ -102,24 +105,26 @@ class NodeTier:
 
     # ---- requests of this node's trainers ----
 
-    def endpoint(self, address: str, secret_file: str) -> tuple[str, int]:
+    def endpoint(self, address: str, secret_file: str, encrypt: bool = False) -> tuple[str, int]:
         """Listen for other nodes' SMPs on `address`; where. Raises ConfigError."""
         with self._lock:
-            if self._server is None or self._server.endpoint[0] != address:
+            same = self._secret == wire.read_secret(Path(secret_file)) and self._me.encrypt == encrypt
+            if self._server is None or self._server.endpoint[0] != address or not same:
                 port = 0
                 with suppress(OSError, ValueError):
                     before = read_json(self._run_dir / _LISTENS, _WHERE)
                     port = before.port if before.address == address else 0
-                self._listen(address, port, secret_file)
+                self._listen(address, port, secret_file, encrypt)
             assert self._server is not None
             return self._server.endpoint
 
-    def _listen(self, address: str, port: int, secret_file: str) -> None:
+    def _listen(self, address: str, port: int, secret_file: str, encrypt: bool) -> None:
         self._secret = wire.read_secret(Path(secret_file))
+        self._me = replace(self._me, encrypt=encrypt)
         if self._server is not None:
             self._server.close()
-        self._server = Server(address, port, self._job, self._secret, self._answers.handle, self._events)
-        where = _Listens(address, self._server.endpoint[1], secret_file)
+        self._server = Server(address, port, self._me, self._secret, self._answers.handle, self._events)
+        where = _Listens(address, self._server.endpoint[1], secret_file, encrypt)
         written(self._run_dir / _LISTENS, asdict(where))
 
     def protect(self, told_now: Protection, token: int) -> dict[str, Any]:
@@ -144,7 +149,7 @@ class NodeTier:
         targets = [send.area.position for send in plan.sends[told_now.position]]
         try:
             return probe.measure(
-                targets, lambda at: self.peer(told_now.endpoints[at], told_now.detect_seconds)
+                targets, lambda at: self.peer(told_now.endpoints[at], told_now.detect_seconds, plan.nodes[at])
             )
         except (FtError, OSError) as error:
             self._events.emit("link.unmeasured", reason=str(error))
@@ -255,15 +260,15 @@ class NodeTier:
     def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
         if self._server is not None and where == self._server.endpoint:
             return self._memory
-        return Remote(where, self._job, self._secret, timeout)
+        return Remote(where, self._me, self._secret, timeout)
 
     def _connect(self, position: int) -> Peer:
-        assert self._told is not None
-        return self.peer(self._told.endpoints[position], self._told.detect_seconds)
+        assert self._told is not None and self._plan is not None
+        return self.peer(self._told.endpoints[position], self._told.detect_seconds, self._plan.nodes[position])
 
-    def peer(self, where: tuple[str, int], timeout: float) -> Peer:
-        """A way to another node's SMP."""
-        return Peer(where, self._job, self._secret, timeout)
+    def peer(self, where: tuple[str, int], timeout: float, node: str = "") -> Peer:
+        """A way to another node's SMP; `node` is its name, where that is known."""
+        return Peer(where, self._me, self._secret, timeout, node)
 
     # ---- a node without a part in the job ----
 
@@ -455,7 +460,7 @@ class NodeTier:
         """Go on with what an SMP before this one was told, if its files are here."""
         try:
             where = read_json(self._run_dir / _LISTENS, _WHERE)
-            self._listen(where.address, where.port, where.secret_file)
+            self._listen(where.address, where.port, where.secret_file, where.encrypt)
             block = read_json(self._run_dir / _TOLD, _BLOCK)
             token = protocol.number(block, "token")
             with self._lock:

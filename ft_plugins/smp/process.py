@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import faults
-from ..errors import BusyError, FtError
+from ..errors import BusyError, FtError, ProtocolError
 from ..events import Events, file_sink
 from ..snapshot import paths
 from . import descriptors, liveness, protocol
 from .owner import SnapshotProcess
 from .priority import step_back_session
+from .rejected import Rejected
 
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
 _LAST_WRITE_SECONDS = 600.0  # how long the end of an orphaned SMP is put off while it still writes to storage
@@ -50,6 +51,7 @@ class _Server:
         self._path = path
         self._process = process
         self._events = events
+        self._rejected = Rejected(events)
         self._places = threading.BoundedSemaphore(descriptors.places(_CONNECTIONS))
         threading.Thread(target=self._accept, name="smp-accept", daemon=True).start()
 
@@ -68,7 +70,11 @@ class _Server:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                protocol.check_peer(connection)
+                try:
+                    protocol.check_peer(connection)
+                except ProtocolError as error:
+                    self._rejected.count("local", str(error))
+                    return
                 while (request := protocol.receive(connection)) is not None:
                     protocol.send(connection, self._answer(request))
             except (FtError, OSError) as error:  # a malformed frame or a dead peer: its connection ends, nothing else

@@ -53,9 +53,7 @@ def pack(message: dict[str, Any]) -> bytes:
     return bytes(payload)
 
 
-def receive(
-    connection: socket.socket, until: float | None = None, limit: int = FRAME_LIMIT
-) -> dict[str, Any] | None:
+def receive(connection: socket.socket, until: float | None = None, limit: int = FRAME_LIMIT) -> dict[str, Any] | None:
     """Read one frame; None when the peer has closed between frames. Raises ProtocolError for anything else.
 
     `until` is the moment (monotonic) by which all of it has to be here; TimeoutError where it is not. None: each wait
@@ -166,9 +164,7 @@ def field(message: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> 
     value = message.get(name)
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
         expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
-        raise ProtocolError(
-            f"{_asked(message)}: field '{name}' should be a {expected}, found {type(value).__name__}"
-        )
+        raise ProtocolError(f"{_asked(message)}: field '{name}' should be a {expected}, found {type(value).__name__}")
     return value
 
 

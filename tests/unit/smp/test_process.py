@@ -732,7 +732,8 @@ def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(job: 
     daemon = SnapshotProcess(tmp_path, job, "n", Events())
     storage = {"folder": str(tmp_path / "ck"), "interval": 0, "every": 1, "keep": 1, "world_size": 2}
     paths = [Path(daemon.answer(ATTACH | {"rank": rank, "storage": storage})["path"]) for rank in (0, 1)]
-    where = daemon.answer({"do": "endpoint", "address": "127.0.0.1", "secret_file": str(tmp_path / "secret")})
+    secret = str(tmp_path / "secret")
+    where = daemon.answer({"do": "endpoint", "address": "127.0.0.1", "secret_file": secret, "encrypt": False})
     told = Protection(
         2, None, ("n", "other"), ((0, 1),), (SHAPE, SHAPE), 1, 0, ((where["host"], where["port"]), ("127.0.0.1", 1)), 1,
         0.0, 600.0,
