@@ -130,6 +130,20 @@ def test_sweep_removes_what_a_dead_smp_left_and_nothing_else(
     assert living.exists() and not stale.exists()
 
 
+def test_end_recommends_a_sweep_of_its_own_job_which_leaves_all_others(
+    ft_plugins: Command, own_run_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "SHM", tmp_path)
+    left = {}
+    for name in ("dead", "dead-2"):
+        (run_directory(name, "n") / "events.jsonl").write_text("")
+        left[name] = path_of(name, "n", 0)
+        left[name].write_bytes(b"left behind")
+    assert "`ft-plugins sweep --job dead --older-than 0` removes what it may have left" in ft_plugins("end", "dead")
+    assert ft_plugins("sweep", "--job", "dead", "--older-than", "0") == f"removed {left['dead']}\n1 segments removed\n"
+    assert left["dead-2"].exists() and not left["dead"].exists()
+
+
 # ------------------------------------------------------------------------------------------------ checkpoint now
 
 
