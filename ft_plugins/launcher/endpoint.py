@@ -98,8 +98,8 @@ def listen_anywhere(host: str | None) -> socket.socket:
 
 def emulated_apart(host: str, own: str | None) -> bool:
     """Whether the two are loopback addresses of two nodes that are emulated on this machine, which has them both."""
-    literal = bool(own) and literal(host) and literal(str(own))
-    return literal and host != own and _loopback(host) and _loopback(str(own))
+    literals = bool(own) and literal(host) and literal(str(own))
+    return literals and host != own and _loopback(host) and _loopback(str(own))
 
 
 def only_here(host: str) -> bool:

@@ -26,7 +26,7 @@ class Exchange:
     def __init__(self, store: Store, secret: bytes, rank: int, size: int) -> None:
         """Raises ConfigError where another node knows another secret, DistError where not all of them come."""
         self._store, self._rank, self._size = store, rank, size
-        store.set(f"nonce/{rank}", secrets.token_bytes(_NONCE))
+        store.set(f"nonce/{rank}", secrets.token_bytes(_NONCE))  # type: ignore[arg-type]  # bytes are taken
         nonces = store.multi_get([f"nonce/{each}" for each in range(size)])
         self._key = hmac.digest(secret, b"".join((b"ft_plugins agents", *nonces)), "sha256")
         self.say("here", b"")
@@ -39,7 +39,7 @@ class Exchange:
 
     def say(self, name: str, word: bytes) -> None:
         """Let the others know `word`, once for each name."""
-        self._store.set(f"{name}/{self._rank}", word + self._proof(name, self._rank, word))
+        self._store.set(f"{name}/{self._rank}", word + self._proof(name, self._rank, word))  # type: ignore[arg-type]
 
     def all_said(self, name: str, patience: timedelta | None = None) -> Sequence[bytes | None]:
         """What each has said, by rank; None for a word that is not from there. Raises DistError where one is late."""

@@ -2,8 +2,8 @@
 for `start_gather`, which does not wait.
 
 Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order. The
-job's store takes all comers: a word that is found there is believed only with a proof by a key of this incarnation, which
-ranks agree on over the process group and which stands nowhere.
+job's store takes all comers: a word that is found there is believed only with a proof by a key of this incarnation,
+which ranks agree on over the process group and which stands nowhere.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Collective:
         self._told.add(word)
         with contextlib.suppress(RuntimeError):  # the store is gone with its host: the job is ending anyway
             if self._store is not None:
-                self._store.set(f"ft_plugins/{word}", self._proof(word))
+                self._store.set(f"ft_plugins/{word}", self._proof(word))  # type: ignore[arg-type]  # bytes are taken
 
     def told(self, word: str) -> bool:
         """Whether any rank has said `word`. A question to the job's store, bounded in time; asked behind the step.
@@ -152,8 +152,8 @@ class Collective:
         elif not self._forged:
             self._forged = True
             say(
-                f"rank {self.rank}: '{word}' stands in the job's store, but no rank of this job has written that; it is "
-                "not believed. Some other process writes to the store: see that only the job's nodes reach its port",
+                f"rank {self.rank}: '{word}' stands in the job's store, but no rank of this job has written that; it "
+                "is not believed. Some other process writes to the store: see that only the job's nodes reach its port",
                 alarm=True,
             )
 
