@@ -130,7 +130,7 @@ def _require_replaceable(options: argparse.Namespace) -> None:
 
 
 def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
-    """With a system on, an endpoint means ours unless another was named: it keeps ranks in place and outlives nodes.
+    """With a system on, ours unless another was named: it keeps ranks in place, outlives nodes, keeps strangers out.
 
     Else what torchrun's `run` does: one node needs no endpoint, and gets an id of its own.
     """
@@ -143,7 +143,7 @@ def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
             setattr(options, name, usual)
     alone = options.rdzv_backend == _STATIC and not options.rdzv_endpoint and options.master_port is None
     if options.standalone or (alone and parse_min_max_nnodes(options.nnodes)[1] == 1):
-        options.rdzv_backend = "c10d"
+        options.rdzv_backend = BACKEND if plan.protected else "c10d"
         options.rdzv_endpoint = "localhost:0"
         options.rdzv_id = str(uuid.uuid4())
     if options.master_port is None:

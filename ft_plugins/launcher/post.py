@@ -107,7 +107,7 @@ class Post:
 
     def close(self) -> None:
         """Stop answering and close every connection. Idempotent."""
-        self._wake.close()
+        hang_up(self._wake)
         self._thread.join()
 
     @property

@@ -58,7 +58,7 @@ class JobSpec:
     max_restarts: int | None = None  # None: as long as there is progress
     environment: dict[str, str] = field(default_factory=dict)
     address: str = "localhost"  # of this node
-    rendezvous: str = "c10d"  # back-end
+    rendezvous: str = "ft_plugins"  # back-end, as of ft-run with a system on
     rendezvous_conf: dict[str, Any] = field(default_factory=dict)  # as of --rdzv-conf
     namespace: str = ""  # network namespace that it runs in; '' for the one of the server
 

@@ -176,8 +176,8 @@ def test_with_a_system_on_an_endpoint_means_our_rendezvous_under_the_name_of_the
     assert rendezvous(folder, *SEVERAL, "--rdzv-endpoint", "a:1", "--rdzv-id", "x") == ("ft_plugins", "a:1", "x")
     assert rendezvous(folder, "--reft", "--rdzv-endpoint", "a:1")[0] == "ft_plugins"  # one node, and spares
     assert rendezvous(folder, *SEVERAL, "--rdzv-endpoint", "a:1", "--rdzv-backend", "c10d")[:2] == ("c10d", "a:1")
-    assert rendezvous(folder, "--reft")[:2] == ("c10d", "localhost:0")
-    assert rendezvous(folder, "--reft", "--standalone", "--rdzv-endpoint", "a:1")[:2] == ("c10d", "localhost:0")
+    assert rendezvous(folder, "--reft")[:2] == ("ft_plugins", "localhost:0")
+    assert rendezvous(folder, "--reft", "--standalone", "--rdzv-endpoint", "a:1")[:2] == ("ft_plugins", "localhost:0")
 
 
 def test_without_a_system_the_rendezvous_is_torchruns(folder: Path) -> None:

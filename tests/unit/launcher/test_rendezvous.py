@@ -14,11 +14,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
@@ -30,6 +32,7 @@ from ft_plugins.config import Config
 from ft_plugins.events import Events
 from ft_plugins.launcher import line, plugin, secret
 from ft_plugins.launcher.agent import ProgressAgent
+from ft_plugins.launcher.endpoint import Endpoint
 from ft_plugins.launcher.launch import _specify
 from ft_plugins.launcher.line import Credentials
 from ft_plugins.launcher.plugin import Settings
@@ -544,6 +547,37 @@ def test_an_endpoint_of_another_job_is_refused(start: Start) -> None:
     assert kind == "ConfigError" and "node of job 'another'" in text and "--rdzv-id" in text
 
 
+def write_secret(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(start: Start, tmp_path: Path) -> None:
+    right = write_secret(tmp_path / "right", "what the nodes of this job know")
+    wrong = write_secret(tmp_path / "wrong", "what no node of this job knows")
+    a, b = (start(n, name, nodes="2:2", detect_seconds=1, secret_file=right) for n, name in ((1, "a"), (2, "b")))
+    join(a, b)
+    for number, config in ((3, {"secret_file": wrong}), (4, {})):
+        other = start(number, "c", nodes="2:2", detect_seconds=1, **config)
+        began = time.monotonic()
+        kind, text = other.tell("join").error()
+        assert kind == "ConfigError" and "does not know the secret of this job" in text and "--ftp-secret-file" in text
+        assert time.monotonic() - began < 10
+        assert other.ask("shutdown") is True
+    assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]
+    assert not a.ask("is_closed")
+
+
+def test_whether_any_node_has_captured_is_said_to_all(start: Start) -> None:
+    nodes = [start(1, "a"), start(2, "b"), start(3, "c")]
+    join(*nodes)
+    assert [node.ask("__getattribute__", "opened_anywhere") for node in nodes] == [False] * 3
+    nodes[1].ask("__setattr__", "opened", True)
+    join(*nodes)
+    assert [node.ask("__getattribute__", "opened_anywhere") for node in nodes] == [True] * 3
+
+
 def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(start: Start) -> None:
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
@@ -552,14 +586,100 @@ def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(star
         {"do": "pickle"},
         {"do": "look", "token": 7},
         {"do": "apply", "application": {"node": "x"}},
-        {"do": "apply", "application": {"node": "x", "token": "t", "endpoint": "e", "seat": [1 << 63, 0, 1]}},
+        *({"do": "apply", "token": "t", "application": APPLICATION | more} for more in IMPLAUSIBLE),
         {"do": "elect", "lead": {"node": "x", "token": "t", "endpoint": "e", "generation": 1 << 40}},
+        {"do": "meet", "lead": nested(5)},
+        {"do": "meet", "lead": nested(100)},
+        {"do": "close", "reason": "\x1b[2J", "in_order": False},
+        {"do": "close", "reason": "x" * 2000, "in_order": False},
+        {"do": "serve", "token": "t", "store": "no\nplace"},
         {},
     ]
+    assert line.ask(own.endpoint, {"do": "meet"}, WAIT, Credentials(secret.of_this_user(), own.run, "c"))["node"] == "a"
     for request in wrong:
         with pytest.raises(ConnectionError):
             line.ask(own.endpoint, request, WAIT, Credentials(secret.of_this_user(), own.run, "c"))
     assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+APPLICATION = {"node": "x", "token": "t", "endpoint": "127.0.0.1:1"}
+IMPLAUSIBLE: list[dict[str, Any]] = [
+    {"seat": {"round": 2**32 - 1, "rank": 0, "size": 1}},
+    {"seat": {"round": 1, "rank": 1, "size": 1}},
+    {"knows": 2**64 - 1},
+    {"knows": -1},
+    {"knows": True},
+    {"node": "x" * 1000},
+    {"node": "9" * 5000},
+    {"node": "a\nb"},
+    {"endpoint": "h:\u00b2"},
+    {"token": ""},
+]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[" * 100_000,
+        "\xff",
+        "[]",
+        json.dumps({"run": "alone", "roster": {"round": 2**32 - 1, "members": [{"node": "n", "endpoint": "h:1"}]}}),
+        json.dumps({"run": "alone", "roster": {"round": 0, "members": [{"node": "n", "endpoint": "h:1"}]}}),
+        json.dumps({"run": "alone", "roster": {"round": 10**400, "members": []}}),
+        json.dumps({"run": "alone", "roster": {"round": 3, "members": [{"node": "n", "endpoint": "h:x"}]}}),
+    ],
+    ids=["cut", "nested", "bytes", "list", "forged", "zero", "huge", "endpoint"],
+)
+def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nodes.json").write_text(text, encoding="latin-1")
+    parameters = RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1, node_name="n", run_dir=tmp_path)
+    handler = Rendezvous(Settings.read(parameters))
+    try:
+        assert handler.next_rendezvous().rank == 0
+    finally:
+        handler.shutdown()
+    assert (tmp_path / "nodes.json.damaged").read_text(encoding="latin-1") == text
+    assert json.loads((tmp_path / "nodes.json").read_text())["roster"]["round"] == 1
+    said = capsys.readouterr().err
+    assert "set aside as nodes.json.damaged" in said and len(said) < 600
+
+
+# ---- the store of a round ----
+
+
+def listening(port: int) -> set[str]:
+    """Addresses on which some process of this machine listens on a port."""
+    return {
+        found.laddr.ip
+        for found in psutil.net_connections("tcp")
+        if found.status == "LISTEN" and found.laddr.port == port
+    }
+
+
+def test_the_store_of_a_round_listens_where_the_port_does_and_nowhere_else(start: Start, alone: Rendezvous) -> None:
+    found = join(start(2, "a", nodes="1:2", endpoints="2", last_call_timeout=0))["a"]
+    host, _, port = found["master"].rpartition(":")
+    assert host == "127.0.0.2" and listening(int(port)) == {"127.0.0.2"}
+    info = alone.next_rendezvous().bootstrap_store_info
+    assert info.master_addr == "127.0.0.1" and listening(info.master_port) == {"127.0.0.1"}
+
+
+def test_a_store_that_accepts_and_never_answers_is_given_up_in_time(alone: Rendezvous) -> None:
+    alone._store_bound = timedelta(seconds=1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="the store of round 7 at .* did not answer for 1 s"):
+            alone._store_at(Endpoint("127.0.0.1", mute.getsockname()[1]), 7)
+        assert time.monotonic() - began < 5
+    with pytest.raises(ConnectionError, match="the store of round 7 was lost: .*refused"):
+        alone._store_at(Endpoint("127.0.0.1", free_port()), 7)
 
 
 # ---- the agent ----
