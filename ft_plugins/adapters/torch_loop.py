@@ -46,6 +46,7 @@ from .loader_position import Position, position_of
 from .optimizer_state import create_state
 from .plain import PlainHost
 
+_SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # on a step that a scheduler of torch counts; older: the second
 _COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
 _BUCKETS = (
     "DistributedDataParallel puts its gradient buckets in another order after its first iteration, also after a "
@@ -219,7 +220,7 @@ class TorchHost(PlainHost):
 
     def _require_scheduler(self) -> None:
         """Raises StateChangedError where a scheduler of torch moves the learning rate that the host was not given."""
-        if self._scheduler is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
+        if self._scheduler is None and any(hasattr(self._optimizer.step, mark) for mark in _SCHEDULED):
             raise StateChangedError(
                 f"rank {self.rank}: a learning rate scheduler steps with this optimizer, but TorchHost was given none: "
                 "what it has counted would be lost; pass it: TorchHost(model, optimizer, scheduler, ...)"
