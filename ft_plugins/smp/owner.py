@@ -285,7 +285,7 @@ class SnapshotProcess:
 
     def _endpoint(self, request: dict[str, Any]) -> dict[str, Any]:
         host, port = self._tier.endpoint(
-            protocol.field(request, "address", str), protocol.field(request, "secret_file", str)
+            requests.field(requests.ADDRESS, request, "address"), protocol.field(request, "secret_file", str)
         )
         return {"host": host, "port": port}
 
