@@ -14,10 +14,11 @@ import reprlib
 import stat
 import threading
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 FILE_LIMIT = 1 << 20  # bytes of a small file: a thousand times what most of them hold
 DEPTH = 32  # of containers in each other; what this project writes has less than ten
@@ -28,6 +29,7 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Word = Annotated[int, Field(strict=True, ge=0, lt=1 << 64)]  # a digest, a number in shared memory
 Port = Annotated[int, Field(strict=True, ge=0, lt=1 << 16)]
 Text = Annotated[str, Field(strict=True, max_length=4096)]
+Address = Annotated[Text, AfterValidator(lambda text: str(ip_address(text)) and text)]  # no name: nothing is looked up
 Seconds = Annotated[float, Field(strict=True, ge=0, le=SECONDS_LIMIT, allow_inf_nan=False)]
 
 T = TypeVar("T")

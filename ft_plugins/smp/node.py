@@ -26,7 +26,7 @@ from ..bubbles.gate_pacer import GatePacer
 from ..bubbles.plan import by_rate_shares
 from ..errors import FtError, ProtocolError
 from ..events import Events
-from ..intake import Count, Port, Text, read_json
+from ..intake import Address, Count, Port, Text, read_json
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.paths import vault_of
 from ..snapshot.segment import Segment, marks_in
@@ -55,7 +55,7 @@ _POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two 
 class _Listens:
     """Where an SMP listens for those of other nodes, and by which secret it knows them."""
 
-    address: Text
+    address: Address
     port: Port
     secret_file: Text
     encrypt: Annotated[bool, Field(strict=True)]

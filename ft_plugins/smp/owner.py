@@ -309,7 +309,7 @@ class SnapshotProcess:
 
     def _endpoint(self, request: dict[str, Any]) -> dict[str, Any]:
         host, port = self._tier.endpoint(
-            protocol.field(request, "address", str), protocol.field(request, "secret_file", str),
+            requests.field(requests.ADDRESS, request, "address"), protocol.field(request, "secret_file", str),
             protocol.field(request, "encrypt", bool),
         )  # fmt: skip
         return {"host": host, "port": port}

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ..errors import ProtocolError
-from ..intake import Count, Port, Seconds, Text, Unfit, typed
+from ..intake import Address, Count, Port, Seconds, Text, Unfit, typed
 from ..redundancy.neighbour import plan_both, plan_neighbours
 from ..redundancy.plan import ExchangePlan, plan_exchange
 from ..redundancy.sections import Extent
@@ -26,6 +26,7 @@ from .peers import read_maybe
 from .pins import Epoch
 
 Maybe = Annotated[Version | None, BeforeValidator(read_maybe)]
+Ranks = Annotated[tuple[Count, ...], Field(min_length=1)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
@@ -36,16 +37,16 @@ class Protection:
     lineage: Count
     base: Maybe  # restored, or None after a start from the beginning
     nodes: tuple[Text, ...]  # of each rank
-    groups: tuple[tuple[Count, ...], ...]  # sharding groups
+    groups: tuple[Ranks, ...]  # sharding groups
     shapes: tuple[Shape, ...]  # of each rank's segment
     losses: Annotated[int, Field(strict=True, ge=0, le=2)]
     position: Count  # of this node
-    endpoints: tuple[tuple[Text, Port], ...]  # by position
+    endpoints: tuple[tuple[Address, Port], ...]  # by position
     interval: Annotated[Count, Field(ge=1)]  # iterations between two versions that are exchanged
     exchange_mbps: Seconds  # megabits per second that this node sends at most; 0: no limit
     detect_seconds: Seconds
     replicated: tuple[tuple[Extent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
-    stages: tuple[tuple[Count, ...], ...] = ()  # pipelines, where each rank's copy is on that of a neighbouring stage
+    stages: tuple[Ranks, ...] = ()  # pipelines, where each rank's copy is on that of a neighbouring stage
     both: Switch = False  # parity as well, where there are copies
     measure: Switch = False  # what the links carry by which copies go is wanted
     audited: Switch = False  # a version counts only when its replicas were compared and agree

@@ -12,11 +12,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ..errors import ProtocolError
-from ..intake import Count, Port, Seconds, Text, Unfit, typed
+from ..intake import Address, Count, Port, Seconds, Unfit, typed
 from ..snapshot.slots import Version
 from .peers import read_version
 
-Endpoint = tuple[Text, Port]
+Endpoint = tuple[Address, Port]
 Key = tuple[Count, Count, Count]  # section, stripe, which
 Exponent = Annotated[int, Field(strict=True, ge=0, lt=255)]
 OfVersion = Annotated[Version, BeforeValidator(read_version)]
@@ -29,7 +29,7 @@ class Rebuild:
     """What it takes to put a slot back together: the node that has it whole, or who holds what lay at each position."""
 
     version: OfVersion
-    holders: tuple[tuple[Count, Text, Port], ...]
+    holders: tuple[tuple[Count, Address, Port], ...]
     lost: tuple[Count, ...]
     source: Endpoint | None = None
 
@@ -83,6 +83,7 @@ class ReadParity:
 
 REBUILD, BEGIN, TAKE, COPY = TypeAdapter(Rebuild), TypeAdapter(Begin), TypeAdapter(Take), TypeAdapter(Copy)
 READ_WHOLE, READ_PARITY = TypeAdapter(ReadWhole), TypeAdapter(ReadParity)
+ADDRESS = TypeAdapter(Address)
 VERSION, ENDPOINT, ENDPOINTS = TypeAdapter(OfVersion), TypeAdapter(Endpoint), TypeAdapter(tuple[Endpoint, ...])
 _SECONDS = TypeAdapter(Seconds)
 

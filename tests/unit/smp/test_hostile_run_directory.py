@@ -339,5 +339,3 @@ def test_an_smp_is_the_package_of_whoever_starts_it_though_it_is_not_installed(t
     assert command[2] == str((tmp_path / "ft_plugins" / "smp" / "isolated.py").resolve())
     helped = subprocess.run([*command, "--help"], cwd="/", env=environment, capture_output=True, text=True, check=True)
     assert "--run-dir" in helped.stdout
-
-
