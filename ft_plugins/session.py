@@ -26,6 +26,7 @@ from .events import Event, Events, file_sink, say
 from .model.host import Host
 from .model.timeline import SenderFacts
 from .recovery.collective import Collective
+from .recovery.plan import RecoveryPlan
 from .smp.wire import read_secret
 from .snapshot.layout import layer_bytes
 from .snapshot.room import check_room
@@ -230,6 +231,7 @@ class Session:
                 raise error
             return loaded
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
+        self._regained(plan)
         if self._host.rank == 0:
             say(plan.table())
         if self.measured is not None and self._reft.copies is not None:
@@ -369,11 +371,29 @@ class Session:
             max_steps=self._config.max_unprotected_steps,
             echo=isinstance(error, PeerDegraded),
         )
+        if (marker := self._marker) is not None:
+            with contextlib.suppress(OSError):
+                marker.touch(0o600)
+
+    @property
+    def _marker(self) -> Path | None:
+        """The file by which a later incarnation knows that protection was lost on this node; one rank keeps it."""
+        run_dir = self._context.run_dir
+        return run_dir / "unprotected" if run_dir is not None and self._context.local_rank == 0 else None
+
+    def _regained(self, plan: RecoveryPlan) -> None:
+        """The job is protected from here on: that is said where an incarnation before this one had lost it."""
+        if (marker := self._marker) is None:
+            return
+        with contextlib.suppress(OSError):
+            marker.unlink()
+            if not plan.fresh:
+                self._events.emit("protection.gained", reason="snapshots are taken again")
 
 
 _ALARMS = {
-    *("protection.lost", "slot.corrupt", "segment.corrupt", "restore.scratch", "checkpoint.damaged"),
-    "storage.unreachable",
+    *("protection.lost", "protection.gained", "slot.corrupt", "segment.corrupt", "restore.scratch"),
+    *("checkpoint.damaged", "storage.unreachable"),
     *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "sync.offenders", "version.tainted"),
 }
 

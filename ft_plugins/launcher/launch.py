@@ -41,7 +41,7 @@ from .rendezvous import Rendezvous
 from .restarts import Status
 from .watcher import Job, Watcher
 
-_ALARMS = {"smp.lost", "smp.hangs", "protection.lost", "workers.left", "round.over", "smp.left"}
+_ALARMS = {"smp.lost", "smp.hangs", "protection.lost", "protection.gained", "workers.left", "round.over", "smp.left"}
 _WITHOUT_COUNT = 1_000_000_000  # restarts that torch's counter allows where progress decides
 
 

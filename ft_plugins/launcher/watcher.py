@@ -3,8 +3,8 @@
 Invariant: an SMP that dies is replaced, at most once per growing pause; the new one adopts the segments and is told
 whom to watch before anyone is served. Training is not disturbed: nothing of this is in the step path.
 
-In: a job on a node, and the death of an SMP (by pidfd). Out: `smp.start`, `smp.lost`, `protection.lost` events; tokens
-and progress for the agent.
+In: a job on a node, and the death of an SMP (by pidfd). Out: `smp.start`, `smp.lost`, `protection.lost` and
+`protection.gained` events; tokens and progress for the agent.
 """
 
 from __future__ import annotations
@@ -248,6 +248,8 @@ class Watcher:
             while True:
                 try:
                     self._bring_up()
+                    reason = f"a new SMP, pid {self._pid}, has taken over what the lost one kept"
+                    self._events.emit("protection.gained", reason=reason)
                     break
                 except (ProtectionError, BusyError) as error:  # training goes on unprotected: an alarm, and another try
                     self._events.emit("protection.lost", reason=str(error))

@@ -27,6 +27,7 @@ from ..snapshot.index import kept_path
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, SlotState, Version
+from .alarms import Alarms, Failing
 from .notices import Notices
 from .turns import Call, View
 
@@ -72,13 +73,16 @@ class Unfinished:
 class Checkpoints:
     """Those of one node, for the thread that writes them; others read what is public."""
 
-    def __init__(self, run_dir: Path, node: str, events: Events, patience: float, stopping: threading.Event) -> None:
+    def __init__(
+        self, run_dir: Path, node: str, events: Events, patience: float, stopping: threading.Event, alarms: Alarms
+    ) -> None:
         """`patience`: seconds for other nodes' files. When `stopping` is set, what is being written is left off."""
         self._run_dir = run_dir
         self._node = node
         self._events = events
         self._patience = patience
         self._stopping = stopping
+        self._failing = Failing(alarms, "storage")
         self._looked: Origin | None = None  # whose checkpoints in storage are known of
         self.adopted = 0  # segments of an SMP that died
         self.unfinished: list[Unfinished] = []
@@ -213,6 +217,7 @@ class Checkpoints:
     def _finished(self, item: Unfinished, path: Path) -> None:
         """A checkpoint is complete: what was begun before it need not be any more."""
         self.done, self.failed = (item.version, path), ""
+        self._failing.worked(f"checkpoint.written: node {self._node}: iteration {item.version.iteration} is in {path}")
         if item in self.unfinished:
             self.unfinished.remove(item)
             item.let_go()
@@ -228,10 +233,20 @@ class Checkpoints:
         for older in [each for each in self.unfinished if each.version < item.version]:
             self.unfinished.remove(older)
             older.let_go()
-            self._give_up(path.parent, older.version, "a newer checkpoint was complete first", older.calls)
+            self._report(path.parent, older.version, "a newer checkpoint was complete first", older.calls)
+
+    def fail(self, reason: str, iteration: int | None = None) -> None:
+        """Checkpoints cannot be written, or this one could not be: a person has to know."""
+        self.failed = reason
+        which = "checkpoints cannot be written" if iteration is None else f"iteration {iteration} was not written"
+        newest = f"the newest checkpoint is {self.done[1]}" if self.done else "there is no checkpoint yet"
+        self._failing.failed(f"checkpoint.failed: node {self._node}: {which}: {reason}; training goes on, {newest}")
 
     def _give_up(self, base: Path, version: Version, reason: str, calls: Sequence[Call]) -> None:
-        self.failed = reason
+        self.fail(reason, version.iteration)
+        self._report(base, version, reason, calls)
+
+    def _report(self, base: Path, version: Version, reason: str, calls: Sequence[Call]) -> None:
         kept = str(self.done[1]) if self.done else None
         self._events.emit("persist.failed", **facts_of(version), reason=reason, newest_complete=kept)
         Notices(base, self._node).withdraw()

@@ -32,6 +32,7 @@ from ..snapshot.paths import vault_of
 from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Mark, Pin, SlotState, Version
 from . import checks, probe, protocol, requests, wire
+from .alarms import Alarms
 from .answers import Answers
 from .channel import Who
 from .exchange import Exchange, RatePacer
@@ -48,6 +49,7 @@ from .wire import Peer, Server
 _TOLD = "protection.json"  # in the run directory
 _RELEASED = "released.json"  # likewise: the lineage in which the job has gone on without this node
 _LISTENS = "endpoint.json"  # likewise
+_TOLD_OF = ("replicas", "checkpoints", "protection")  # alarms of one incarnation
 _POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
 
 
@@ -68,7 +70,14 @@ class NodeTier:
     """Between `endpoint` and `close` it listens; between `protect` and `suspend` it protects."""
 
     def __init__(
-        self, run_dir: Path, job: str, node: str, segments: Mapping[int, Segment], former: Former, events: Events
+        self,
+        run_dir: Path,
+        job: str,
+        node: str,
+        segments: Mapping[int, Segment],
+        former: Former,
+        events: Events,
+        alarms: Alarms | None = None,
     ) -> None:
         """`segments` are the SMP's own, by rank, `former` those of other sizes of the job. Goes on with what an SMP
         before it was told."""
@@ -96,7 +105,8 @@ class NodeTier:
         self._pace = Pace(1, None)
         self._directive = Directive()
         self._missed: Version | None = None
-        self._alarms: dict[str, str] = {}
+        self._alarms = alarms or Alarms(run_dir)
+        self._protected = False  # by a version that counts since this incarnation began
         self._began = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -168,7 +178,7 @@ class NodeTier:
         self._told, self._plan, self.token = told_now, plan, token
         self._first = self._connect(0)
         self._coordinator = Coordinator(told_now.epoch(), told_now.detect_seconds) if told_now.position == 0 else None
-        self._directive, self._missed = Directive(), None
+        self._directive, self._missed, self._protected = Directive(), None, False
         return self._vault
 
     def inventory(self) -> dict[str, Any]:
@@ -368,6 +378,13 @@ class NodeTier:
             self._events.emit(name, **self._pace.fields())
             self._tell("checkpoints", name, self._pace.words())
 
+    def _tell_protected(self, counts: Version) -> None:
+        """The first version that counts after a recovery, which had lost its redundancy: one node says it."""
+        if self._told is not None and self._told.position == 0 and self._told.base is not None and not self._protected:
+            words = f"iteration {counts.iteration} is protected on all nodes: a lost node is survived again"
+            self._tell("protection", "protection.gained", words)
+        self._protected = True
+
     def _follow(self, directive: Directive) -> None:
         with self._lock:
             if self._told is None or self._vault is None or self._stop.is_set():
@@ -382,6 +399,7 @@ class NodeTier:
                 )  # fmt: skip
                 if changed:
                     self._tell_pace()
+                self._tell_protected(counts)
             if directive.exchange != self._directive.exchange:
                 self._end_exchange()
                 self._kept.turn_to(directive)
@@ -432,10 +450,8 @@ class NodeTier:
         self._events.emit("node.lost", lost=lost)
 
     def _tell(self, about: str, event: str, words: str) -> None:
-        """Have the trainers print an alarm: what is printed here nobody sees. The last one about each thing is kept."""
-        self._alarms[about] = f"{event}: {words}"
-        with suppress(OSError):  # a full disk is no reason to take this node, or another, for lost
-            written(self._run_dir / protocol.ALARM, self._alarms)
+        """Have the trainers print it."""
+        self._alarms.say(about, f"{event}: {words}")
 
     # ---- requests of other nodes' SMPs ----
 
@@ -491,10 +507,9 @@ class NodeTier:
             self._coordinator = None
             if self._vault is not None:
                 self._vault.pause()
-        self._alarms = {}
-        for name in ("lost.json", protocol.ALARM):
-            with suppress(IsADirectoryError):  # not ours
-                (self._run_dir / name).unlink(missing_ok=True)
+        self._alarms.forget(*_TOLD_OF)
+        with suppress(IsADirectoryError):  # not ours
+            (self._run_dir / "lost.json").unlink(missing_ok=True)
 
     def close(self) -> None:
         """The end of the SMP."""

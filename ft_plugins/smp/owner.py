@@ -29,6 +29,7 @@ from ..snapshot.segment import OWNER, Segment
 from ..snapshot.shape import Shape
 from ..snapshot.slots import SlotState, void
 from . import liveness, protocol, requests
+from .alarms import Alarms
 from .attaching import plain, require_same_job, shape_of
 from .former import Former
 from .former_storage import FormerStorage
@@ -82,8 +83,9 @@ class SnapshotProcess:
             self.token = max(self.token, adopted.token)
         self.adopted = len(self._segments)
         self._aside = Former(job, node)
-        self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events)
-        self.persister = Persister(run_dir, job, node, events)
+        self._alarms = Alarms(run_dir)
+        self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events, self._alarms)
+        self.persister = Persister(run_dir, job, node, events, alarms=self._alarms)
         self._aside_storage = FormerStorage(run_dir, job, node, self._aside, lambda: self.persister.storage, events)
         self._asked = Asked(run_dir, self._tier, events)
         self._spare_here = Spare(

@@ -26,6 +26,7 @@ from ..snapshot.checkpoint import Origin
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Pin, Version
+from .alarms import Alarms
 from .checkpoints import Checkpoints, Stopped, facts_of, pin_all, words
 from .peers import written
 from .turns import FAR_SECONDS, NEAR_SECONDS, Call, Turns, View, counting, view
@@ -47,8 +48,10 @@ class Persister:
         events: Events,
         patience: float = PATIENCE_SECONDS,
         memory: str = "storage.json",
+        alarms: Alarms | None = None,
     ) -> None:
         """`memory` is the file of the run directory in which a successor finds what this one was told."""
+        alarms = alarms or Alarms(run_dir)
         self._memory = run_dir / memory
         self._job = job
         self._events = events
@@ -59,7 +62,7 @@ class Persister:
         self._calls: list[Call] = []
         self._turns = Turns(node)
         self._stopping = threading.Event()
-        self._checkpoints = Checkpoints(run_dir, node, events, patience, self._stopping)
+        self._checkpoints = Checkpoints(run_dir, node, events, patience, self._stopping, alarms)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -184,7 +187,7 @@ class Persister:
                 reason = words(error)
                 if reason != self._checkpoints.failed:
                     self._events.emit("persist.failed", reason=reason)
-                self._checkpoints.failed = reason
+                self._checkpoints.fail(reason)
                 self._answer_all("failed", reason=reason)
                 pause = _AFTER_ERROR_SECONDS
             self._wake.wait(pause)

@@ -398,6 +398,7 @@ class Reft:
                 with contextlib.suppress(FtError), Client(self._run_dir, timeout=_ASK_SECONDS) as client:
                     client.checkpoint("protection lost", 0.0)
         self._report_waits()
+        self._print_alarm()
         if in_order:
             faults.reach("shutdown.before")
             with Client(self._run_dir) as client:

@@ -133,6 +133,25 @@ def test_the_next_incarnation_goes_on_where_the_last_one_stood_random_numbers_in
     assert len(node.events("fence.wait")) >= 15
 
 
+def test_a_checkpoint_that_cannot_be_written_stands_in_the_jobs_own_log_once(
+    node: Node, ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node.start(armed="persist.write:enospc")
+    reft = {"checkpoint_dir": str(tmp_path / "ck"), "checkpoint_interval": 1}
+
+    def live(until: int) -> None:
+        ranks(_incarnation, 1, [node.run_dir], node.fence(), until, {"reft": reft})
+
+    live(2)
+    deadline = time.monotonic() + 30
+    while not node.events("persist.failed"):
+        assert time.monotonic() < deadline
+    live(9)
+    alarms = [line for line in capfd.readouterr().err.splitlines() if "checkpoint.failed" in line]
+    assert len(alarms) == 1 and alarms[0].startswith(f"ft_plugins: checkpoint.failed: node {node.name}: iteration ")
+    assert "No space left on device" in alarms[0] and "training goes on, there is no checkpoint yet" in alarms[0]
+
+
 def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
     node: Node, live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +274,19 @@ def test_training_ends_well_when_the_loss_of_protection_was_short_enough(
     found = live(6, faults="capture.seal.before@iteration=3:raise", max_unprotected_steps=4, in_order=True)
     assert found["error"] is None and found["iteration"] == 6 and len(found["drawn"]) == 6
     assert len(node.events("protection.lost")) == 1
+
+
+def test_protection_that_was_lost_and_is_gained_again_by_a_restart_is_said_once(
+    node: Node, live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    live(6, faults="capture.seal.before@iteration=3:raise")
+    said = "ft_plugins: protection.gained: rank 0: snapshots are taken again\n"
+    assert said not in capfd.readouterr().err
+    live(7)
+    assert capfd.readouterr().err.count(said) == 1
+    live(8)
+    assert said not in capfd.readouterr().err
+    assert len(node.events("protection.gained")) == 1
 
 
 def test_small_state_that_outgrows_its_room_costs_protection_only(

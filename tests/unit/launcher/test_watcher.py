@@ -118,7 +118,10 @@ def test_a_killed_smp_is_reported_and_replaced_by_one_that_knows_whom_to_watch(s
         old = story.smp.started[-1].pid
         story.smp.kill()
         assert story.next() == ("smp.lost", {"pid": old})
-        assert story.next() == ("smp.start", {"pid": story.smp.started[-1].pid})
+        started, new = story.next(), story.smp.started[-1].pid
+        assert started == ("smp.start", {"pid": new})
+        reason = f"a new SMP, pid {new}, has taken over what the lost one kept"
+        assert story.next() == ("protection.gained", {"reason": reason})
     assert story.smp.watched == [(process.pid, os.getpid()) for process in story.smp.started]
     assert len(story.smp.started) == 3
 
@@ -127,8 +130,8 @@ def test_while_none_can_be_started_each_try_is_an_alarm_and_the_next_one_counts(
     story.watcher.start()
     story.smp.refusals = 2
     story.smp.kill()
-    names = [story.next()[0] for _ in range(5)]
-    assert names == ["smp.start", "smp.lost", "protection.lost", "protection.lost", "smp.start"]
+    names = [story.next()[0] for _ in range(6)]
+    assert names == ["smp.start", "smp.lost", "protection.lost", "protection.lost", "smp.start", "protection.gained"]
 
 
 def test_it_raises_when_there_is_none_at_the_start(story: Story) -> None:

@@ -522,6 +522,21 @@ def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_nod
     assert not second.exists() and job.nodes[0].tier.status()["rarer"]
 
 
+def test_that_a_lost_node_is_survived_again_after_a_recovery_is_left_for_one_trainer_to_print(
+    cluster: Callable[..., Cluster],
+) -> None:
+    job = cluster(2)
+    job.protect()
+    job.train(1, 1)
+    first, second = (node.run_dir / protocol.ALARM for node in job.nodes)
+    assert not first.exists(), "at a first start nothing was lost"
+    job.protect(2, Version(1, 1))
+    job.train(2, 3, lineage=2)
+    said = {"protection": "protection.gained: iteration 2 is protected on all nodes: a lost node is survived again"}
+    assert json.loads(first.read_text()) == said, "the first one alone"
+    assert not second.exists()
+
+
 def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,7 +546,8 @@ def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
     def full(path: Path, value: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("ft_plugins.smp.node.written", full)
+    for module in ("node", "alarms"):
+        monkeypatch.setattr(f"ft_plugins.smp.{module}.written", full)
     job.nodes[0].tier._tell("replicas", "replica.differs", "ranks 0 and 2")
     job.train(1, 2)
     assert not [event for node in job.nodes for event in node.seen if event.name in ("peer.silent", "node.lost")]

@@ -24,6 +24,7 @@ from ft_plugins.smp import liveness, turns
 from ft_plugins.smp.client import ensure
 from ft_plugins.smp.notices import Notices
 from ft_plugins.smp.persister import Persister
+from ft_plugins.smp.protocol import ALARM
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
@@ -443,6 +444,28 @@ def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_t
     node.wait("persist.done", 2)
     assert complete(base) == ["v1-10", "v1-30"] and node.persister.status()["failed"] == ""
     assert len(node.events("persist.failed")) == 1
+
+
+def test_a_full_disk_is_left_for_a_trainer_to_print_once_and_that_it_has_room_again(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    node.told(storage)
+    node.capture(10)
+    node.wait("persist.done")
+    assert not (node.run_dir / ALARM).exists()
+    faults.arm("persist.write@rank=1:enospc")
+    for count in range(1, 6):
+        node.capture(10 + 10 * count)
+        node.wait("persist.failed", count)
+        (first,) = json.loads((node.run_dir / ALARM).read_text()).values()
+        assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
+        assert first.endswith(f"training goes on, the newest checkpoint is {base / 'v1-10'}")
+    faults.arm("")
+    node.capture(70)
+    node.wait("persist.done", 2)
+    said = f"checkpoint.written: node n: iteration 70 is in {base / 'v1-70'}, after 5 failed attempts"
+    until(lambda: list(json.loads((node.run_dir / ALARM).read_text()).values()) == [said])
 
 
 @pytest.mark.parametrize("what", ["folder is a file", "it vanishes"])
