@@ -228,6 +228,12 @@ class Config(_Block):
         description="file of mode 0600 with the secret by which the nodes of a job know each other, the same on all",
         json_schema_extra=_more(expected="a file", needs_system=True),
     )
+    encrypt: bool = Field(
+        False,
+        description="encrypt what nodes send each other, for a network that others can read; without it connections "
+        "are authenticated only; the same on all nodes",
+        json_schema_extra=_more(needs_system=True, needs="secret_file"),
+    )
     interface: Folder | None = Field(
         None,
         description="address or network device on which nodes protect each other; unset: the one towards rank 0",
@@ -430,9 +436,11 @@ def _require_effect(config: Config, spell: Spelling) -> None:
         if key.needs_system and not config.protects and config.given().get(key.path, key.default) != key.default:
             switches = " or ".join(key.flag for key in keys() if key.system and _protects(key))
             raise ConfigError(f"{spell(key)}: has no effect while no system is on; add {switches} or drop it")
-        block = getattr(config, key.path[0]) if key.needs and key.path in config.given() else None
+        if not key.needs or key.path not in config.given():
+            continue
+        block = config if len(key.path) == 1 else getattr(config, key.path[0])
         if block is not None and not getattr(block, key.needs) and getattr(block, key.path[-1]) != key.default:
-            (needed,) = (each for each in keys() if each.path == (key.path[0], key.needs))
+            (needed,) = (each for each in keys() if each.path == (*key.path[:-1], key.needs))
             raise ConfigError(f"{spell(key)}: has no effect while {spell(needed)} is unset; add it or drop this one")
 
 

@@ -48,6 +48,7 @@ class NodeTierConfig:
     both: bool = False  # parity beside copies
     audited: bool = False  # a version counts only when its replicas were found to agree
     measure: bool = False  # what the links carry by which copies go
+    encrypt: bool = False  # what nodes send each other
 
 
 Endpoint = tuple[str, int]
@@ -134,7 +135,7 @@ class LinkedNodes(SeenNodes):
         """Every rank of the job calls. Raises ConfigError (secret, interface), ProtocolError, on all ranks."""
         super().__init__(collective, nodes, config.run_dir)
         self._config = config
-        told = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file)))
+        told = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file, config.encrypt)))
         self._endpoints = tuple((str(host), int(port)) for host, port in told)
 
     def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:

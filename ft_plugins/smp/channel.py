@@ -5,7 +5,7 @@ HKDF-SHA256 (RFC 5869) derives one proof and one key for each direction. So a pr
 used for another job, node or purpose, or replayed; and a relay that passes the handshake on learns no key: it cannot
 forge, repeat, drop or reorder a unit without the receiver noticing.
 
-    client -> purpose, job, node, nonce, encrypt  |  server -> node, nonce, proof  |  client -> proof
+    client -> purpose, job, node, nonce, encrypt  |  server -> node, nonce, encrypt, proof  |  client -> proof
 
 Units are authenticated by AES-256-GCM with a counter as nonce, as associated data alone (GMAC), or also encrypted where
 both sides want that. GMAC is the fastest authentication at hand (7 GB/s on one core, blake2b 0.8, HMAC-SHA256 1.6).
@@ -120,16 +120,14 @@ class Client:
     def answer(self, challenge: dict[str, Any]) -> tuple[dict[str, Any], Channel]:
         """The reply to the server's message, after which both sides speak by the channel.
 
-        Raises ProtocolError when the server does not know the secret, or speaks for something else.
+        Raises ProtocolError when the server does not know the secret, or differs in what is to be encrypted.
         """
         node, nonce, proof = _name(challenge, "node"), _bytes(challenge, "nonce"), _bytes(challenge, "proof")
-        keys = _derive(self._secret, self._me, node, self._nonce, nonce)
+        encrypt, theirs = self._me.encrypt, challenge.get("encrypt") is True
+        keys = _derive(self._secret, self._me, Who("", "", node, theirs), self._nonce, nonce)
         if not hmac.compare_digest(proof, keys.server_proof):
-            raise ProtocolError(
-                "it does not know the secret of this job, or differs in --ftp-encrypt: give the same --ftp-secret-file "
-                "and the same flags on all nodes"
-            )
-        encrypt = self._me.encrypt
+            raise ProtocolError("it does not know the secret of this job: give the same --ftp-secret-file on all nodes")
+        _require_same_encryption(encrypt, theirs)
         return {"proof": keys.client_proof}, Channel(
             node, Sealer(keys.to_server, encrypt), Opener(keys.to_client, encrypt)
         )
@@ -142,34 +140,32 @@ class Server:
         self._secret = secret
         self._me = me
         self._nonce = secrets.token_bytes(_NONCE)
-        self._client = ""
+        self._client = Who("", "", "")
         self._keys: _Keys | None = None
 
     def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
         """The reply to a client's first message.
 
-        Raises ProtocolError for a malformed message, and for a client of another job, purpose or encryption.
+        Raises ProtocolError for a malformed message, and for a client of another job or purpose. One that differs in
+        what is to be encrypted gets a reply, so that it can say so; `finish` refuses it.
         """
         me = self._me
         said = Who(_name(hello, "purpose"), _name(hello, "job"), _name(hello, "node"), hello.get("encrypt") is True)
-        for what, expected, found in (
-            ("the protocol", me.purpose, said.purpose),
-            ("job", me.job, said.job),
-            ("--ftp-encrypt", me.encrypt, said.encrypt),
-        ):
+        for what, expected, found in (("protocol", me.purpose, said.purpose), ("job", me.job, said.job)):
             if expected != found:
                 raise ProtocolError(f"{what}: expected {expected!r}, found {found!r:.100}")
         theirs = _bytes(hello, "nonce")
-        self._client = said.node
-        self._keys = _derive(self._secret, said, me.node, theirs, self._nonce)
-        return {"node": me.node, "nonce": self._nonce, "proof": self._keys.server_proof}
+        self._client = said
+        self._keys = _derive(self._secret, said, me, theirs, self._nonce)
+        return {"node": me.node, "nonce": self._nonce, "encrypt": me.encrypt, "proof": self._keys.server_proof}
 
     def finish(self, answer: dict[str, Any]) -> Channel:
         """The channel, once the client has proved that it knows the secret. Raises ProtocolError where it does not."""
         if self._keys is None or not hmac.compare_digest(_bytes(answer, "proof"), self._keys.client_proof):
             raise ProtocolError("the peer does not know the secret of this job")
         encrypt = self._me.encrypt
-        return Channel(self._client, Sealer(self._keys.to_client, encrypt), Opener(self._keys.to_server, encrypt))
+        _require_same_encryption(encrypt, self._client.encrypt)
+        return Channel(self._client.node, Sealer(self._keys.to_client, encrypt), Opener(self._keys.to_server, encrypt))
 
 
 @dataclass(frozen=True)
@@ -180,13 +176,18 @@ class _Keys:
     to_client: bytes
 
 
-def _derive(secret: bytes, client: Who, server_node: str, client_nonce: bytes, server_nonce: bytes) -> _Keys:
+def _derive(secret: bytes, client: Who, server: Who, client_nonce: bytes, server_nonce: bytes) -> _Keys:
     """Four independent values; each depends on all that was said, its parts told apart by their lengths."""
-    said = [text.encode() for text in (client.purpose, client.job, client.node, server_node, str(client.encrypt))]
-    parts = (_VERSION, *said, client_nonce, server_nonce)
+    said = (client.purpose, client.job, client.node, server.node, str(client.encrypt), str(server.encrypt))
+    parts = (_VERSION, *(text.encode() for text in said), client_nonce, server_nonce)
     info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     found = HKDF(SHA256(), 4 * _KEY, salt=None, info=info).derive(secret)
     return _Keys(*(found[at : at + _KEY] for at in range(0, len(found), _KEY)))
+
+
+def _require_same_encryption(ours: bool, theirs: bool) -> None:
+    if ours != theirs:
+        raise ProtocolError(f"--ftp-encrypt: expected {ours} as on this node, found {theirs}; give all nodes the same")
 
 
 def _counted(count: int) -> bytes:

@@ -151,9 +151,9 @@ class Client:
         """This rank ends in order."""
         self._ask("shutdown", rank=rank, token=token)
 
-    def endpoint(self, address: str, secret_file: str) -> tuple[str, int]:
+    def endpoint(self, address: str, secret_file: str, encrypt: bool = False) -> tuple[str, int]:
         """Where the SMP listens for those of other nodes, on `address`. Raises ConfigError."""
-        reply = self._ask("endpoint", address=address, secret_file=secret_file)
+        reply = self._ask("endpoint", address=address, secret_file=secret_file, encrypt=encrypt)
         return str(reply["host"]), int(reply["port"])
 
     def inventory(self) -> dict[str, Any]:

@@ -27,10 +27,10 @@ def raise_limit() -> int:
     return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def places(wanted: int) -> int:
-    """How many connections may be open at a time: `wanted`, or as many as leave the reserve."""
+def places(wanted: int, others: int = 0) -> int:
+    """How many connections may be open at a time: `wanted`, or as many as leave the reserve and `others`."""
     limit = _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    return max(1, min(wanted, limit - min(RESERVE, limit // 2)))
+    return max(1, min(wanted, limit - min(RESERVE, limit // 2) - others))
 
 
 def _number(limit: int) -> int:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Mark, Pin, SlotState, Version
 from . import checks, probe, protocol, wire
 from .answers import Answers
+from .channel import Who
 from .exchange import Exchange, RatePacer
 from .former import Former
 from .kept import Kept
@@ -63,6 +64,7 @@ class NodeTier:
         self._lock = threading.RLock()
         self._server: Server | None = None
         self._secret = b""
+        self._me = Who(wire.PURPOSE, job, node)
         self._vault: Vault | None = None
         self._former = former
         self._memory = Local(segments, former, lambda: self._vault)
@@ -87,24 +89,27 @@ class NodeTier:
 
     # ---- requests of this node's trainers ----
 
-    def endpoint(self, address: str, secret_file: str) -> tuple[str, int]:
+    def endpoint(self, address: str, secret_file: str, encrypt: bool = False) -> tuple[str, int]:
         """Listen for other nodes' SMPs on `address`; where. Raises ConfigError."""
         with self._lock:
-            if self._server is None or self._server.endpoint[0] != address:
+            same = self._secret == wire.read_secret(Path(secret_file)) and self._me.encrypt == encrypt
+            if self._server is None or self._server.endpoint[0] != address or not same:
                 port, known = 0, self._run_dir / "endpoint.json"
                 with suppress(OSError, ValueError):
                     before = json.loads(known.read_text())
                     port = before["port"] if before["address"] == address else 0
-                self._listen(address, port, secret_file)
+                self._listen(address, port, secret_file, encrypt)
             assert self._server is not None
             return self._server.endpoint
 
-    def _listen(self, address: str, port: int, secret_file: str) -> None:
+    def _listen(self, address: str, port: int, secret_file: str, encrypt: bool) -> None:
         self._secret = wire.read_secret(Path(secret_file))
+        self._me = replace(self._me, encrypt=encrypt)
         if self._server is not None:
             self._server.close()
-        self._server = Server(address, port, self._job, self._secret, self._answers.handle, self._events)
-        where = {"address": address, "port": self._server.endpoint[1], "secret_file": secret_file}
+        self._server = Server(address, port, self._me, self._secret, self._answers.handle, self._events)
+        port = self._server.endpoint[1]
+        where = {"address": address, "port": port, "secret_file": secret_file, "encrypt": encrypt}
         written(self._run_dir / "endpoint.json", where)
 
     def protect(self, told_now: Protection, token: int) -> dict[str, Any]:
@@ -129,7 +134,7 @@ class NodeTier:
         targets = [send.area.position for send in plan.sends[told_now.position]]
         try:
             return probe.measure(
-                targets, lambda at: self.peer(told_now.endpoints[at], told_now.detect_seconds)
+                targets, lambda at: self.peer(told_now.endpoints[at], told_now.detect_seconds, plan.nodes[at])
             )
         except (FtError, OSError) as error:
             self._events.emit("link.unmeasured", reason=str(error))
@@ -240,15 +245,15 @@ class NodeTier:
     def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
         if self._server is not None and where == self._server.endpoint:
             return self._memory
-        return Remote(where, self._job, self._secret, timeout)
+        return Remote(where, self._me, self._secret, timeout)
 
     def _connect(self, position: int) -> Peer:
-        assert self._told is not None
-        return self.peer(self._told.endpoints[position], self._told.detect_seconds)
+        assert self._told is not None and self._plan is not None
+        return self.peer(self._told.endpoints[position], self._told.detect_seconds, self._plan.nodes[position])
 
-    def peer(self, where: tuple[str, int], timeout: float) -> Peer:
-        """A way to another node's SMP."""
-        return Peer(where, self._job, self._secret, timeout)
+    def peer(self, where: tuple[str, int], timeout: float, node: str = "") -> Peer:
+        """A way to another node's SMP; `node` is its name, where that is known."""
+        return Peer(where, self._me, self._secret, timeout, node)
 
     # ---- a node without a part in the job ----
 
@@ -440,7 +445,7 @@ class NodeTier:
         """Go on with what an SMP before this one was told, if its files are here."""
         try:
             where = json.loads((self._run_dir / "endpoint.json").read_text())
-            self._listen(where["address"], where["port"], where["secret_file"])
+            self._listen(where["address"], where["port"], where["secret_file"], where["encrypt"])
             block = json.loads((self._run_dir / _TOLD).read_text())
             token = block.pop("token")
             with self._lock:

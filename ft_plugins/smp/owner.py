@@ -97,7 +97,8 @@ class SnapshotProcess:
         name = request.get("do")
         known = protocol.REQUESTS | protocol.NODE_REQUESTS | protocol.SIZE_REQUESTS | protocol.STORAGE_REQUESTS
         if not isinstance(name, str) or name not in known:
-            return protocol.refusal(ProtocolError(f"'{name}' is no request; known are {sorted(known)}"))
+            unknown = protocol.shown(name, 60)
+            return protocol.refusal(ProtocolError(f"unknown request '{unknown}'; known are {sorted(known)}"))
         faults.reach(f"smp.{name}.before", adopted=self.adopted)
         try:
             alone = name in protocol.REQUESTS and name != "attach"  # the others take locks where they need them
@@ -277,8 +278,9 @@ class SnapshotProcess:
 
     def _endpoint(self, request: dict[str, Any]) -> dict[str, Any]:
         host, port = self._tier.endpoint(
-            protocol.field(request, "address", str), protocol.field(request, "secret_file", str)
-        )
+            protocol.field(request, "address", str), protocol.field(request, "secret_file", str),
+            protocol.field(request, "encrypt", bool),
+        )  # fmt: skip
         return {"host": host, "port": port}
 
     def _inventory(self, request: dict[str, Any]) -> dict[str, Any]:

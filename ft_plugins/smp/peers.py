@@ -23,12 +23,11 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from ..errors import ProtocolError, SegmentError
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
+from .channel import Who
 from .exchange import copy_of, slot_of
 from .former import Former
 from .frames import Data, Parity
@@ -163,8 +162,8 @@ class Remote:
 
     over_wire = True
 
-    def __init__(self, where: tuple[str, int], job: str, secret: bytes, timeout: float) -> None:
-        self._who = (where, job, secret, timeout)
+    def __init__(self, where: tuple[str, int], me: Who, secret: bytes, timeout: float) -> None:
+        self._peer = (where, me, secret, timeout)
 
     def copy(self, rank: int, version: Version) -> bytes:
         """The copy that the node keeps of another node's rank."""
@@ -176,7 +175,7 @@ class Remote:
 
     def _whole(self, what: str, rank: int, version: Version) -> bytes:
         found = bytearray()
-        with closing(Peer(*self._who)) as peer:
+        with closing(Peer(*self._peer)) as peer:
             while True:
                 reply, part = peer.ask("read", what=what, rank=rank, version=told(version), offset=len(found))
                 found += part.tobytes()
@@ -185,7 +184,7 @@ class Remote:
 
     def line(self) -> Ahead:
         """For one thread that rebuilds."""
-        return Ahead(*self._who)
+        return Ahead(*self._peer)
 
 
 class Ahead(Peer):
@@ -204,41 +203,31 @@ class Ahead(Peer):
         with self._named():
             if self._closed:
                 raise ProtocolError("this side has hung up")
-            if self._connection is None:
-                self._connection = self._connect()
+            if self._link is None:
+                self._link = self._connect()
+                assert self._connection is not None
                 self._connection.settimeout(None)
                 pair = struct.pack("@ll", math.ceil(self._timeout), 0)  # seconds, microseconds
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                     self._connection.setsockopt(socket.SOL_SOCKET, option, pair)
-            protocol.send(self._connection, {"do": "read", **fields})
+            self._link.send({"do": "read", **fields})
 
     def take(self, into: Bytes) -> None:
-        """Receive the next reply's payload. Raises ProtocolError, also when its digest does not fit, or what the peer
+        """Receive the next reply's payload. Raises ProtocolError, also when it was changed on the way, or what the peer
         refused with."""
         with self._named():
-            if self._closed or self._connection is None:
+            if self._closed or self._link is None:
                 raise ProtocolError("this side has hung up")
-            reply = protocol.receive(self._connection)
+            reply = self._link.message()
             if reply is None:
                 raise ProtocolError("it hung up")
             if reply.get("ok") is True:
-                self._receive(self._connection, reply, into)
+                announced = protocol.number({"bytes": 0, **reply}, "bytes")
+                if announced != len(into):
+                    raise ProtocolError(f"it sends {announced} bytes where {len(into)} were asked for")
+                if announced:
+                    self._link.payload(into)
         protocol.raise_refusal(reply)
-
-    @staticmethod
-    def _receive(connection: socket.socket, reply: dict[str, Any], into: Bytes) -> None:
-        announced = protocol.number(reply, "bytes")
-        if announced != len(into):
-            raise ProtocolError(f"it sends {announced} bytes where {len(into)} were asked for")
-        view, done = into.data, 0
-        while done < len(into):
-            count = connection.recv_into(view[done:], 0, socket.MSG_WAITALL)
-            if not count:
-                raise ProtocolError(f"the connection ended after {done} of {len(into)} bytes of a payload")
-            done += count
-        found, expected = xxhash.xxh3_64_intdigest(view), protocol.number(reply, "digest", 1 << 64)
-        if found != expected:
-            raise ProtocolError(f"a payload of {done} bytes has digest {found:016x}; its sender took {expected:016x}")
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -18,19 +18,21 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from .. import faults
-from ..errors import FtError
+from ..errors import FtError, ProtocolError
 from ..events import Events, file_sink
 from ..snapshot import paths
-from . import liveness, protocol
+from . import descriptors, liveness, protocol
 from .owner import SnapshotProcess
 from .priority import step_back_session
+from .rejected import Rejected
 
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
 _LAST_WRITE_SECONDS = 600.0  # how long the end of an orphaned SMP is put off while it still writes to storage
 _PREDECESSOR_SECONDS = 1.0  # for the kernel to let go of what an SMP that was killed just now has locked
-_CONNECTIONS = 512  # at once: with the segments and their locks still fewer than the 1024 files of a usual limit
+_CONNECTIONS = 512  # at once, of this node's trainers, ft-run and command line
 _ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
 
@@ -49,7 +51,8 @@ class _Server:
         self._path = path
         self._process = process
         self._events = events
-        self._places = threading.BoundedSemaphore(_CONNECTIONS)
+        self._rejected = Rejected(events)
+        self._places = threading.BoundedSemaphore(descriptors.places(_CONNECTIONS))
         threading.Thread(target=self._accept, name="smp-accept", daemon=True).start()
 
     def _accept(self) -> None:
@@ -67,13 +70,27 @@ class _Server:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                protocol.check_peer(connection)
+                try:
+                    protocol.check_peer(connection)
+                except ProtocolError as error:
+                    self._rejected.count("local", str(error))
+                    return
                 while (request := protocol.receive(connection)) is not None:
-                    protocol.send(connection, self._process.answer(request))
+                    protocol.send(connection, self._answer(request))
             except (FtError, OSError) as error:  # a malformed frame or a dead peer: its connection ends, nothing else
                 self._events.emit("smp.hangup", reason=str(error))
             finally:
                 self._places.release()
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply; a refusal also for what fails otherwise than foreseen, whatever the request held."""
+        try:
+            return self._process.answer(request)
+        except Exception as error:
+            refused = protocol.unexpected(error)
+            name = protocol.shown(request.get("do"), 60)
+            self._events.emit("smp.refused", request=name, reason=str(refused))
+            return protocol.refusal(refused)
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -82,6 +99,7 @@ class _Server:
 def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int, watch: int = 0) -> None:
     """Run until ended in order or orphaned for `orphan_seconds`, process `watch` (0: none) being gone. Writes a byte to
     `ready` once it listens."""
+    descriptors.raise_limit()
     events = Events(node)
     events.subscribe(file_sink(run_dir / "events.jsonl"))
     process = SnapshotProcess(run_dir, job, node, events)

@@ -3,7 +3,7 @@
 Invariant: bounded frames of msgpack over a Unix socket that only its owner can open (0600, in a 0700 directory, the
 peer's uid checked by the kernel's word). No pickle; a malformed frame is answered by a close and an event.
 
-    frame   = length (4 bytes, big endian, at most FRAME_LIMIT) | msgpack map
+    frame   = length (4 bytes, big endian, at most FRAME_LIMIT) | msgpack map: text keys, at most DEPTH deep
     request = {"do": name, ...}      reply = {"ok": true, ...} or {"ok": false, "error": class name, "message": text}
 """
 
@@ -13,6 +13,8 @@ import os
 import socket
 import struct
 import time
+import traceback
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -21,6 +23,11 @@ from .. import errors
 from ..errors import FtError, ProtocolError
 
 FRAME_LIMIT = 1 << 20  # bytes; a status of thousands of slots fits, nothing else comes near
+DEPTH = 32  # maps and lists within each other; fingerprints have the most, a few
+TEXT_LIMIT = 4000  # characters of a text from outside that is passed on
+_NAME_LIMIT = 60  # characters of a name from outside, in a message
+# of a frame before its sender has proved who it is: what a handshake needs, and no lists
+_HANDSHAKE = {"max_str_len": 1024, "max_bin_len": 64, "max_array_len": 0, "max_map_len": 8, "max_ext_len": 0}
 REQUESTS = frozenset({"status", "watch", "fence", "attach", "restore", "shutdown", "end"})
 NODE_REQUESTS = frozenset({"endpoint", "protect", "inventory", "rebuild"})  # about the other nodes
 SIZE_REQUESTS = frozenset({"resize", "former", "spare", "settle"})  # about the job at another size
@@ -30,35 +37,70 @@ ALARM = "alarm.json"
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Write one frame. Raises ProtocolError when it is too large."""
-    payload = msgpack.packb(message, use_bin_type=True)
-    if len(payload) > FRAME_LIMIT:
-        raise ProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT}")
+    """Write one frame. Raises ProtocolError when it is too large, or holds what msgpack cannot."""
+    payload = pack(message)
     connection.sendall(struct.pack(">I", len(payload)) + payload)
 
 
-def receive(connection: socket.socket, until: float | None = None) -> dict[str, Any] | None:
+def pack(message: dict[str, Any]) -> bytes:
+    """The content of a frame. Raises ProtocolError when it is too large, or holds what msgpack cannot."""
+    try:
+        payload = msgpack.packb(message, use_bin_type=True)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # ValueError: also a surrogate
+        raise ProtocolError(f"a message cannot be packed: {shown(error)}") from error
+    if len(payload) > FRAME_LIMIT:
+        raise ProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT}")
+    return bytes(payload)
+
+
+def receive(connection: socket.socket, until: float | None = None, limit: int = FRAME_LIMIT) -> dict[str, Any] | None:
     """Read one frame; None when the peer has closed between frames. Raises ProtocolError for anything else.
 
     `until` is the moment (monotonic) by which all of it has to be here; TimeoutError where it is not. None: each wait
-    takes what the connection's own timeout allows.
+    takes what the connection's own timeout allows. `limit` is in bytes; memory is taken for what has come, not for what
+    was announced.
     """
     head = _read(connection, 4, until)
     if not head:
         return None
-    (length,) = struct.unpack(">I", head)
-    if length > FRAME_LIMIT:
-        raise ProtocolError(f"a frame of {length} bytes was announced; the limit is {FRAME_LIMIT}")
+    length = announced(head, limit)
     payload = _read(connection, length, until)
     if payload is None or len(payload) < length:
         raise ProtocolError(f"the connection ended inside a frame of {length} bytes")
+    return unpack(payload, proven=limit == FRAME_LIMIT)
+
+
+def announced(head: bytes | bytearray, limit: int) -> int:
+    """The length that the first four bytes of a frame announce. Raises ProtocolError for one beyond `limit`."""
+    length = int.from_bytes(head, "big")
+    if length > limit:
+        raise ProtocolError(f"a frame of {length} bytes was announced; the limit is {limit}")
+    return length
+
+
+def unpack(payload: bytes | bytearray | memoryview, proven: bool = True) -> dict[str, Any]:
+    """The message in a frame. Raises ProtocolError for what is no map, has a key that is no text, or is nested deeper
+    than DEPTH; where the sender is not `proven`, also for what no handshake needs."""
     try:
-        message = msgpack.unpackb(payload, raw=False)
+        bounds = {"max_ext_len": 0} if proven else _HANDSHAKE
+        message = msgpack.unpackb(payload, raw=False, strict_map_key=True, **bounds)
     except Exception as error:
-        raise ProtocolError(f"a frame of {length} bytes is not msgpack: {error}") from error
+        raise ProtocolError(f"a frame of {len(payload)} bytes is not msgpack: {shown(error)}") from error
     if not isinstance(message, dict):
         raise ProtocolError(f"a frame holds a {type(message).__name__} where a map was expected")
-    return message
+    level: list[Any] = [message]
+    for _ in range(DEPTH):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                if not all(type(key) is str for key in one):
+                    raise ProtocolError(f"a frame of {len(payload)} bytes holds a map with a key that is not text")
+                one = one.values()
+            inner += [each for each in one if isinstance(each, (dict, list))]
+        if not inner:
+            return message
+        level = inner
+    raise ProtocolError(f"a frame of {len(payload)} bytes is nested deeper than {DEPTH}")
 
 
 def _read(connection: socket.socket, length: int, until: float | None) -> bytes | None:
@@ -80,7 +122,7 @@ def _read(connection: socket.socket, length: int, until: float | None) -> bytes 
 
 def refusal(error: FtError) -> dict[str, Any]:
     """The reply that carries `error` to the peer."""
-    return {"ok": False, "error": type(error).__name__, "message": str(error)}
+    return {"ok": False, "error": type(error).__name__, "message": shown(error)}
 
 
 def raise_refusal(reply: dict[str, Any]) -> None:
@@ -90,14 +132,31 @@ def raise_refusal(reply: dict[str, Any]) -> None:
     kind = getattr(errors, str(reply.get("error")), None)
     if not (isinstance(kind, type) and issubclass(kind, FtError)):
         kind = ProtocolError
-    raise kind(str(reply.get("message", "the SMP refused without saying why")))
+    raise kind(shown(reply.get("message", "the SMP refused without saying why")))
+
+
+def unexpected(error: Exception) -> ProtocolError:
+    """What a request ended with that is not this project's own error: its kind, and the place in the code.
+
+    So that input from outside costs one line of an event, and the line is enough to find the cause.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = "".join(f" ({Path(each.filename).name}:{each.lineno})" for each in last)
+    return ProtocolError(f"{type(error).__name__}: {shown(error, 200)}{place}")
+
+
+def shown(text: object, limit: int = TEXT_LIMIT) -> str:
+    """`text` as a terminal or a log can take it: at most `limit` characters, without control characters."""
+    whole = str(text)
+    cut = whole if len(whole) <= limit else f"{whole[:limit]}..."
+    return cut if cut.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in cut)
 
 
 def check_peer(connection: socket.socket) -> None:
     """Raises ProtocolError unless the peer runs as this process's user."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.getuid():
-        raise ProtocolError(f"a process of uid {uid} knocked; only uid {os.getuid()} is let in")
+        raise ProtocolError(f"rejected connection from uid {uid}; only uid {os.getuid()} is allowed")
 
 
 def field(message: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
@@ -105,9 +164,7 @@ def field(message: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> 
     value = message.get(name)
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
         expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
-        raise ProtocolError(
-            f"{message.get('do')}: field '{name}' should be a {expected}, found {type(value).__name__}"
-        )
+        raise ProtocolError(f"{_asked(message)}: field '{name}' should be a {expected}, found {type(value).__name__}")
     return value
 
 
@@ -115,5 +172,9 @@ def number(message: dict[str, Any], name: str, limit: int = 1 << 63) -> int:
     """A field that counts something. Raises ProtocolError when it is missing, no integer, negative or over `limit`."""
     value = field(message, name, int)
     if not 0 <= value < limit:
-        raise ProtocolError(f"{message.get('do')}: field '{name}' should be from 0 to {limit - 1}, found {value}")
+        raise ProtocolError(f"{_asked(message)}: field '{name}' should be from 0 to {limit - 1}, found {value}")
     return int(value)
+
+
+def _asked(message: dict[str, Any]) -> str:
+    return shown(message.get("do"), _NAME_LIMIT)

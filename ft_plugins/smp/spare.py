@@ -154,7 +154,7 @@ class Asked:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                with closing(self._tier.peer(where, timeout)) as peer:
+                with closing(self._tier.peer(where, timeout, node)) as peer:
                     reply, _ = peer.ask("spare", node=node, world_size=world_size)
                     return {name: value for name, value in reply.items() if name != "ok"}
             except ProtocolError as error:

@@ -100,6 +100,8 @@ class ReftNodes:
             raise ConfigError(f"{asked}: {reason}")
         if self._host.rank == 0 and len(set(nodes)) > 1:
             say(f"a lost node cannot be survived: {reason}")
+        if self._host.rank == 0 and self._job.encrypt:
+            say("--ftp-encrypt has no effect on snapshots: no node of this job sends any to another")
         return 0
 
     def _impossible(self, topology: Topology, nodes: Sequence[str], losses: int) -> str:
@@ -135,7 +137,7 @@ class ReftNodes:
             self.losses, stages, math.lcm(interval, audits) if audits else interval, self._config.exchange_mbps,
             self._job.detect_seconds, secret_file, self._job.interface, self._towards, self._run_dir, self._token,
             both=self._copied and self._encoded, audited=audits > 0,
-            measure=self._job.baft is not None and self._job.baft.link_mbps is None,
+            measure=self._job.baft is not None and self._job.baft.link_mbps is None, encrypt=self._job.encrypt,
         )  # fmt: skip
 
     def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:

@@ -84,6 +84,15 @@ def test_general_keys_are_ftp_flags_and_a_systems_keys_carry_its_name() -> None:
     assert flags["reft.bucket_mib"] == "--reft-bucket-mib"
 
 
+def test_encryption_without_a_secret_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^--ftp-encrypt: has no effect while --ftp-secret-file is unset; add it or"):
+        Config.from_flags(["--reft", "--ftp-encrypt"])
+    with pytest.raises(ConfigError, match=r"^ft_plugins\.encrypt: has no effect while ft_plugins\.secret_file is"):
+        Config.from_json({"reft": True, "encrypt": True})
+    config, _ = Config.from_flags(["--reft", "--ftp-encrypt", "--ftp-secret-file", "s"])
+    assert config.encrypt and not Config.from_json({"reft": True, "encrypt": False}).encrypt
+
+
 def test_a_further_system_needs_only_its_class() -> None:
     from pydantic import Field
 

@@ -189,7 +189,7 @@ class Asking:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def endpoint(self, address: str, secret_file: str) -> tuple[str, int]:
+    def endpoint(self, address: str, secret_file: str, encrypt: bool) -> tuple[str, int]:
         return address, 1
 
     def spare(self, rank: int, token: int, size: int, name: str, where: tuple[str, int], timeout: float) -> Any:

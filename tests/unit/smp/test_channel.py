@@ -53,6 +53,22 @@ def test_two_that_mean_different_things_do_not_agree(server: Who) -> None:
         meet(server=server)
 
 
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_side_that_differs_in_encryption_is_named_and_its_word_cannot_be_changed(encrypt: bool) -> None:
+    def begun() -> tuple[Client, Server]:
+        return Client(SECRET, replace(CLIENT, encrypt=encrypt)), Server(SECRET, replace(SERVER, encrypt=not encrypt))
+
+    calling, called = begun()
+    challenge = called.challenge(calling.hello())
+    with pytest.raises(ProtocolError, match=f"--ftp-encrypt: expected {encrypt} .* found {not encrypt}; .* the same"):
+        calling.answer(challenge)
+    calling, called = begun()
+    challenge = called.challenge({**calling.hello(), "encrypt": not encrypt})
+    for said in (challenge, {**challenge, "encrypt": encrypt}):
+        with pytest.raises(ProtocolError, match="does not know the secret"):
+            calling.answer(said)
+
+
 def test_a_proof_is_worth_nothing_in_the_other_direction_or_a_second_time() -> None:
     calling, called = Client(SECRET, CLIENT), Server(SECRET, SERVER)
     challenge = called.challenge(calling.hello())

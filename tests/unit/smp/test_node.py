@@ -26,11 +26,12 @@ from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
+from ft_plugins.smp.channel import Who
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
-from ft_plugins.smp.wire import Peer
+from ft_plugins.smp.wire import PURPOSE, Peer
 from ft_plugins.snapshot.paths import path_of, remove, vault_of
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
@@ -355,10 +356,10 @@ def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
     job.protect()
     where = job.nodes[0].endpoint
     with pytest.raises(ProtocolError, match="secret"):
-        Peer(where, job.job, b"another secret, of somebody else", 5).ask("read", what="copy")
+        Peer(where, Who(PURPOSE, job.job, "n1"), b"another secret, of somebody else", 5).ask("read", what="copy")
     with pytest.raises(ProtocolError):
-        Peer(where, "another-job", job.secret.read_bytes(), 5).ask("read", what="copy")
-    wait(lambda: sum(event.name == "peer.hangup" for event in job.nodes[0].seen) >= 2)
+        Peer(where, Who(PURPOSE, "another-job", "n1"), job.secret.read_bytes(), 0.05).ask("read", what="copy")
+    wait(lambda: any(event.name == "peer.rejected" for event in job.nodes[0].seen))
     job.secret.chmod(0o640)
     with pytest.raises(ConfigError, match="0600"):
         job.nodes[0].tier.endpoint("127.0.0.2", str(job.secret))
@@ -367,7 +368,7 @@ def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
 def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
     job.protect(5)
-    peer = Peer(job.nodes[0].endpoint, job.job, job.secret.read_bytes(), 5)
+    peer = Peer(job.nodes[0].endpoint, Who(PURPOSE, job.job, "n1"), job.secret.read_bytes(), 5)
     with pytest.raises(ProtocolError, match="lineage 4"):
         peer.ask("begin", version=[4, 1], epoch=4, nodes=[], ranks=[])
     frame = np.ones(10, dtype=np.uint8)

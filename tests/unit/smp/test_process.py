@@ -25,7 +25,7 @@ import pytest
 import xxhash
 
 from ft_plugins.errors import BudgetError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
-from ft_plugins.events import Events
+from ft_plugins.events import Event, Events
 from ft_plugins.smp import liveness, process, protocol
 from ft_plugins.smp.client import ensure
 from ft_plugins.smp.process import SnapshotProcess
@@ -562,6 +562,38 @@ def test_a_request_with_strange_fields_is_refused_as_malformed_and_it_serves_on(
     assert "Traceback" not in (node.run_dir / "smp.log").read_text()
 
 
+@pytest.mark.parametrize(
+    "error", [KeyError("holders"), RecursionError("too deep"), MemoryError(), OverflowError("x"), UnicodeError("y")]
+)
+def test_a_request_that_fails_otherwise_than_foreseen_is_refused_in_a_line_and_the_connection_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    class Failing:
+        def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+            if request["do"] == "fail":
+                raise error
+            return {"ok": True}
+
+    seen: list[Event] = []
+    events = Events()
+    events.subscribe(seen.append)
+    server = process._Server(tmp_path / "smp.sock", Failing(), events)  # type: ignore[arg-type]
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(SECONDS)
+            connection.connect(str(tmp_path / "smp.sock"))
+            protocol.send(connection, {"do": "fail", "more": "\x1b[2J"})
+            refused = protocol.receive(connection)
+            assert refused is not None and refused["error"] == "ProtocolError"
+            assert refused["message"].startswith(type(error).__name__) and "(test_process.py:" in refused["message"]
+            protocol.send(connection, {"do": "status"})
+            assert protocol.receive(connection) == {"ok": True}
+    finally:
+        server.close()
+    assert [event.name for event in seen] == ["smp.refused"] and seen[0].fields["request"] == "fail"
+    assert "Traceback" not in capfd.readouterr().err
+
+
 # ---- orphaned ----
 
 
@@ -691,7 +723,8 @@ def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(job: 
     daemon = SnapshotProcess(tmp_path, job, "n", Events())
     storage = {"folder": str(tmp_path / "ck"), "interval": 0, "every": 1, "keep": 1, "world_size": 2}
     paths = [Path(daemon.answer(ATTACH | {"rank": rank, "storage": storage})["path"]) for rank in (0, 1)]
-    where = daemon.answer({"do": "endpoint", "address": "127.0.0.1", "secret_file": str(tmp_path / "secret")})
+    secret = str(tmp_path / "secret")
+    where = daemon.answer({"do": "endpoint", "address": "127.0.0.1", "secret_file": secret, "encrypt": False})
     told = Protection(
         2, None, ("n", "other"), ((0, 1),), (SHAPE, SHAPE), 1, 0, ((where["host"], where["port"]), ("127.0.0.1", 1)), 1,
         0.0, 600.0,

@@ -158,3 +158,105 @@ def test_a_field_of_the_wrong_type_is_named() -> None:
 
 def test_a_peer_of_this_user_is_let_in(pair: Pair) -> None:
     protocol.check_peer(pair[0])
+
+
+# ---- what is bounded ----
+
+
+def nested(depth: int) -> Any:
+    found: Any = 1
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def packed(depth: int) -> bytes:
+    """A map that holds so many lists within each other."""
+    return b"\x81\xa1a" + b"\x91" * depth + b"\x01"
+
+
+def test_nesting_is_bounded_at_both_ends() -> None:
+    held = protocol.DEPTH - 1
+    assert received(frame(packed(held))) == {"a": nested(held)}
+    for depth in (protocol.DEPTH, 500, 1010, 100_000):
+        with pytest.raises(ProtocolError, match="nested deeper than|is not msgpack"):
+            received(frame(packed(depth)))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(ProtocolError, match="cannot be packed"):
+        protocol.send(ours, {"a": nested(2000)})
+
+
+@pytest.mark.parametrize("value", [1 << 64, object(), "\ud800"], ids=["a large number", "an object", "a surrogate"])
+def test_what_msgpack_cannot_hold_is_an_error_before_anything_is_sent(pair: Pair, value: Any) -> None:
+    ours, theirs = pair
+    with pytest.raises(ProtocolError, match="cannot be packed"):
+        protocol.send(ours, {"a": value})
+    theirs.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\x81\x01\x02",  # a number as key
+        b"\x81\xc4\x01a\x02",  # bytes
+        b"\x81\xa1a\x81\xc4\x01a\x02",  # within
+        b"\x81\x91\x01\x02",  # a list, which cannot be one
+        b"\x81\xa1a\xd6\xff\x00\x00\x00\x00",  # a time
+        b"\x81\xa1a\xa3\xed\xa0\x80",  # a surrogate
+    ],
+)
+def test_keys_are_text_and_values_plain(payload: bytes) -> None:
+    with pytest.raises(ProtocolError, match="is not msgpack|a key that is not text"):
+        received(frame(payload))
+
+
+@pytest.mark.parametrize("length", [4097, protocol.FRAME_LIMIT])
+def test_a_frame_of_a_handshake_has_its_own_limit(pair: Pair, length: int) -> None:
+    ours, theirs = pair
+    ours.sendall(struct.pack(">I", length))
+    with pytest.raises(ProtocolError, match=f"{length} bytes was announced; the limit is 4096"):
+        protocol.receive(theirs, limit=4096)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"a": [1]}, {str(n): 1 for n in range(9)}, {"a": "x" * 1025}, {"a": b"x" * 65}],
+    ids=["a list", "many fields", "a long text", "many bytes"],
+)
+def test_a_frame_of_a_handshake_holds_no_more_than_one_needs(message: dict[str, Any]) -> None:
+    raw = msgpack.packb(message)
+    assert protocol.unpack(raw) == message
+    with pytest.raises(ProtocolError, match="is not msgpack"):
+        protocol.unpack(raw, proven=False)
+
+
+def test_what_is_repeated_from_outside_is_short_and_has_no_control_characters() -> None:
+    name = "\x1b[2J\r\n" + "x" * 100_000
+    with pytest.raises(ProtocolError) as caught:
+        protocol.field({"do": name}, "rank", int)
+    assert str(caught.value).startswith("?[2J?\nxxx") and len(str(caught.value)) < 200
+    with pytest.raises(ProtocolError) as caught:
+        protocol.number({"do": [name], "rank": -1}, "rank")
+    assert len(str(caught.value)) < 200
+    reply = protocol.refusal(BudgetError("one\ntwo \x1b[31m" + "y" * (2 << 20)))
+    assert len(msgpack.packb(reply)) < 5000
+    with pytest.raises(BudgetError, match=r"^one\ntwo \?\[31myyy") as refused:
+        protocol.raise_refusal({"ok": False, "error": "BudgetError", "message": "one\ntwo \x1b[31m" + "y" * 5000})
+    assert len(str(refused.value)) <= protocol.TEXT_LIMIT + 3
+
+
+def test_an_error_of_another_kind_is_a_line_with_its_place() -> None:
+    try:
+        {}["holders"]  # noqa: B018
+    except KeyError as error:
+        found = protocol.unexpected(error)
+    assert str(found).startswith("KeyError: 'holders' (test_protocol.py:") and "\n" not in str(found)
+
+
+def test_a_process_of_another_user_is_rejected_by_its_uid(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = protocol.os.getuid()
+    monkeypatch.setattr(protocol.os, "getuid", lambda: uid + 1)
+    with pytest.raises(ProtocolError, match=f"rejected connection from uid {uid}; only uid {uid + 1} is allowed"):
+        protocol.check_peer(pair[0])

@@ -17,10 +17,11 @@ import pytest
 import xxhash
 
 from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeError
-from ft_plugins.smp import protocol, rebuild
+from ft_plugins.smp import channel, protocol, rebuild
+from ft_plugins.smp.channel import TAG, Who
 from ft_plugins.smp.frames import Data, Parity
 from ft_plugins.smp.peers import Ahead
-from ft_plugins.smp.wire import PAYLOAD_LIMIT, Peer
+from ft_plugins.smp.wire import PAYLOAD_LIMIT, Link, Peer
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import NOT_COMPUTED, Segment, create
 from ft_plugins.snapshot.shape import Shape
@@ -30,6 +31,7 @@ NBYTES = 7 * PAYLOAD_LIMIT + 12_345
 BUCKET = 3_000_000  # straddles frames
 VERSION = Version(2, 5)
 SMALL = b"small state"
+SECRET = b"a secret of the job"
 SECONDS = 20
 
 
@@ -157,20 +159,27 @@ def test_another_layout_is_refused_before_anything_is_overwritten(segment: Segme
 class Answering:
     """A node's SMP that has let the caller in, and answers requests with what the test gives."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
         ours, self.theirs = socket.socketpair()
-        monkeypatch.setattr(Peer, "_connect", lambda peer: ours)
-        self.line = Ahead(("127.0.0.1", 1), "a job", b"a secret of the job", 1.0)
+        me = Who("smp", "a-job", "here", encrypt)
+        client, server = channel.Client(SECRET, me), channel.Server(SECRET, me)
+        proof, near = client.answer(server.challenge(client.hello()))
+        self.link = Link(self.theirs, server.finish(proof))
 
-    def answer(self, payload: bytes, digest: int | None = None, **fields: object) -> None:
-        found = xxhash.xxh3_64_intdigest(payload) if digest is None else digest
-        protocol.send(self.theirs, {"ok": True, "bytes": len(payload), "digest": found, **fields})
-        self.theirs.sendall(payload)
+        def connect(peer: Peer) -> Link:
+            peer._connection = ours
+            return Link(ours, near)
+
+        monkeypatch.setattr(Peer, "_connect", connect)
+        self.line = Ahead(("127.0.0.1", 1), me, SECRET, 1.0)
+
+    def answer(self, payload: bytes) -> None:
+        self.link.send({"ok": True}, np.frombuffer(payload, dtype=np.uint8))
 
 
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
-    found = Answering(monkeypatch)
+@pytest.fixture(params=[False, True], ids=["authenticated", "encrypted"])
+def node(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Answering]:
+    found = Answering(monkeypatch, request.param)
     yield found
     found.theirs.close()
     found.line.release()
@@ -182,7 +191,7 @@ WANTED = Data(1, VERSION, 5, 100)
 def test_answers_come_in_the_order_in_which_was_asked(node: Answering) -> None:
     node.line.ask_for(WANTED)
     node.line.ask_for(Parity((2, 3, 1), VERSION, 7, 60))
-    asked = [protocol.receive(node.theirs) for _ in range(2)]
+    asked = [node.link.message() for _ in range(2)]
     told = {"do": "read", "version": [2, 5]}
     assert asked[0] == {**told, "what": "data", "rank": 1, "at": 5, "nbytes": 100}
     assert asked[1] == {**told, "what": "parity", "key": [2, 3, 1], "at": 7, "nbytes": 60}
@@ -194,10 +203,11 @@ def test_answers_come_in_the_order_in_which_was_asked(node: Answering) -> None:
     assert first.tobytes() == b"a" * 100 and second.tobytes() == b"b" * 60
 
 
-def test_a_payload_that_does_not_fit_its_digest_is_not_handed_on(node: Answering) -> None:
+def test_a_payload_that_was_changed_on_the_way_is_an_error_and_nothing_after_it_is_taken(node: Answering) -> None:
     node.line.ask_for(WANTED)
-    node.answer(b"a" * 100, digest=xxhash.xxh3_64_intdigest(b"a" * 99 + b"b"))
-    with pytest.raises(ProtocolError, match="its sender took"):
+    node.link.send({"ok": True, "bytes": 100})
+    node.theirs.sendall(b"a" * 100 + bytes(TAG))
+    with pytest.raises(ProtocolError, match="changed on the way"):
         node.line.take(np.zeros(100, dtype=np.uint8))
     with pytest.raises(ProtocolError, match="hung up"):
         node.line.take(np.zeros(100, dtype=np.uint8))
@@ -213,7 +223,7 @@ def test_another_number_of_bytes_than_was_asked_for_is_refused(node: Answering, 
 
 def test_a_refusal_arrives_as_the_error_it_was(node: Answering) -> None:
     node.line.ask_for(WANTED)
-    protocol.send(node.theirs, protocol.refusal(CorruptSlotError("version 2.5 is not in memory any more")))
+    node.link.send(protocol.refusal(CorruptSlotError("version 2.5 is not in memory any more")))
     with pytest.raises(CorruptSlotError, match="not in memory"):
         node.line.take(np.zeros(100, dtype=np.uint8))
 
@@ -222,7 +232,7 @@ def test_a_refusal_arrives_as_the_error_it_was(node: Answering) -> None:
 def test_silence_ends_by_itself_and_names_the_node(node: Answering, sent: bytes) -> None:
     node.line.ask_for(WANTED)
     if sent:
-        protocol.send(node.theirs, {"ok": True, "bytes": 100, "digest": 1})
+        node.link.send({"ok": True, "bytes": 100})
         node.theirs.sendall(sent)
     with pytest.raises(ProtocolError, match=r"127\.0\.0\.1:1 cannot be read: no answer in 1 s"):
         node.line.take(np.zeros(100, dtype=np.uint8))

@@ -70,7 +70,7 @@ class Smp:
         return reply
 
     def listen(self, secret: Path) -> tuple[str, int]:
-        found = self.ask("endpoint", address="127.0.0.1", secret_file=str(secret))
+        found = self.ask("endpoint", address="127.0.0.1", secret_file=str(secret), encrypt=False)
         return found["host"], found["port"]
 
     def names(self) -> list[str]:
@@ -181,7 +181,7 @@ def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
 
 
 def test_another_node_at_that_place_is_not_taken_for_it(pair: Job) -> None:
-    with pytest.raises(ProtocolError, match="node n7 was asked; this is n2"):
+    with pytest.raises(ProtocolError, match="expected the SMP of node n7 there, found that of node n2"):
         pair.spare("n7")
 
 
@@ -285,7 +285,7 @@ def test_a_spare_whose_smp_is_being_replaced_is_called_again(pair: Job, monkeypa
     peer = tier.peer
     pair.outside.stop()
 
-    def replaced_at_the_second_call(where: tuple[str, int], timeout: float) -> Any:
+    def replaced_at_the_second_call(where: tuple[str, int], timeout: float, node: str = "") -> Any:
         calls.append(where)
         if len(calls) == 2:
             pair.outside = Smp(pair.folder, pair.job, "n2")

@@ -1,12 +1,12 @@
 """Between SMPs: who does not know the secret gets nothing, what does not fit ends its connection, no wait is unbounded.
 
-The other side is played byte by byte where it misbehaves; its half of the handshake is written down here a second time.
+The other side is played byte by byte where it misbehaves; what stands between two ends is in `test_wire_relayed`, those
+who never prove themselves are in `test_unproven`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import queue
 import socket
@@ -14,47 +14,40 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import BudgetError, ConfigError, FencedError, ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import wire
+from ft_plugins.smp import channel, rejected, unproven, wire
+from ft_plugins.smp.channel import TAG, Channel, Who
 from ft_plugins.smp.protocol import FRAME_LIMIT
 from ft_plugins.smp.wire import PAYLOAD_LIMIT, SECRET_LIMIT, Bytes, Peer, Server, read_secret
 
 JOB = "a-job"
 SECRET = b"a secret of 32 bytes, all random"
+HERE, THERE = Who("smp", JOB, "here"), Who("smp", JOB, "there")
 NONCE = 32
-SECONDS = 20  # for what has to happen; the machine of the tests has other work beside it
+SECONDS = 20  # for what has to happen; the machine of the tests has other work too
 TIMEOUT = 0.3  # of a Peer that is meant to run into it
 Reply = tuple[dict[str, Any], "Bytes | None"]
 
 
-def proof(secret: bytes, who: bytes, job: bytes, client: bytes, server: bytes) -> bytes:
-    return hmac.new(secret, b"\0".join([who, job, client, server]), "sha256").digest()
-
-
-def frame(message: object, payload: bytes = b"") -> bytes:
+def frame(message: object) -> bytes:
+    """One of the handshake."""
     packed = msgpack.packb(message)
-    return struct.pack(">I", len(packed)) + packed + payload
-
-
-def with_payload(payload: bytes, **changes: Any) -> bytes:
-    """A frame as `send` writes it; `changes` to its announcement, None takes a field away."""
-    told = {"do": "echo", "bytes": len(payload), "digest": xxhash.xxh3_64_intdigest(payload), **changes}
-    return frame({key: value for key, value in told.items() if value is not None}, payload)
+    return struct.pack(">I", len(packed)) + packed
 
 
 def read(connection: socket.socket) -> Any:
-    """One frame without a payload; None at the end."""
+    """One frame of the handshake; None at the end."""
     head = connection.recv(4, socket.MSG_WAITALL)
     if len(head) < 4:
         return None
@@ -73,28 +66,77 @@ def connect(endpoint: tuple[str, int]) -> socket.socket:
     return socket.create_connection(endpoint, timeout=SECONDS)
 
 
-def introduced(endpoint: tuple[str, int], secret: bytes = SECRET, job: str = JOB) -> socket.socket:
+class Known:
+    """One end of a connection after its handshake, which says and hears what the test wants."""
+
+    def __init__(self, connection: socket.socket, channel: Channel) -> None:
+        self.connection = connection
+        self._channel = channel
+
+    def unit(self, content: bytes) -> bytes:
+        """Content and tag."""
+        return b"".join(map(bytes, self._channel.sealer.seal(content)))
+
+    def frame(self, message: object, payload: bytes | None = None) -> bytes:
+        """As `Link.send` writes it, with whatever the message announces."""
+        packed = msgpack.packb(message)
+        head = struct.pack(">I", len(packed)) + self.unit(packed)
+        return head if payload is None else head + self.unit(payload)
+
+    def say(self, message: object, payload: bytes | None = None) -> None:
+        self.connection.sendall(self.frame(message, payload))
+
+    def hear(self) -> Any:
+        """A message, with its payload under `payload`; None at the end."""
+        head = self.connection.recv(4, socket.MSG_WAITALL)
+        if len(head) < 4:
+            return None
+        found = msgpack.unpackb(self._unit(struct.unpack(">I", head)[0]))
+        return {**found, "payload": self._unit(found["bytes"])} if "bytes" in found else found
+
+    def _unit(self, length: int) -> bytes:
+        raw = self.connection.recv(length + TAG, socket.MSG_WAITALL)
+        return bytes(self._channel.opener.open(raw[:-TAG], raw[-TAG:]))
+
+
+def begun(connection: socket.socket, me: Who = HERE, secret: bytes = SECRET) -> tuple[bytes, Channel]:
+    """The client's proof, which is not sent yet, and its channel."""
+    client = channel.Client(secret, me)
+    connection.sendall(frame(client.hello()))
+    answer, made = client.answer(read(connection))
+    return frame(answer), made
+
+
+def introduced(endpoint: tuple[str, int]) -> Known:
     """A connection on which the client's half of the handshake has been played."""
     connection = connect(endpoint)
-    ours = os.urandom(NONCE)
-    connection.sendall(frame({"job": job, "nonce": ours}))
-    answer = read(connection)
-    assert hmac.compare_digest(answer["proof"], proof(SECRET, b"server", job.encode(), ours, answer["nonce"]))
-    connection.sendall(frame({"proof": proof(secret, b"client", job.encode(), ours, answer["nonce"])}))
-    return connection
+    proof, made = begun(connection)
+    connection.sendall(proof)
+    known = Known(connection, made)
+    assert known.hear() == {"ok": True}
+    return known
+
+
+def shake(connection: socket.socket, secret: bytes = SECRET) -> Known:
+    """The server's half of the handshake."""
+    server = channel.Server(secret, THERE)
+    connection.sendall(frame(server.challenge(read(connection))))
+    known = Known(connection, server.finish(read(connection)))
+    known.say({"ok": True})
+    return known
 
 
 class Node:
     """An SMP that answers, its events, and what it was asked."""
 
-    def __init__(self, handle: Callable[[dict[str, Any], Bytes], Reply] | None = None, secret: bytes = SECRET) -> None:
+    def __init__(self, handle: Callable[[dict[str, Any], Bytes], Reply] | None = None, who: Who = THERE) -> None:
         self.asked: list[dict[str, Any]] = []
         self.threads: set[int] = set()
         self._handle = handle or (lambda message, payload: ({"echo": message.get("value")}, payload))
         self._events: queue.Queue[Event] = queue.Queue()
         events = Events("n")
         events.subscribe(self._events.put)
-        self.server = Server("127.0.0.1", 0, JOB, secret, self._answer, events)
+        self.server = Server("127.0.0.1", 0, who, SECRET, self._answer, events)
         self.endpoint = self.server.endpoint
 
     def _answer(self, message: dict[str, Any], payload: Bytes) -> Reply:
@@ -102,19 +144,28 @@ class Node:
         self.threads.add(threading.get_ident())
         return self._handle(message, payload)
 
-    def event(self, seconds: float = SECONDS) -> Event:
-        """The next one."""
-        found = self._events.get(timeout=seconds)
-        assert found.name == "peer.hangup" and found.fields["peer"] == "127.0.0.1"
-        return found
+    def reason(self, name: str = "peer.hangup") -> str:
+        """What the next event says."""
+        found = self._events.get(timeout=SECONDS)
+        assert found.name == name
+        if name == "peer.hangup":
+            assert found.fields["peer"] == "here"
+            return str(found.fields["reason"])
+        assert found.fields["count"] == 1 and found.fields["addresses"] == {"127.0.0.1": 1}
+        return str(*found.fields["reasons"])
+
+    def rejected(self) -> str:
+        """The reason for which the next stranger was not let in."""
+        return self.reason("peer.rejected")
 
     def silent(self) -> bool:
         return self._events.empty()
 
 
 @pytest.fixture
-def node() -> Iterator[Callable[..., Node]]:
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
     made: list[Node] = []
+    monkeypatch.setattr(wire, "Rejected", lambda events: rejected.Rejected(events, every=0))
 
     def make(*args: Any, **kwargs: Any) -> Node:
         made.append(Node(*args, **kwargs))
@@ -129,8 +180,10 @@ def node() -> Iterator[Callable[..., Node]]:
 def peer() -> Iterator[Callable[..., Peer]]:
     made: list[Peer] = []
 
-    def make(endpoint: tuple[str, int], secret: bytes = SECRET, job: str = JOB, timeout: float = SECONDS) -> Peer:
-        made.append(Peer(endpoint, job, secret, timeout))
+    def make(
+        endpoint: tuple[str, int], secret: bytes = SECRET, me: Who = HERE, timeout: float = SECONDS, node: str = ""
+    ) -> Peer:
+        made.append(Peer(endpoint, me, secret, timeout, node))
         return made[-1]
 
     yield make
@@ -162,15 +215,6 @@ def played() -> Iterator[Callable[..., tuple[str, int]]]:
             return str(host), int(port)
 
         yield make
-
-
-def shake(connection: socket.socket, secret: bytes = SECRET) -> None:
-    """The server's half of the handshake."""
-    hello = read(connection)
-    nonce = os.urandom(NONCE)
-    server_proof = proof(secret, b"server", JOB.encode(), hello["nonce"], nonce)
-    connection.sendall(frame({"nonce": nonce, "proof": server_proof}))
-    assert read(connection)["proof"] == proof(secret, b"client", JOB.encode(), hello["nonce"], nonce)
 
 
 def spent(began: float) -> float:
@@ -234,14 +278,13 @@ def test_after_an_error_the_next_request_makes_a_new_connection(
     played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]
 ) -> None:
     def hang_up(connection: socket.socket) -> None:
-        shake(connection)
-        read(connection)
+        shake(connection).hear()
         connection.close()
 
     def answer(connection: socket.socket) -> None:
-        shake(connection)
-        assert read(connection) == {"do": "second"}
-        connection.sendall(frame({"ok": True, "number": 2}))
+        known = shake(connection)
+        assert known.hear() == {"do": "second"}
+        known.say({"ok": True, "number": 2})
 
     one = peer(played(hang_up, answer))
     with pytest.raises(ProtocolError, match="did not answer 'first'"):
@@ -258,7 +301,7 @@ def test_a_server_that_was_replaced_at_its_port_is_found_again(
     there.server.close()
     with contextlib.suppress(ProtocolError):
         one.ask("echo")  # the last request of the old connection, at most
-    again = Server(*there.endpoint, JOB, SECRET, lambda message, payload: ({"new": True}, None), Events("n"))
+    again = Server(*there.endpoint, THERE, SECRET, lambda message, payload: ({"new": True}, None), Events("n"))
     with again:
         with contextlib.suppress(ProtocolError):
             one.ask("echo")
@@ -277,9 +320,9 @@ def test_a_payload_beyond_the_limit_is_not_sent(node: Callable[..., Node], peer:
 def test_a_port_that_is_taken_is_an_error_that_names_it_and_the_option(node: Callable[..., Node]) -> None:
     host, port = node().endpoint
     with pytest.raises(ConfigError, match=rf"{host}:{port}.*--ftp-interface"):
-        Server(host, port, JOB, SECRET, lambda message, payload: ({}, None), Events("n"))
+        Server(host, port, THERE, SECRET, lambda message, payload: ({}, None), Events("n"))
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*--ftp-interface"):  # an address of nobody
-        Server("192.0.2.1", 0, JOB, SECRET, lambda message, payload: ({}, None), Events("n"))
+        Server("192.0.2.1", 0, THERE, SECRET, lambda message, payload: ({}, None), Events("n"))
 
 
 # ---- who is let in ----
@@ -291,12 +334,13 @@ def test_who_does_not_know_the_secret_gets_no_answer_on_either_side(
     there = node()
     with pytest.raises(ProtocolError, match="does not know the secret.*--ftp-secret-file"):
         peer(there.endpoint, secret=SECRET[::-1]).ask("echo", value="mine")
-    assert not there.asked and there.event()
-    connection = introduced(there.endpoint, secret=SECRET[::-1])  # one who does not check us, and lies
-    connection.sendall(frame({"do": "echo"}))
-    assert ended(connection) and not there.asked
-    assert "does not know the secret" in there.event().fields["reason"]
-    connection.close()
+    assert not there.asked and "hung up before it had proved" in there.rejected()
+    with connect(there.endpoint) as connection:  # one who does not check us, and lies
+        connection.sendall(frame(channel.Client(SECRET[::-1], HERE).hello()))
+        read(connection)
+        connection.sendall(frame({"proof": b"x" * 32}))
+        assert ended(connection) and not there.asked
+    assert "does not know the secret" in there.rejected()
 
 
 def test_a_server_that_does_not_know_the_secret_is_told_nothing(
@@ -307,60 +351,82 @@ def test_a_server_that_does_not_know_the_secret_is_told_nothing(
     def impostor(connection: socket.socket) -> None:
         hello = read(connection)
         heard.put(hello)
-        nonce = os.urandom(NONCE)
-        connection.sendall(
-            frame({"nonce": nonce, "proof": proof(b"guess", b"server", b"a-job", hello["nonce"], nonce)})
-        )
+        connection.sendall(frame(channel.Server(b"a guess of it", THERE).challenge(hello)))
         heard.put(read(connection))
 
     with pytest.raises(ProtocolError, match="does not know the secret"):
         peer(played(impostor)).ask("echo", np.ones(9, dtype=np.uint8), value="precious")
-    hello = heard.get(timeout=SECONDS)
-    assert sorted(hello) == ["job", "nonce"] and len(hello["nonce"]) == NONCE
+    assert sorted(heard.get(timeout=SECONDS)) == ["encrypt", "job", "node", "nonce", "purpose"]
     assert heard.get(timeout=SECONDS) is None, "it hangs up, without a proof that could be tried offline"
 
 
-def test_an_smp_of_another_job_is_not_let_in(node: Callable[..., Node], peer: Callable[..., Peer]) -> None:
+@pytest.mark.parametrize("other", [replace(HERE, job="another-job"), replace(HERE, purpose="rendezvous")])
+def test_a_peer_of_another_job_or_protocol_is_not_let_in(
+    node: Callable[..., Node], peer: Callable[..., Peer], other: Who
+) -> None:
     there = node()
-    with pytest.raises(ProtocolError):
-        peer(there.endpoint, job="another-job").ask("echo")
-    reason = there.event().fields["reason"]
-    assert "'another-job'" in reason and f"'{JOB}'" in reason
-    connection = connect(there.endpoint)
-    connection.sendall(frame({"job": "another-job", "nonce": os.urandom(NONCE)}))
-    assert ended(connection), "not even a nonce"
-    connection.close()
+    with pytest.raises(ProtocolError, match="hung up during the handshake; is it of this job"):
+        peer(there.endpoint, me=other, timeout=0.05).ask("echo")
+    reason = there.rejected()
+    assert "expected 'a-job', found 'another-job'" in reason or "expected 'smp', found 'rendezvous'" in reason
+    with connect(there.endpoint) as connection:
+        connection.sendall(frame(channel.Client(SECRET, other).hello()))
+        assert ended(connection), "not even a nonce"
     assert not there.asked
 
 
-@pytest.mark.parametrize("length", [0, 1, 31, 33, 4096])
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_two_nodes_that_differ_in_encryption_say_so(
+    node: Callable[..., Node], peer: Callable[..., Peer], encrypt: bool
+) -> None:
+    there = node(who=replace(THERE, encrypt=not encrypt))
+    one = peer(there.endpoint, me=replace(HERE, encrypt=encrypt))
+    with pytest.raises(ProtocolError, match=f"--ftp-encrypt: expected {encrypt} .*, found {not encrypt}; .*the same"):
+        one.ask("echo")
+    assert not there.asked
+
+
+def test_a_node_that_is_not_the_expected_one_is_asked_nothing(
+    node: Callable[..., Node], peer: Callable[..., Peer]
+) -> None:
+    there = node()
+    with pytest.raises(ProtocolError, match="expected the SMP of node elsewhere there, found that of node there"):
+        peer(there.endpoint, node="elsewhere").ask("echo")
+    assert not there.asked
+    assert peer(there.endpoint, node="there").ask("echo", value=1)[0]["echo"] == 1
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 33, 64])
 def test_a_nonce_of_another_length_is_refused(node: Callable[..., Node], length: int) -> None:
     there = node()
-    connection = connect(there.endpoint)
-    connection.sendall(frame({"job": JOB, "nonce": b"x" * length}))
-    assert ended(connection) and there.event()
-    connection.close()
+    with connect(there.endpoint) as connection:
+        connection.sendall(frame({**channel.Client(SECRET, HERE).hello(), "nonce": b"x" * length}))
+        assert ended(connection) and "nonce" in there.rejected()
 
 
 def test_what_was_said_once_opens_no_second_connection(node: Callable[..., Node]) -> None:
     """Somebody has recorded a whole handshake and says the same again, and tries the server's own proof."""
     there = node()
-    ours = os.urandom(NONCE)
-    hello = frame({"job": JOB, "nonce": ours})
+    client = channel.Client(SECRET, HERE)
+    hello = frame(client.hello())
     with connect(there.endpoint) as recorded:
         recorded.sendall(hello)
         first = read(recorded)
-        answer = frame({"proof": proof(SECRET, b"client", JOB.encode(), ours, first["nonce"])})
-        recorded.sendall(answer + frame({"do": "echo", "value": 1}))
-        assert read(recorded)["echo"] == 1
-    for second in (answer, frame({"proof": first["proof"]}), None):
+        answer, made = client.answer(first)
+        recorded.sendall(frame(answer))
+        known = Known(recorded, made)
+        assert known.hear() == {"ok": True}
+        request = known.frame({"do": "echo", "value": 1})
+        recorded.sendall(request)
+        assert known.hear()["echo"] == 1
+    for proof in (answer["proof"], first["proof"], None):
         with connect(there.endpoint) as again:
             again.sendall(hello)
             told = read(again)
             assert told["nonce"] != first["nonce"] and told["proof"] != first["proof"]
-            again.sendall((second or frame({"proof": told["proof"]})) + frame({"do": "echo", "value": 2}))
+            again.sendall(frame({"proof": proof or told["proof"]}) + request)
             assert ended(again)
-        assert "does not know the secret" in there.event().fields["reason"]
+        assert "does not know the secret" in there.rejected()
     assert [asked["value"] for asked in there.asked] == [1]
 
 
@@ -394,9 +460,10 @@ def test_a_recorded_server_is_not_believed_a_second_time(
 
 def test_each_connection_has_nonces_of_its_own(node: Callable[..., Node]) -> None:
     there, seen = node(), set()
+    hello = frame(channel.Client(SECRET, HERE).hello())
     for _ in range(20):
         with connect(there.endpoint) as connection:
-            connection.sendall(frame({"job": JOB, "nonce": b"n" * NONCE}))
+            connection.sendall(hello)
             seen.add(read(connection)["nonce"])
     assert len(seen) == 20 and all(len(nonce) == NONCE for nonce in seen)
 
@@ -405,10 +472,10 @@ def test_a_request_in_place_of_a_proof_is_not_carried_out(node: Callable[..., No
     there = node()
     for instead in ({"do": "echo"}, {"proof": b""}, {"proof": "text"}, {"proof": None}, {}):
         with connect(there.endpoint) as connection:
-            connection.sendall(frame({"job": JOB, "nonce": os.urandom(NONCE)}))
+            connection.sendall(frame(channel.Client(SECRET, HERE).hello()))
             read(connection)
             connection.sendall(frame(instead))
-            assert ended(connection) and there.event()
+            assert ended(connection) and there.rejected()
     assert not there.asked
 
 
@@ -420,34 +487,60 @@ def test_strangers_take_no_place_for_longer_than_they_are_there(
     for _ in range(6):
         with connect(there.endpoint) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            assert ended(connection) and there.event()
+            assert ended(connection) and there.rejected()
     assert peer(there.endpoint).ask("echo", value=1)[0]["echo"] == 1
+
+
+def test_beyond_the_connections_that_there_may_be_none_is_let_in_until_one_ends(
+    node: Callable[..., Node], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_CONNECTIONS", 1)
+    there = node()
+    with introduced(there.endpoint).connection:
+        with pytest.raises(ProtocolError, match="hung up"):
+            peer(there.endpoint, timeout=0.05).ask("echo")
+        assert "node here: as many connections are open as there may be" in there.rejected()
+    assert peer(there.endpoint).ask("echo", value=1)[0]["echo"] == 1, "it tries until there is a place"
 
 
 # ---- what does not fit ----
 
-HUGE = struct.pack(">I", FRAME_LIMIT + 1)
-MALFORMED = {
-    "no msgpack": struct.pack(">I", 3) + b"\xc1\xc1\xc1",
-    "a longer frame than the limit": HUGE,
-    "the longest that four bytes can say": b"\xff\xff\xff\xff",
-    "a list": frame([1, 2]),
-    "a text": frame("echo"),
-    "a key that is no text": frame({1: 2}),
-    "a payload beyond its limit": with_payload(b"x", bytes=PAYLOAD_LIMIT + 1),
-    "a payload of less than nothing": with_payload(b"x", bytes=-1),
-    "a payload of so many": with_payload(b"x", bytes="1"),
-    "a payload of truth": with_payload(b"x", bytes=True),
-    "a digest that does not fit": with_payload(b"hello", digest=xxhash.xxh3_64_intdigest(b"hellp")),
-    "no digest": with_payload(b"hello", digest=None),
-    "a digest that is no number": with_payload(b"hello", digest="5"),
-    "a digest of less than nothing": with_payload(b"hello", digest=-5),
+
+def changed(raw: bytes, at: int) -> bytes:
+    """With a bit of the byte at `at` the other way round."""
+    whole = bytearray(raw)
+    whole[at] ^= 1
+    return bytes(whole)
+
+
+def announced(known: Known, payload: bytes = b"hello", **changes: Any) -> bytes:
+    return known.frame({"do": "echo", "bytes": len(payload), **changes}, payload)
+
+
+MALFORMED: dict[str, Callable[[Known], bytes]] = {
+    "no msgpack": lambda known: struct.pack(">I", 3) + known.unit(b"\xc1\xc1\xc1"),
+    "a longer frame than the limit": lambda known: struct.pack(">I", FRAME_LIMIT + 1),
+    "the longest that four bytes can say": lambda known: b"\xff\xff\xff\xff",
+    "a list": lambda known: known.frame([1, 2]),
+    "a text": lambda known: known.frame("echo"),
+    "a key that is no text": lambda known: known.frame({1: 2}),
+    "a payload beyond its limit": lambda known: announced(known, bytes=PAYLOAD_LIMIT + 1),
+    "a payload of less than nothing": lambda known: announced(known, bytes=-1),
+    "a payload of so many": lambda known: announced(known, bytes="1"),
+    "a payload of truth": lambda known: announced(known, bytes=True),
+    "a message that was changed": lambda known: changed(known.frame({"do": "echo"}), 6),
+    "a tag that was changed": lambda known: changed(known.frame({"do": "echo"}), -1),
+    "a payload that was changed": lambda known: changed(announced(known), -TAG - 1),
+    "a payload whose tag was changed": lambda known: changed(announced(known), -1),
+    "a payload that is shorter": lambda known: announced(known, bytes=4),
+    "frames in another order": lambda known: b"".join([known.frame({"do": "echo", "at": at}) for at in (0, 1)][::-1]),
 }
-CUT = {
-    "inside a length": b"\0\0",
-    "inside a frame": frame({"do": "echo"})[:-1],
-    "inside a payload": with_payload(b"hello")[:-1],
-    "before a payload": with_payload(b"hello")[:-5],
+CUT: dict[str, Callable[[Known], bytes]] = {
+    "inside a length": lambda known: b"\0\0",
+    "inside a frame": lambda known: known.frame({"do": "echo"})[:-1],
+    "inside a payload": lambda known: announced(known)[: -TAG - 1],
+    "inside a payload's tag": lambda known: announced(known)[:-1],
+    "before a payload": lambda known: announced(known)[: -TAG - 5],
 }
 
 
@@ -458,32 +551,36 @@ def test_what_is_malformed_is_answered_by_a_close_and_an_event(
     there = node()
     other = peer(there.endpoint)
     other.ask("echo")
-    for raw in (MALFORMED[name], frame({"do": "echo", "value": 1}) + MALFORMED[name]):
-        with introduced(there.endpoint) as connection:
-            connection.sendall(raw)
-            if raw != MALFORMED[name]:
-                assert read(connection)["echo"] == 1, "what came before it was in order"
-            assert ended(connection)
-        assert there.event().fields["reason"]
+    for first in (False, True):
+        known = introduced(there.endpoint)
+        with known.connection:
+            if not first:
+                known.say({"do": "echo", "value": 1})
+                assert known.hear()["echo"] == 1, "what came before it was in order"
+            known.connection.sendall(MALFORMED[name](known))
+            assert ended(known.connection)
+        assert there.reason()
     assert len(there.asked) == 2
-    assert other.ask("echo", value=5)[0]["echo"] == 5, "nobody else notices"
+    assert other.ask("echo", value=5)[0]["echo"] == 5, "no other connection notices"
 
 
 @pytest.mark.parametrize("name", CUT)
 def test_a_connection_that_ends_in_the_middle_is_an_event(node: Callable[..., Node], name: str) -> None:
     there = node()
-    with introduced(there.endpoint) as connection:
-        connection.sendall(CUT[name])
+    known = introduced(there.endpoint)
+    with known.connection as connection:
+        connection.sendall(CUT[name](known))
         connection.shutdown(socket.SHUT_WR)
         assert ended(connection)
-    assert there.event().fields["reason"] and not there.asked
+    assert there.reason() and not there.asked
 
 
 def test_a_connection_that_ends_between_frames_is_none(node: Callable[..., Node]) -> None:
     there = node()
-    with introduced(there.endpoint) as connection:
-        connection.sendall(frame({"do": "echo", "value": 3}))
-        assert read(connection)["echo"] == 3
+    known = introduced(there.endpoint)
+    with known.connection as connection:
+        known.say({"do": "echo", "value": 3})
+        assert known.hear()["echo"] == 3
         connection.shutdown(socket.SHUT_WR)
         assert ended(connection)
     assert there.silent()
@@ -502,20 +599,19 @@ def test_whatever_a_stranger_says_the_server_lives_on_and_carries_out_nothing(pa
         with contextlib.suppress(OSError):  # it may have hung up by now
             connection.shutdown(socket.SHUT_WR)
         assert ended(connection)
-    assert patient.event()
+    assert patient.rejected()
     assert not patient.asked
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=1, max_size=200), st.randoms(use_true_random=False))
 def test_a_payload_that_was_changed_on_the_way_is_never_handed_on(patient: Node, payload: bytes, random: Any) -> None:
-    at, bit = random.randrange(len(payload)), 1 << random.randrange(8)
-    changed = bytes(byte ^ (bit if place == at else 0) for place, byte in enumerate(payload))
     before = len(patient.asked)
-    with introduced(patient.endpoint) as connection:
-        connection.sendall(with_payload(payload)[: -len(payload)] + changed)
+    known = introduced(patient.endpoint)
+    with known.connection as connection:
+        connection.sendall(changed(announced(known, payload), -1 - random.randrange(len(payload) + TAG)))
         assert ended(connection)
-    assert "digest" in patient.event().fields["reason"] and len(patient.asked) == before
+    assert "changed on the way" in patient.reason() and len(patient.asked) == before
 
 
 @pytest.mark.parametrize("name", [*MALFORMED, *CUT])
@@ -523,16 +619,16 @@ def test_a_reply_that_is_malformed_is_an_error_and_its_connection_is_not_used_ag
     played: Callable[..., tuple[str, int]], peer: Callable[..., Peer], name: str
 ) -> None:
     def answer_badly(connection: socket.socket) -> None:
-        shake(connection)
-        read(connection)
-        connection.sendall({**MALFORMED, **CUT}[name])
+        known = shake(connection)
+        known.hear()
+        connection.sendall({**MALFORMED, **CUT}[name](known))
         connection.shutdown(socket.SHUT_WR)
         assert ended(connection)
 
     def answer(connection: socket.socket) -> None:
-        shake(connection)
-        read(connection)
-        connection.sendall(frame({"ok": True, "fine": 1}))
+        known = shake(connection)
+        known.hear()
+        known.say({"ok": True, "fine": 1})
 
     one = peer(played(answer_badly, answer))
     began = time.monotonic()
@@ -554,15 +650,15 @@ def quiet_after_the_handshake(connection: socket.socket) -> None:
 
 
 def quiet_within_a_reply(connection: socket.socket) -> None:
-    shake(connection)
-    read(connection)
-    connection.sendall(frame({"ok": True})[:-1])
+    known = shake(connection)
+    known.hear()
+    connection.sendall(known.frame({"ok": True})[:-1])
 
 
 def quiet_within_a_payload(connection: socket.socket) -> None:
-    shake(connection)
-    read(connection)
-    connection.sendall(with_payload(b"0123456789")[:-3])
+    known = shake(connection)
+    known.hear()
+    connection.sendall(announced(known)[: -TAG - 3])
 
 
 @pytest.mark.parametrize("script", [quiet, quiet_after_the_handshake, quiet_within_a_reply, quiet_within_a_payload])
@@ -570,9 +666,9 @@ def test_a_peer_that_goes_silent_costs_its_timeout_and_no_more(
     played: Callable[..., tuple[str, int]], peer: Callable[..., Peer], script: Callable[[socket.socket], None]
 ) -> None:
     def answer(connection: socket.socket) -> None:
-        shake(connection)
-        read(connection)
-        connection.sendall(frame({"ok": True, "fine": 1}))
+        known = shake(connection)
+        known.hear()
+        known.say({"ok": True, "fine": 1})
 
     one = peer(played(script, answer), timeout=TIMEOUT)
     began = time.monotonic()
@@ -606,36 +702,41 @@ def test_a_reply_that_comes_too_late_is_not_taken_for_that_of_the_next_request(
 @pytest.fixture
 def hasty(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> Node:
     """A server whose patience with strangers can be seen."""
-    monkeypatch.setattr(wire, "_STRANGER_SECONDS", 0.2)
+    monkeypatch.setattr(unproven, "PATIENCE_SECONDS", 0.2)
     return node()
 
 
-@pytest.mark.parametrize("said", [b"", b"\0\0", frame({"job": JOB, "nonce": b"n" * NONCE})], ids=["", "half", "hello"])
+HELLO = frame(channel.Client(SECRET, HERE).hello())
+
+
+@pytest.mark.parametrize("said", [b"", b"\0\0", HELLO], ids=["", "half", "hello"])
 def test_a_stranger_who_goes_silent_is_hung_up_on(hasty: Node, said: bytes) -> None:
     with connect(hasty.endpoint) as stranger:
         stranger.sendall(said)
         if len(said) > 2:
             assert read(stranger)["nonce"]
         assert ended(stranger)
-        assert "timed out" in hasty.event().fields["reason"]
+        assert "no proof within 0.2 s" in hasty.rejected()
 
 
 def test_a_stranger_who_drips_is_hung_up_on_as_well(hasty: Node) -> None:
     pause = threading.Event()
     with connect(hasty.endpoint) as stranger, contextlib.suppress(OSError):
-        for byte in frame({"job": JOB, "nonce": b"n" * NONCE})[:30]:  # 1.5 s, where 0.2 s are his
+        for byte in HELLO[:30]:  # 1.5 s, where 0.2 s are his
             stranger.sendall(bytes([byte]))
             pause.wait(0.05)
         pytest.fail("after seven times his time he is still listened to")
-    assert "timed out" in hasty.event().fields["reason"]
+    assert "no proof within 0.2 s" in hasty.rejected()
 
 
 def test_one_who_has_proved_who_he_is_may_take_his_time(hasty: Node) -> None:
-    with introduced(hasty.endpoint) as known:
-        known.sendall(frame({"do": "echo", "value": 4})[:10])
+    known = introduced(hasty.endpoint)
+    with known.connection:
+        raw = known.frame({"do": "echo", "value": 4})
+        known.connection.sendall(raw[:10])
         threading.Event().wait(0.5)  # where a stranger has 0.2 s
-        known.sendall(frame({"do": "echo", "value": 4})[10:])
-        assert read(known)["echo"] == 4
+        known.connection.sendall(raw[10:])
+        assert known.hear()["echo"] == 4
 
 
 # ---- hanging up ----
@@ -747,11 +848,8 @@ def test_nothing_is_asked_after_hanging_up(played: Callable[..., tuple[str, int]
         hello = read(connection)
         called.set()
         assert closed.wait(SECONDS)
-        nonce = os.urandom(NONCE)
-        connection.sendall(frame({"nonce": nonce, "proof": proof(SECRET, b"server", b"a-job", hello["nonce"], nonce)}))
-        read(connection)
+        connection.sendall(frame(channel.Server(SECRET, THERE).challenge(hello)))
         heard.put(read(connection))
-        connection.sendall(frame({"ok": True}))
 
     one = peer(played(slow_to_shake))
 
@@ -788,7 +886,7 @@ def test_a_request_that_the_handler_stumbles_over_is_answered_by_a_close_and_an_
     there = node(lambda message, payload: ({"version": message["version"]}, None))
     with pytest.raises(ProtocolError):
         peer(there.endpoint).ask("begin")
-    assert there.event(2).fields["reason"]
+    assert there.reason().startswith("KeyError: 'version' (test_wire.py:")
 
 
 # ---- the secret ----
