@@ -199,7 +199,7 @@ def _run(
     """Construct the agent and run it."""
     handler, spec = _specify(config, entrypoint, args, job, bounded)
     if isinstance(handler, Rendezvous):
-        handler.report = events.emit
+        handler.events.subscribe(lambda event: events.emit(event.name, **event.fields))
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch know more of them
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
@@ -244,7 +244,7 @@ def _of_the_job(job: Job) -> dict[str, Any]:
         "node_name": job.node, "run_dir": job.run_dir, "detect_seconds": job.config.detect_seconds,
     }  # fmt: skip
     if job.config.secret_file:
-        told["secret_file"] = job.config.secret_file
+        told |= {"secret_file": job.config.secret_file, "encrypt": job.config.encrypt}
     return told | ({"wait_seconds": job.config.capture.wait_seconds} if job.config.capture else {})
 
 

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..errors import ConfigError, ProtocolError
+from ..smp import protocol
 from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, Client, Who
-from . import message as frames
+from ..smp.protocol import FRAME_LIMIT
 from .endpoint import Endpoint
-from .message import HEAD, REPLY_LIMIT, REQUEST_LIMIT, Message
+from .requests import Message
 
 PURPOSE = "rendezvous"
+HEAD = 4  # bytes before the content of a frame, which tell its length
 REFUSED: Message = {"refused": True}  # all that a node says to one of another job
 _ASKED_AT_ONCE = 32
 _TRIES = 3  # of a connection that ends before the peer has spoken: with many new ones at once it drops the oldest
@@ -37,11 +40,12 @@ class Credentials:
     secret: bytes
     run: str
     node: str
+    encrypt: bool = False
 
     @property
     def who(self) -> Who:
         """This node in a handshake."""
-        return Who(PURPOSE, self.run, self.node)
+        return Who(PURPOSE, self.run, self.node, self.encrypt)
 
 
 class ForeignError(ConnectionError):
@@ -87,10 +91,10 @@ class Line:
 
     def _prove(self, until: float, credentials: Credentials) -> Channel:
         client = Client(credentials.secret, credentials.who)
-        hello = frames.pack(client.hello(), HANDSHAKE_LIMIT)
+        hello = protocol.pack(client.hello())
         try:
-            self._socket.sendall(frames.head(len(hello)) + hello)
-            challenge = frames.unpack(self._read(self._announced(HANDSHAKE_LIMIT, until), until))
+            self._socket.sendall(head(hello) + hello)
+            challenge = protocol.unpack(self._read(self._announced(HANDSHAKE_LIMIT, until), until), proven=False)
         except (ConnectionResetError, BrokenPipeError, EOFError) as error:
             raise _HungUpError("it closed the connection") from error
         if challenge == REFUSED:
@@ -99,21 +103,21 @@ class Line:
             answer, channel = client.answer(challenge)
         except ProtocolError as error:
             raise ForeignError(str(error)) from error
-        proof = frames.pack(answer, HANDSHAKE_LIMIT)
-        self._socket.sendall(frames.head(len(proof)) + proof)
+        proof = protocol.pack(answer)
+        self._socket.sendall(head(proof) + proof)
         return channel
 
     def ask(self, message: Message) -> Message:
         """The reply to `message`."""
         until = time.monotonic() + self._seconds
         try:
-            payload = frames.pack(message, REQUEST_LIMIT)
+            payload = protocol.pack(message)
             body, tag = self._channel.sealer.seal(payload)
             self._socket.settimeout(self._seconds)
-            self._socket.sendall(b"".join((frames.head(len(payload)), body, tag)))
-            length = self._announced(REPLY_LIMIT, until)
+            self._socket.sendall(b"".join((head(payload), body, tag)))
+            length = self._announced(FRAME_LIMIT, until)
             sealed = memoryview(self._read(length + TAG, until))
-            return frames.unpack(bytes(self._channel.opener.open(sealed[:length], bytes(sealed[length:]))))
+            return protocol.unpack(self._channel.opener.open(sealed[:length], bytes(sealed[length:])))
         except EOFError as error:
             self.close()
             raise ConnectionError("it closed the connection") from error
@@ -122,7 +126,7 @@ class Line:
             raise ConnectionError(_why(error, self._seconds)) from error
 
     def _announced(self, limit: int, until: float) -> int:
-        return frames.length(self._read(HEAD, until), limit)
+        return protocol.announced(self._read(HEAD, until), limit)
 
     def _read(self, count: int, until: float) -> bytes:
         """So many bytes. Raises EOFError where the peer has closed, TimeoutError where they are not here by then."""
@@ -179,6 +183,11 @@ def answers(endpoint: Endpoint, seconds: float) -> bool:
     except ConnectionError:
         return False
     return True
+
+
+def head(payload: bytes) -> bytes:
+    """What goes before a payload: its length, without that of the tag that follows it after the handshake."""
+    return struct.pack(">I", len(payload))
 
 
 def hang_up(connection: socket.socket) -> None:

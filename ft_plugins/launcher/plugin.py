@@ -14,6 +14,7 @@ In: torch's `RendezvousParameters`. Out: `Settings`, a handler.
         join_timeout    seconds for a round to be put together, beside wait_seconds; default: 600
         detect_seconds  a node that is silent for so long is gone; default: 10
         run_dir         folder in which the nodes of the last round are remembered; default: nowhere
+        encrypt         true: encrypt what nodes send each other here, on all of them; default: only authenticate it
         secret_file     file of mode 0600 by whose content nodes know each other (ft-run: --ftp-secret-file); without it
                         the endpoint has to be a loopback address, and other users of this machine are kept out
 """
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 BACKEND = "ft_plugins"
 _KEYS = (
-    "detect_seconds join_timeout last_call_timeout node_name node_rank run_dir secret_file sizes wait_seconds"
+    "detect_seconds encrypt join_timeout last_call_timeout node_name node_rank run_dir secret_file sizes wait_seconds"
 ).split()
 _RUN_LIMIT = 256  # characters of the job's name, as a handshake takes them
 _OF_TORCH = ("timeout",)  # torch's launcher sets it for back-ends of old
@@ -60,6 +61,7 @@ class Settings:
     wanted: int | None
     run_dir: Path | None
     secret: bytes = field(repr=False)
+    encrypt: bool
     only_here: bool
 
     @classmethod
@@ -106,6 +108,7 @@ class Settings:
             wanted=_rank(parameters),
             run_dir=Path(run_dir) if run_dir else None,
             secret=secret.of_job(secret_file),
+            encrypt=str(parameters.get("encrypt", "")).lower() in ("true", "1"),
             only_here=not secret_file,
         )
 

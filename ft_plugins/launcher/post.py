@@ -6,7 +6,7 @@ one request is answered at a time, the next one when the reply is gone: what a p
 A request that cannot be answered ends its connection. Answers come from one thread, which looks up no names and holds
 no lock while it waits: a process that is forked meanwhile inherits nothing that it could hang on.
 
-In: a function from a request to its reply. Out: replies; counts of strangers, once a minute at most.
+In: a function from a request to its reply. Out: replies; counts of what was rejected, once a minute at most.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import ProtocolError
-from ..smp import descriptors
+from ..events import Events
+from ..smp import descriptors, protocol
 from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, Server
-from . import message as frames
-from .line import REFUSED, Credentials, hang_up
-from .message import HEAD, REPLY_LIMIT, REQUEST_LIMIT, Message
-from .strangers import Strangers
+from ..smp.rejected import Rejected
+from .line import HEAD, REFUSED, Credentials, hang_up, head
+from .requests import REQUEST_LIMIT, Message
 
 _PROOF_SECONDS = 5.0  # for a handshake, which takes a living peer milliseconds
 _UNPROVEN, _OF_ONE_ADDRESS = 64, 8  # connections at a time
@@ -34,6 +34,7 @@ _UNREAD_SECONDS = 10.0  # for a peer to read a reply
 _SWEEP_SECONDS = 1.0  # between two looks for those
 _CONNECTIONS = 4096
 _LEAST_WAIT = 0.01
+_TOO_MANY, _SILENT = "more connections than may be open without a proof", "no proof of the secret"
 _SHORT_SECONDS = 0.5  # without new connections, when there was no descriptor for one
 
 
@@ -60,7 +61,7 @@ class _Peer:
         if len(self.received) < HEAD:
             return None
         tag = TAG if self.channel else 0
-        end = HEAD + frames.length(self.received, self.limit - tag) + tag
+        end = HEAD + protocol.announced(self.received[:HEAD], self.limit - tag) + tag
         if len(self.received) < end:
             return None
         found = bytes(self.received[HEAD:end])
@@ -83,7 +84,7 @@ class Post:
         answer: Callable[[Message, int], Message],
         gone: Callable[[int], None],
         tick: Callable[[], float],
-        report: Callable[..., object] = lambda **counts: None,
+        events: Events,
     ) -> None:
         self.port = int(listener.getsockname()[1])
         self._listener = listener
@@ -91,7 +92,7 @@ class Post:
         self._answer = answer
         self._gone = gone
         self._tick = tick
-        self._strangers = Strangers(report)
+        self._rejected = Rejected(events)
         self._accepted = 0
         self._unproven: dict[socket.socket, _Peer] = {}  # the oldest one first
         self._places = descriptors.places(_CONNECTIONS)
@@ -137,7 +138,7 @@ class Post:
             if now >= self._next_sweep:
                 self._next_sweep = now + _SWEEP_SECONDS
                 self._sweep(now)
-            self._strangers.tick(now)
+            self._rejected.report()
             for key, events in self._selector.select(max(_LEAST_WAIT, self._tick())):
                 if key.fileobj is self._woken:
                     return
@@ -151,14 +152,16 @@ class Post:
             connection, found = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # it has gone again, or there is no descriptor for it: those that are here are still answered
-            self._strangers.note("not_accepted")
+        except (
+            OSError
+        ) as error:  # it has gone again, or there is no descriptor for it: those that are here are still answered
+            self._rejected.count("", f"could not be accepted ({error.strerror})")
             self._selector.unregister(self._listener)
             self._listening, self._accept_again = False, time.monotonic() + _SHORT_SECONDS
             return
         self._make_room(str(found[0]))
         if len(self._selector.get_map()) >= self._places:
-            self._strangers.note("too_many", str(found[0]))
+            self._rejected.count(str(found[0]), _TOO_MANY)
             connection.close()
             return
         connection.setblocking(False)
@@ -175,7 +178,7 @@ class Post:
             return
         crowd = of_address >= _OF_ONE_ADDRESS
         oldest = next(each for each, peer in self._unproven.items() if not crowd or peer.address == address)
-        self._drop(oldest, self._unproven[oldest], "too_many")
+        self._drop(oldest, self._unproven[oldest], _TOO_MANY)
 
     def _attend(self, connection: socket.socket, peer: _Peer, events: int) -> None:
         """Read what has come, answer each whole frame when the reply before is gone."""
@@ -183,7 +186,7 @@ class Post:
             if events & selectors.EVENT_READ:
                 part = connection.recv(HEAD + peer.limit)
                 if not part:
-                    self._drop(connection, peer, "silent" if peer.channel is None else "")
+                    self._drop(connection, peer, "" if peer.channel else _SILENT)
                     return
                 peer.received += part
                 if peer.channel:  # a handshake has its time, however its bytes are spread
@@ -197,14 +200,14 @@ class Post:
                 self._handle(connection, peer, frame)
         except BlockingIOError:
             pass
-        except ProtocolError:
-            self._drop(connection, peer, "malformed" if peer.channel else "refused")
+        except ProtocolError as error:
+            self._drop(connection, peer, str(error))
             return
         except OSError:
             self._drop(connection, peer)
             return
-        except Exception:  # the one place where whatever a request can cause ends: with its connection
-            self._drop(connection, peer, "failed")
+        except Exception as error:  # the one place where whatever a request can cause ends: with its connection
+            self._drop(connection, peer, str(protocol.unexpected(error)))
             return
         self._selector.modify(connection, selectors.EVENT_WRITE if peer.sending else selectors.EVENT_READ, peer)
 
@@ -212,27 +215,27 @@ class Post:
         """One step of the handshake, or one request."""
         if peer.channel:
             unit = peer.channel.opener.open(frame[:-TAG], frame[-TAG:])
-            payload = frames.pack(self._answer(frames.unpack(bytes(unit)), peer.number), REPLY_LIMIT)
+            payload = protocol.pack(self._answer(protocol.unpack(unit), peer.number))
             body, tag = peer.channel.sealer.seal(payload)
-            peer.sending += b"".join((frames.head(len(payload)), body, tag))
+            peer.sending += b"".join((head(payload), body, tag))
         elif peer.greeted:
-            peer.channel = peer.server.finish(frames.unpack(frame))
+            peer.channel = peer.server.finish(protocol.unpack(frame, proven=False))
             del self._unproven[connection]
         else:
-            hello = frames.unpack(frame)
+            hello = protocol.unpack(frame, proven=False)
             try:
-                challenge = frames.pack(peer.server.challenge(hello), HANDSHAKE_LIMIT)
+                challenge = protocol.pack(peer.server.challenge(hello))
             except ProtocolError:
-                refusal = frames.pack(REFUSED, HANDSHAKE_LIMIT)
-                connection.send(frames.head(len(refusal)) + refusal)
+                refusal = protocol.pack(REFUSED)
+                connection.send(head(refusal) + refusal)
                 raise
             peer.greeted = True
-            peer.sending += frames.head(len(challenge)) + challenge
+            peer.sending += head(challenge) + challenge
 
-    def _drop(self, connection: socket.socket, peer: _Peer, kind: str = "") -> None:
-        """End a connection; `kind` of stranger, if it was one."""
-        if kind:
-            self._strangers.note(kind, peer.address)
+    def _drop(self, connection: socket.socket, peer: _Peer, why: str = "") -> None:
+        """End a connection; `why`, if it was rejected."""
+        if why:
+            self._rejected.count(peer.address, why)
         self._unproven.pop(connection, None)
         self._selector.unregister(connection)
         hang_up(connection)
@@ -250,7 +253,7 @@ class Post:
             else:
                 late = quiet > (_UNREAD_SECONDS if peer.sending else _IDLE_SECONDS)
             if late:
-                self._drop(key.fileobj, peer, "silent" if peer.channel is None else "")  # type: ignore[arg-type]
+                self._drop(key.fileobj, peer, "" if peer.channel else _SILENT)  # type: ignore[arg-type]
 
     def _close_all(self) -> None:
         """Without a word about who has gone: that may be what has failed."""

@@ -21,7 +21,6 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -37,6 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ..errors import ConfigError, ProtocolError
+from ..events import Events
 from ..recovery.sizes import Told
 from ..recovery.stores import BoundedStore
 from . import endpoint as places
@@ -46,10 +46,9 @@ from .endpoint import Endpoint
 from .gathering import Application, Phase
 from .line import Credentials, Line
 from .memory import Memory
-from .message import Message
 from .plugin import BACKEND, Settings
 from .post import Post
-from .requests import Admission, Answered, Lead, View
+from .requests import Admission, Answered, Lead, Message, View
 from .search import Search
 from .station import Identity, Station
 
@@ -73,7 +72,7 @@ class Rendezvous(RendezvousHandler):
         self.opened_anywhere = False  # of this round: whether those of any of its nodes have
         self.trained = False  # to be told to the others: whether ranks of this node have completed an iteration
         self.trained_anywhere = False  # of this round, when it began
-        self.report: Callable[..., object] = lambda name, **fields: None  # takes events
+        self.events = Events(settings.node)  # what comes to the port and is rejected
         self._settings = settings
         self._reach = min(_LONGEST_REACH, settings.silence / 3)
         self._rest = min(_REST_SECONDS, settings.silence / 10)
@@ -82,7 +81,7 @@ class Rendezvous(RendezvousHandler):
         listener, host = _open_port(settings)
         self._host = host
         self._listener = listener
-        self._credentials = Credentials(settings.secret, settings.run, settings.node)
+        self._credentials = Credentials(settings.secret, settings.run, settings.node, settings.encrypt)
         endpoint = str(Endpoint(host, int(listener.getsockname()[1])))
         self._me = Identity(settings.run, settings.node, secrets.token_hex(8), endpoint)
         self._station = Station(self._me, settings.rules, settings.silence)
@@ -95,7 +94,7 @@ class Rendezvous(RendezvousHandler):
             self._station.answer,
             self._station.gone,
             self._station.tick,
-            lambda **counts: self.report("rendezvous.strangers", **counts),
+            self.events,
         )
         self._sizes = Told()  # as the job's ranks have told
         self._line: Line | None = None

@@ -11,9 +11,13 @@ A request is a map of its fields and `do`, its name.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .bounds import Count, Flag, Name, Reason, Seen, Token, Where
 from .gathering import Application, Phase, Roster
+
+Message = dict[str, Any]
+REQUEST_LIMIT = 8 << 10  # bytes; the longest one names an endpoint or two, and a reason
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from ..errors import ProtocolError
 from ..recovery.sizes import Told
 from .bounds import read
 from .gathering import Gathering, Phase, Place, Roster
-from .message import Message
 from .requests import (
     OF_ANYONE,
     OF_LEADS,
@@ -36,6 +35,7 @@ from .requests import (
     Look,
     Meet,
     Meeting,
+    Message,
     Serve,
     View,
     Vote,

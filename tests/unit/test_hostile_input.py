@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from ft_plugins import cli, faults, intake
 from ft_plugins.config import Config, deepspeed_json, launch_context, worker_environment
 from ft_plugins.errors import ConfigError, FtError
-from ft_plugins.launcher.post import Endpoint
+from ft_plugins.launcher.endpoint import Endpoint
 from ft_plugins.rig.hostile import altered, damaged, nested
 
 BLOCK = {

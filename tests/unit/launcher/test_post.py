@@ -13,7 +13,8 @@ import msgpack
 import pytest
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.launcher import endpoint, line, message
+from ft_plugins.events import Event, Events
+from ft_plugins.launcher import endpoint, line
 from ft_plugins.launcher.endpoint import Endpoint
 from ft_plugins.launcher.line import Credentials, ForeignError, Line
 from ft_plugins.launcher.post import _OF_ONE_ADDRESS, _PROOF_SECONDS, _SHORT_SECONDS, _UNREAD_SECONDS, Post
@@ -39,10 +40,12 @@ class Running:
     """A port on loopback that repeats what it is asked, and what it has reported."""
 
     def __init__(self, tick: Callable[[], float] = lambda: 0.1) -> None:
-        self.reports: list[dict[str, Any]] = []
+        self.reports: list[Event] = []
+        events = Events()
+        events.subscribe(self.reports.append)
         self.gone: list[int] = []
         listener = endpoint.listen_anywhere("127.0.0.1")
-        self.post = Post(listener, US, reply, self.gone.append, tick, lambda **counts: self.reports.append(counts))
+        self.post = Post(listener, US, reply, self.gone.append, tick, events)
         self.place = f"127.0.0.1:{self.post.port}"
 
     def call(self) -> socket.socket:
@@ -96,7 +99,7 @@ def prove(echo: Running) -> tuple[socket.socket, Channel]:
 
 def sealed(channel: Channel, payload: bytes) -> bytes:
     body, tag = channel.sealer.seal(payload)
-    return message.head(len(payload)) + bytes(body) + tag
+    return line.head(payload) + bytes(body) + tag
 
 
 def nested(depth: int) -> Any:
@@ -115,8 +118,8 @@ def test_a_request_that_cannot_be_answered_ends_its_connection_alone(echo: Runni
         peer.sendall(sealed(channel, payload))
         assert peer.recv(1) == b""
     echo.until(lambda: echo.reports and echo.gone)
-    [(kind, count)] = [(kind, count) for kind, count in echo.reports[0].items() if kind != "addresses"]
-    assert (kind, count) == ("failed" if b"fail" in payload else "malformed", 1)
+    [reason] = echo.reports[0].fields["reasons"]
+    assert ("RecursionError" in reason) is (b"fail" in payload) and "\n" not in reason
     assert other.ask({"do": "it"})["do"] == "it" and echo.post.answers
     other.close()
 
@@ -148,15 +151,15 @@ def test_before_the_proof_a_connection_is_one_of_a_few_for_a_few_seconds(echo: R
         with each:
             assert each.recv(1) == b""
     assert len(echo.reports) == 1, "one report a minute"
-    assert echo.reports[0]["addresses"] == ["127.0.0.1"]
+    assert list(echo.reports[0].fields["addresses"]) == ["127.0.0.1"]
 
 
 def test_before_the_proof_no_more_is_read_than_a_handshake_has(echo: Running) -> None:
     with echo.call() as stranger:
-        stranger.sendall(message.head(5000))
+        stranger.sendall(line.head(bytes(5000)))
         assert stranger.recv(1) == b""
     with echo.call() as stranger:
-        stranger.sendall(message.head(4000) + bytes(3000))
+        stranger.sendall(line.head(bytes(4000)) + bytes(3000))
         echo.until(lambda: any(len(peer.received) == 3004 for peer in echo.post._unproven.values()))
 
 

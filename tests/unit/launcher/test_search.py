@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import ProtocolError
+from ft_plugins.events import Events
 from ft_plugins.launcher import endpoint
 from ft_plugins.launcher.gathering import Place, Roster
 from ft_plugins.launcher.line import Credentials
@@ -54,7 +55,7 @@ def make() -> Iterator[Callable[..., list[Node]]]:
             station, memory = Station(Identity(run, name, f"token-{name}", end), RULES, silence), Memory("job", None)
             memory.keep(Roster(1, tuple(Place(*pair) for pair in zip(names, ends, strict=True))))
             us = Credentials(SECRET, run, name)
-            port = Post(listener, us, station.answer, station.gone, station.tick)
+            port = Post(listener, us, station.answer, station.gone, station.tick, Events())
             found.append(Node(station, memory, Search(station, memory, [], REACH, us), port))
         made.extend(found)
         return found
