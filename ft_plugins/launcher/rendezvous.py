@@ -460,6 +460,6 @@ def _open_port(settings: Settings) -> tuple[socket.socket, str]:
             return listener, endpoint.host
     host = settings.address
     if settings.only_here or not any(endpoint.port for endpoint in settings.endpoints):  # no other machine is expected
-        host = host if host and places.only_here(host) else places.LOOPBACK
+        host = host if host and places.literal(host) and places.only_here(host) else places.LOOPBACK
         return places.listen_on(host), host
     return places.listen_anywhere(host), host or socket.getfqdn()
