@@ -145,12 +145,12 @@ class ProgressAgent(LocalElasticAgent):
 
     def _serve_workers(self, spec: WorkerSpec, group: Any, exchange: PrefixStore) -> RendezvousStoreInfo:
         """Where the store of this incarnation's workers is: on the node of group rank 0, which makes it. It listens on
-        one address where that can be known: the given one, or that of this machine alone."""
+        one address where that is known: the given one; on loopback for the workers of one node."""
         if group.group_rank:
             return RendezvousStoreInfo.build(group.group_rank, exchange, spec.master_addr or spec.local_addr, 0)
         alone = group.group_world_size == 1
-        address = spec.master_addr or spec.local_addr or (places.LOOPBACK if alone else socket.getfqdn())
-        listener = places.listen_anywhere(address if alone or places.literal(address) else None)
+        address = places.LOOPBACK if alone else spec.master_addr or spec.local_addr or socket.getfqdn()
+        listener = places.listen_anywhere(address if places.literal(address) else None)
         port = int(listener.getsockname()[1])
         self._store_of_workers = TCPStore(
             address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()

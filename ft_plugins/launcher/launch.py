@@ -8,6 +8,7 @@ In: a launch configuration of torch, an entrypoint, the job. Out: an `Outcome`; 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -199,7 +200,7 @@ def _run(
     """Construct the agent and run it."""
     handler, spec = _specify(config, entrypoint, args, job, bounded)
     if isinstance(handler, Rendezvous):
-        handler.events.subscribe(lambda event: events.emit(event.name, **event.fields))
+        handler.events.subscribe(functools.partial(_pass_on, events))
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch know more of them
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
@@ -236,6 +237,10 @@ def _run(
         )
     reason = agent.verdict.reason or "a worker hangs in the kernel and cannot be ended"
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
+
+
+def _pass_on(events: Events, event: Event) -> None:
+    events.emit(event.name, **event.fields)
 
 
 def _of_the_job(job: Job) -> dict[str, Any]:

@@ -152,9 +152,7 @@ class Post:
             connection, found = self._listener.accept()
         except BlockingIOError:
             return
-        except (
-            OSError
-        ) as error:  # it has gone again, or there is no descriptor for it: those that are here are still answered
+        except OSError as error:  # there is no descriptor for it: those that are here are still answered
             self._rejected.count("", f"could not be accepted ({error.strerror})")
             self._selector.unregister(self._listener)
             self._listening, self._accept_again = False, time.monotonic() + _SHORT_SECONDS

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
@@ -38,9 +38,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from ..errors import ConfigError, ProtocolError
 from ..events import Events
 from ..recovery.sizes import Told
-from ..recovery.stores import BoundedStore
 from . import endpoint as places
-from . import line
+from . import line, store
 from .bounds import read
 from .endpoint import Endpoint
 from .gathering import Application, Phase
@@ -198,7 +197,7 @@ class Rendezvous(RendezvousHandler):
                 if chosen and complete and view.begun:
                     return self._enter(view)
                 if chosen and not complete and view.rank == 0 and not view.store:
-                    self._served = self._served or self._serve()
+                    self._served = self._served or store.serve(self._listener, self._host, self._store_bound)
                     self._ask_patiently("serve", store=str(Endpoint(self._host, self._served.port)))
                 elif not (view.waits or chosen):
                     raise ConnectionError("did not know this node any more")
@@ -232,40 +231,19 @@ class Rendezvous(RendezvousHandler):
         self._memory.keep(found.roster)
         self._served = None
 
-    def _serve(self) -> TCPStore:
-        """A store for one round, served by this process as long as it is held, on the address of this node's port."""
-        listener = places.listen_beside(self._listener)
-        port = int(listener.getsockname()[1])
-        return TCPStore(
-            self._host, port, None, True, self._store_bound, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-
     def _enter(self, view: View) -> RendezvousInfo:
         """Begin a complete round. ConnectionError: its store is gone already."""
         self._promised = 0  # kept now, or not to be kept
         if view.rank is None or not view.store:
             raise ProtocolError(f"round {view.round} is complete without a rank or a store for this node")
         place = Endpoint.read(view.store)
-        store = self._served if view.rank == 0 and self._served else self._store_at(place, view.round)
-        self._round, self._size, self._spare, self._store = view.round, view.size, False, store
+        own = self._served if view.rank == 0 else None
+        found = own or store.connect(place, self._store_bound, self._reach)
+        self._round, self._size, self._spare, self._store = view.round, view.size, False, found
         self._served, self.opened_anywhere, self.trained_anywhere = None, view.opened, view.trained
         self._waiting, self._heard, self._next_look = 0, time.monotonic(), 0.0
-        prefix = PrefixStore(f"{BACKEND}/round/{self._round}", store)
+        prefix = PrefixStore(f"{BACKEND}/round/{self._round}", found)
         return RendezvousInfo(prefix, view.rank, self._size, RendezvousStoreInfo(place.host, place.port))
-
-    def _store_at(self, place: Endpoint, number: int) -> Store:
-        """The store of a round, which another node serves. ConnectionError: it is gone, or does not answer."""
-        try:
-            socket.create_connection((place.host, place.port), self._reach).close()  # torch tries again for a minute
-        except (OSError, UnicodeError) as error:
-            raise ConnectionError(f"the store of round {number} was lost: {error}") from error
-        try:
-            return BoundedStore(
-                lambda: TCPStore(place.host, place.port, None, False, self._store_bound, wait_for_workers=False),
-                self._store_bound, str(place),
-            )  # fmt: skip
-        except DistError as error:
-            raise ConnectionError(f"the store of round {number} was lost: {error}") from error
 
     def _check(self) -> None:
         """Say that this node is awake. Raises what ends the waiting."""
@@ -485,6 +463,6 @@ def _open_port(settings: Settings) -> tuple[socket.socket, str]:
             return listener, endpoint.host
     host = settings.address
     if settings.only_here or not any(endpoint.port for endpoint in settings.endpoints):  # no other machine is expected
-        host = host if host and places.only_here(host) else places.LOOPBACK
+        host = host if host and places.literal(host) and places.only_here(host) else places.LOOPBACK
         return places.listen_on(host), host
     return places.listen_anywhere(host), host or socket.getfqdn()
