@@ -369,7 +369,8 @@ class Session:
 
 
 _ALARMS = {
-    *("protection.lost", "protection.gained", "slot.corrupt", "restore.scratch", "checkpoint.damaged", "storage.unreachable"),
+    *("protection.lost", "protection.gained", "slot.corrupt", "restore.scratch"),
+    *("checkpoint.damaged", "storage.unreachable"),
     *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "sync.offenders", "version.tainted"),
 }
 

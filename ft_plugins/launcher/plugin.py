@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from . import waiting
 from .rounds import Rules
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Settings:
     silence: float  # seconds
     wanted: int | None
     run_dir: Path | None
+    command: str = ""  # as it is to be given on another node
 
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> Settings:
@@ -86,6 +88,7 @@ class Settings:
             silence=_seconds(parameters, "detect_seconds", 10.0),
             wanted=_rank(parameters),
             run_dir=Path(run_dir) if run_dir else None,
+            command=waiting.command(),
         )
 
 

@@ -43,6 +43,7 @@ from .plugin import BACKEND, Settings
 from .post import Endpoint, Line, Message, Post
 from .search import Search
 from .station import Identity, Lead, Station, read
+from .waiting import Waiting
 
 _LOOK_SECONDS = 0.1  # between two looks at a round that is being put together
 _REST_SECONDS = 1.0  # between two looks at a complete one; as torch
@@ -86,6 +87,7 @@ class Rendezvous(RendezvousHandler):
         self._limit = 0.0  # monotonic; for the round to be complete
         self._next_look = self._next_meeting = self._heard = 0.0  # monotonic
         self._waiting = 0
+        self._said: Waiting | None = None  # about the round that is waited for
         self._shut = False
 
     def get_backend(self) -> str:
@@ -117,6 +119,8 @@ class Rendezvous(RendezvousHandler):
         self._round, self._spare, self._promised = 0, False, 0
         self._learn_sizes()
         self._allow()
+        settings = self._settings
+        self._said = Waiting(settings.rules, settings.silence, settings.command)
         while True:
             lead = self._find()
             try:
@@ -184,6 +188,9 @@ class Rendezvous(RendezvousHandler):
                 if self._spare:
                     self._allow()
                 self._seen = reply
+                if self._said and not (complete or chosen):
+                    missing = [str(name) for name in reply.get("missing", ())]
+                    self._said.look(reply["waiting"], missing, lead.token == self._me.token, self._limit)
                 self._pause(self._rest if self._spare else _LOOK_SECONDS)
         except (ConnectionError, ProtocolError):
             raise  # nobody is there to be told

@@ -250,6 +250,7 @@ class Station:
             "waits": waits,
             "waiting": len(waiting),
             "names": waiting[:_NAMED],
+            "missing": gathering.missing[:_NAMED],
             "done": len(gathering.done),
             "lost": len(gathering.lost(now)),
         }

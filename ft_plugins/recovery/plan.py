@@ -116,8 +116,8 @@ class RecoveryPlan:
         their log: it is computed again, and that is said."""
         next_one = 1 + (self.version.iteration if self.version is not None else self.loaded)
         left = (
-            f"every rank had completed {self.completed}, {self.lost} lost; iteration {next_one} is computed next, again "
-            f"if it was logged before; lineage {self.lineage}"
+            f"every rank had completed {self.completed}, {self.lost} lost; iteration {next_one} is computed next, "
+            f"again if it was logged before; lineage {self.lineage}"
         )
         if self.version is not None:
             why = f" ({self.reason})" if self.tier == "storage" else ""

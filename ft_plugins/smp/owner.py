@@ -339,12 +339,15 @@ class SnapshotProcess:
 
     def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:
         reason, seconds = protocol.field(request, "reason", str), protocol.field(request, "seconds", float)
-        return self.to_storage(reason, max(0.0, seconds), protocol.field(request, "only_due", bool))
+        keep = protocol.field(request, "keep", bool) if "keep" in request else False
+        return self.to_storage(reason, max(0.0, seconds), protocol.field(request, "only_due", bool), keep)
 
-    def to_storage(self, reason: str, seconds: float = 0.0, only_due: bool = False) -> dict[str, Any]:
+    def to_storage(
+        self, reason: str, seconds: float = 0.0, only_due: bool = False, keep: bool = False
+    ) -> dict[str, Any]:
         """`Persister.request`; at the end of protection also for what is set aside, and not taken over yet."""
         if only_due or reason == REQUEST:
-            return self.persister.request(reason, seconds, only_due)
+            return self.persister.request(reason, seconds, only_due, keep)
         deadline = time.monotonic() + seconds
         found = self.persister.request(reason, seconds)
         nothing = found["state"] == "nothing"  # of this size: what is aside is the newest

@@ -9,6 +9,7 @@ checkpoints before it as they were. Every small file carries its own digest.
         rank-00003.json                    its size, layout, digest over the file's header, digest table, small state
         rank-00003.index.json              what lies where in it, for an export: see `index`
         manifest.json                      which job, its fingerprint, how many ranks
+        keep                               empty, where a person wants it to stay: retention does not remove it
 
 In: a job's folder in storage. Out: `Stored`, `Record`, `Manifest`; folders made complete or removed.
 """
@@ -34,6 +35,7 @@ from .slots import Mark, Version
 
 FORMAT = "ft_plugins checkpoint 1"
 _PARTIAL = ".partial"
+_KEEP = "keep"
 _FOLDER = re.compile(rf"v(?P<lineage>\d+)-(?P<iteration>\d+)(?P<partial>{re.escape(_PARTIAL)})?")
 _RECORD = re.compile(r"rank-(\d+)\.json")
 
@@ -162,6 +164,12 @@ def publish(building: Path, final: Path) -> Path:
     return final
 
 
+def keep(folder: Path) -> None:
+    """Have a complete checkpoint stay, durably, until a person removes it. Raises OSError."""
+    os.close(os.open(folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    sync_folder(folder)
+
+
 def withdraw(folder: Path, ranks: list[int]) -> None:
     """Remove what `ranks` have in an unfinished checkpoint, and the folder with the last of them. Never raises: what
     a storage that is gone or read-only will not let go of is stale and removed by a later `remove`. A checkpoint that
@@ -216,7 +224,8 @@ def _stored(folder: Path, version: Version) -> Stored:
     if Version(manifest.lineage, manifest.iteration) != version:
         return Stored(version, folder.name, complete=True, problem=f"{folder}: its manifest is of another version")
     digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest
-    return Stored(version, folder.name, complete=True, fingerprint=digest, certified=manifest.certified)
+    kept = (folder / _KEEP).exists()
+    return Stored(version, folder.name, complete=True, fingerprint=digest, certified=manifest.certified, kept=kept)
 
 
 def is_complete(folder: Path, origin: Origin) -> bool:
