@@ -82,7 +82,7 @@ class Checkpoints:
         self._events = events
         self._patience = patience
         self._stopping = stopping
-        self._failing = Failing(alarms, "storage")
+        self._failing = Failing(alarms, f"storage of {node}")
         self._looked: Origin | None = None  # whose checkpoints in storage are known of
         self.adopted = 0  # segments of an SMP that died
         self.unfinished: list[Unfinished] = []

@@ -77,9 +77,12 @@ class SnapshotProcess:
         self.adopted = len(self._segments)
         self._aside = Former(job, node)
         self._alarms = Alarms(run_dir)
+        self._alarms.forget()  # what an SMP before this one wanted to say
         self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events, self._alarms)
         self.persister = Persister(run_dir, job, node, events, alarms=self._alarms)
-        self._aside_storage = FormerStorage(run_dir, job, node, self._aside, lambda: self.persister.storage, events)
+        self._aside_storage = FormerStorage(
+            run_dir, job, node, self._aside, lambda: self.persister.storage, events, self._alarms
+        )
         self._asked = Asked(run_dir, self._tier, events)
         self._spare_here = Spare(
             run_dir, node, lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
