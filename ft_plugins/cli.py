@@ -111,6 +111,9 @@ def now(
     job: JobOption = None,
     node: NodeOption = None,
     seconds: Annotated[float, typer.Option(min=0, help="how long to wait for it")] = 600.0,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="it stays, whatever --reft-checkpoint-keep says, until its folder is removed")
+    ] = False,
 ) -> None:
     """Write the newest snapshot of a running job to its --reft-checkpoint-dir, and print where it is."""
     found = [path for path in _run_directories(job, node) if liveness.held(path / "smp.lock")]
@@ -120,7 +123,7 @@ def now(
     if len(names) > 1:
         raise ConfigError(f"--job: several jobs have an SMP here, name one of: {', '.join(names)}")
     with ThreadPoolExecutor(len(found)) as pool:  # SMPs of nodes that share this machine write one checkpoint together
-        outcomes = list(pool.map(lambda run_dir: _checkpoint(run_dir, seconds), found))
+        outcomes = list(pool.map(lambda run_dir: _checkpoint(run_dir, seconds, keep), found))
     for path in sorted(set(outcomes)):
         print(path)
 
@@ -332,9 +335,12 @@ def _on_nodes(tier: Mapping[str, Any]) -> str:
 def _in_storage(storage: Mapping[str, Any]) -> str:
     if not storage:
         return "off"
+    kept = ", ".join(f"iteration {iteration}" for _, iteration in storage.get("kept", ()))
+    more = f"; kept: {kept}" if kept else ""
     if storage["failed"]:
-        return f"failed: {storage['failed']}"
-    return f"iteration {storage['newest'][1]}, lineage {storage['newest'][0]}" if storage["newest"] else "none yet"
+        return f"failed: {storage['failed']}{more}"
+    newest = storage["newest"]
+    return (f"iteration {newest[1]}, lineage {newest[0]}" if newest else "none yet") + more
 
 
 def _draw(cluster: Cluster, threshold: float, path: Path) -> None:
@@ -369,11 +375,11 @@ def _drawing(option: str, path: Path) -> Iterator[None]:
         raise FtError(f"{option} {path}: cannot be written ({error.strerror})") from error
 
 
-def _checkpoint(run_dir: Path, seconds: float) -> str:
+def _checkpoint(run_dir: Path, seconds: float, keep: bool) -> str:
     """Have the SMP of a run directory write the newest version; the checkpoint's folder. Raises FtError."""
     where = f"job {run_dir.parent.name} on node {run_dir.name}"
     with smp.Client(run_dir, ASK_SECONDS) as client:
-        found = client.checkpoint(smp.REQUEST, seconds)
+        found = client.checkpoint(smp.REQUEST, seconds, keep=keep)
     match found["state"]:
         case "done":
             return str(found["path"])

@@ -153,6 +153,12 @@ class Gathering:
         return self._names
 
     @property
+    def missing(self) -> list[str]:
+        """Names of the nodes of the last round that do not wait."""
+        here = set(self.waiting)
+        return [place.node for place in self.roster.members if place.node not in here]
+
+    @property
     def places(self) -> list[Place]:
         """The nodes that wait."""
         return [Place(found.node, found.endpoint) for found in self._waiting.values()]

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.schema import NAME_PATTERN, NAME_RULE
 from ..errors import ConfigError
 from ..intake import SECONDS_LIMIT, shown
-from . import identity
+from . import identity, waiting
 from .rounds import Rules
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Settings:
     secret: bytes = field(repr=False)
     encrypt: bool
     only_here: bool
+    command: str = ""  # as it is to be given on another node
 
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> Settings:
@@ -110,6 +111,7 @@ class Settings:
             secret=secret.of_job(secret_file),
             encrypt=str(parameters.get("encrypt", "")).lower() in ("true", "1"),
             only_here=not secret_file,
+            command=waiting.command(),
         )
 
 

@@ -50,6 +50,7 @@ from .post import Post
 from .requests import Admission, Answered, Lead, Message, View
 from .search import Search
 from .station import Identity, Station
+from .waiting import Waiting
 
 _LOOK_SECONDS = 0.1  # between two looks at a round that is being put together
 _REST_SECONDS = 1.0  # between two looks at a complete one; as torch
@@ -107,6 +108,7 @@ class Rendezvous(RendezvousHandler):
         self._limit = 0.0  # monotonic; for the round to be complete
         self._next_look = self._next_meeting = self._heard = 0.0  # monotonic
         self._waiting = 0
+        self._said: Waiting | None = None  # about the round that is waited for
         self._shut = False
 
     def get_backend(self) -> str:
@@ -138,6 +140,8 @@ class Rendezvous(RendezvousHandler):
         self._round, self._spare, self._promised = 0, False, 0
         self._learn_sizes()
         self._allow()
+        settings = self._settings
+        self._said = Waiting(settings.rules, settings.silence, settings.command)
         while True:
             lead = self._find()
             try:
@@ -205,6 +209,8 @@ class Rendezvous(RendezvousHandler):
                 if self._spare:
                     self._allow()
                 self._seen = view
+                if self._said and not (complete or chosen):
+                    self._said.look(view.waiting, view.missing, lead.token == self._me.token, self._limit)
                 self._pause(self._rest if self._spare else _LOOK_SECONDS)
         except (ConnectionError, ProtocolError):
             raise  # there is no lead to leave

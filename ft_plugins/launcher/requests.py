@@ -145,7 +145,7 @@ class Admission:
 @dataclass(frozen=True)
 class View:
     """How the round stands for one process: `rank`, `size` and `store` where it was chosen, `roster` where the round is
-    complete and it did not know. `opened`, `trained`: see `Proposal`."""
+    complete and it did not know. `missing` are of the last round. `opened`, `trained`: see `Proposal`."""
 
     phase: Phase
     round: Count
@@ -153,6 +153,7 @@ class View:
     waits: Flag
     waiting: Count
     names: tuple[Name, ...]
+    missing: tuple[Name, ...]
     done: Count
     lost: Count
     rank: Count | None = None

@@ -225,6 +225,7 @@ class Station:
             waits=waits,
             waiting=len(waiting),
             names=tuple(waiting[:_NAMED]),
+            missing=tuple(gathering.missing[:_NAMED]),
             done=len(gathering.done),
             lost=len(gathering.lost(now)),
         )

@@ -28,8 +28,6 @@ class Alarms:
         self._lock = threading.Lock()
         self._words: dict[str, str] = {}
         self._over: set[str] = set()
-        with suppress(OSError):  # of an SMP before this one
-            self._path.unlink(missing_ok=True)
 
     def say(self, about: str, words: str, over: bool = False) -> None:
         """Have it printed, unless the last words about this were the same. `over`: it is no alarm any more."""

@@ -24,7 +24,7 @@ from ..events import Events
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
 from ..snapshot.index import kept_path
-from ..snapshot.retention import Storage
+from ..snapshot.retention import Storage, Stored
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, SlotState, Version
 from .alarms import Alarms, Failing
@@ -82,7 +82,7 @@ class Checkpoints:
         self._events = events
         self._patience = patience
         self._stopping = stopping
-        self._failing = Failing(alarms, "storage")
+        self._failing = Failing(alarms, f"storage of {node}")
         self._looked: Origin | None = None  # whose checkpoints in storage are known of
         self.adopted = 0  # segments of an SMP that died
         self.unfinished: list[Unfinished] = []
@@ -90,6 +90,7 @@ class Checkpoints:
         self.last: Version | None = None  # the newest that was dealt with, in whatever way
         self.done: tuple[Version, Path] | None = None  # the newest that is complete
         self.failed = ""  # why the last one is not
+        self.kept: frozenset[Version] = frozenset()  # those that stay, as far as is known
 
     def forget(self) -> None:
         """They go elsewhere from now on: what is there already is not known."""
@@ -116,7 +117,7 @@ class Checkpoints:
             return
         self._looked, self.last, self.done = origin, None, None
         with suppress(OSError):  # writing will tell
-            own = retention.candidates(checkpoint.listing(base), origin.digest)
+            own = retention.candidates(self._list(base), origin.digest)
             for stored in sorted(own, key=lambda each: each.version):
                 if stored.problem or stored.version.lineage > seen.lineage:
                     continue
@@ -229,11 +230,29 @@ class Checkpoints:
         notices.withdraw()
         notices.have(item.version)
         for call in item.calls:
-            call.answer("done", **facts_of(item.version), path=str(path))
+            self.answer(call, item.version, path)
         for older in [each for each in self.unfinished if each.version < item.version]:
             self.unfinished.remove(older)
             older.let_go()
             self._report(path.parent, older.version, "a newer checkpoint was complete first", older.calls)
+
+    def answer(self, call: Call, version: Version, path: Path) -> None:
+        """What was called for is complete; it is kept if that was asked for."""
+        try:
+            if call.keep:
+                checkpoint.keep(path)
+                self.kept |= {version}
+                self._events.emit("persist.kept", **facts_of(version), path=str(path))
+        except OSError as error:
+            call.answer("failed", **facts_of(version), reason=f"{path} is written, but cannot be kept: {words(error)}")
+            return
+        call.answer("done", **facts_of(version), path=str(path))
+
+    def _list(self, base: Path) -> tuple[Stored, ...]:
+        """What is in storage, and so what of it is kept. Raises OSError."""
+        found = checkpoint.listing(base)
+        self.kept = frozenset(each.version for each in found if each.kept)
+        return found
 
     def fail(self, reason: str, iteration: int | None = None) -> None:
         """Checkpoints cannot be written, or this one could not be: a person has to know."""
@@ -258,7 +277,7 @@ class Checkpoints:
         """Remove what is older than the checkpoints to be kept."""
         removed = []
         try:
-            for stored in retention.surplus(checkpoint.listing(base), storage.keep, origin.digest):
+            for stored in retention.surplus(self._list(base), storage.keep, origin.digest):
                 checkpoint.remove(base / stored.name)
                 removed.append(stored.name)
         except OSError as error:

@@ -229,13 +229,16 @@ class Client:
         seconds = sum(shape.total for shape in protection.shapes) / _FAULT_BYTES_PER_SECOND
         return self._ask("protect", extra_seconds=seconds, rank=rank, token=token, protection=protection.block())
 
-    def checkpoint(self, reason: str, seconds: float, only_due: bool = False) -> dict[str, Any]:
-        """Have the newest version (or what was due anyway) written to storage, and wait for it up to `seconds`.
+    def checkpoint(self, reason: str, seconds: float, only_due: bool = False, keep: bool = False) -> dict[str, Any]:
+        """Have the newest version (or what was due anyway) written to storage, and wait for it up to `seconds`. `keep`:
+        it stays there for good.
 
         `state`: 'done' (with lineage, iteration, path), 'failed' (with reason), 'writing' when the time is over,
         'nothing' when there is no version, 'off' when the job has no folder for checkpoints.
         """
-        return self._ask("checkpoint", extra_seconds=seconds, reason=reason, seconds=float(seconds), only_due=only_due)
+        return self._ask(
+            "checkpoint", extra_seconds=seconds, reason=reason, seconds=float(seconds), only_due=only_due, keep=keep
+        )
 
     def end(self) -> None:
         """The job is over: segments removed, the SMP ends. Returns when it is gone."""

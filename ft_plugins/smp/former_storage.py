@@ -20,6 +20,7 @@ from ..errors import FtError
 from ..events import Events
 from ..snapshot.retention import Storage
 from ..snapshot.slots import SlotState
+from .alarms import Alarms
 from .former import Former
 from .persister import Persister
 
@@ -28,7 +29,14 @@ class FormerStorage:
     """Of one node. Guards the persisters; what is set aside changes only after `stop`."""
 
     def __init__(
-        self, run_dir: Path, job: str, node: str, former: Former, storage: Callable[[], Storage | None], events: Events
+        self,
+        run_dir: Path,
+        job: str,
+        node: str,
+        former: Former,
+        storage: Callable[[], Storage | None],
+        events: Events,
+        alarms: Alarms | None = None,
     ) -> None:
         """`storage` tells where the checkpoints of the job go, None for nowhere."""
         self._run_dir = run_dir
@@ -37,6 +45,7 @@ class FormerStorage:
         self._former = former
         self._storage = storage
         self._events = events
+        self._alarms = alarms or Alarms(run_dir)
         self._lock = threading.Lock()
         self._running: dict[int, Persister] = {}
 
@@ -69,8 +78,9 @@ class FormerStorage:
     def _begin(self, storage: Storage) -> Persister:
         size = storage.world_size
         persister = Persister(
-            self._run_dir, self._job, f"{self._node}.of{size}", self._events, memory=f"storage-of{size}.json"
-        )
+            self._run_dir, self._job, f"{self._node}.of{size}", self._events, memory=f"storage-of{size}.json",
+            alarms=self._alarms,
+        )  # fmt: skip
         persister.write_for(storage, {rank: found.path for rank, found in self._former.sizes()[size].items()})
         return persister
 

@@ -84,9 +84,12 @@ class SnapshotProcess:
         self.adopted = len(self._segments)
         self._aside = Former(job, node)
         self._alarms = Alarms(run_dir)
+        self._alarms.forget()  # what an SMP before this one wanted to say
         self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events, self._alarms)
         self.persister = Persister(run_dir, job, node, events, alarms=self._alarms)
-        self._aside_storage = FormerStorage(run_dir, job, node, self._aside, lambda: self.persister.storage, events)
+        self._aside_storage = FormerStorage(
+            run_dir, job, node, self._aside, lambda: self.persister.storage, events, self._alarms
+        )
         self._asked = Asked(run_dir, self._tier, events)
         self._spare_here = Spare(
             run_dir, node, lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
@@ -373,12 +376,15 @@ class SnapshotProcess:
 
     def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:
         reason, seconds = protocol.field(request, "reason", str), requests.seconds(request, "seconds")
-        return self.to_storage(reason, seconds, protocol.field(request, "only_due", bool))
+        keep = protocol.field(request, "keep", bool) if "keep" in request else False
+        return self.to_storage(reason, seconds, protocol.field(request, "only_due", bool), keep)
 
-    def to_storage(self, reason: str, seconds: float = 0.0, only_due: bool = False) -> dict[str, Any]:
+    def to_storage(
+        self, reason: str, seconds: float = 0.0, only_due: bool = False, keep: bool = False
+    ) -> dict[str, Any]:
         """`Persister.request`; at the end of protection also for what is set aside, and not taken over yet."""
         if only_due or reason == REQUEST:
-            return self.persister.request(reason, seconds, only_due)
+            return self.persister.request(reason, seconds, only_due, keep)
         deadline = time.monotonic() + seconds
         found = self.persister.request(reason, seconds)
         nothing = found["state"] == "nothing"  # of this size: what is aside is the newest

@@ -27,7 +27,7 @@ from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Pin, Version
 from .alarms import Alarms
-from .checkpoints import Checkpoints, Stopped, facts_of, pin_all, words
+from .checkpoints import Checkpoints, Stopped, pin_all, words
 from .peers import written
 from .turns import FAR_SECONDS, NEAR_SECONDS, Call, Turns, View, counting, view
 
@@ -115,15 +115,15 @@ class Persister:
                 self._segments.pop(rank, None)
                 self._inodes.pop(rank, None)
 
-    def request(self, reason: str, seconds: float, only_due: bool = False) -> dict[str, Any]:
-        """Have the newest version written, and wait for that up to `seconds`.
+    def request(self, reason: str, seconds: float, only_due: bool = False, keep: bool = False) -> dict[str, Any]:
+        """Have the newest version written, and wait for that up to `seconds`. `keep`: retention does not remove it.
 
         `state` of what is returned: 'done' (with lineage, iteration, path), 'failed' (with reason), 'writing' when the
         time is over, 'nothing' when there is no version, 'off' when the job has no folder for checkpoints.
         """
         if self._storage is None:
             return {"state": "off"}
-        call = Call(reason, only_due, seconds / 2)  # the other half is for writing
+        call = Call(reason, only_due, seconds / 2, keep)  # the other half is for writing
         with self._lock:
             self._calls.append(call)
         self._wake.set()
@@ -146,6 +146,7 @@ class Persister:
             "newest": [done[0].lineage, done[0].iteration] if done else None,
             "writing": [writing.lineage, writing.iteration] if writing else None,
             "failed": self._checkpoints.failed,
+            "kept": [[version.lineage, version.iteration] for version in sorted(self._checkpoints.kept)],
         }
 
     def stop(self) -> None:
@@ -245,7 +246,7 @@ class Persister:
                 pending[found].calls.append(call)
             elif done is not None and found == done[0]:
                 self._take(call)
-                call.answer("done", **facts_of(found), path=str(done[1]))
+                self._checkpoints.answer(call, *done)
             elif version in (None, found):
                 version = found
                 takers.append(call)

@@ -35,11 +35,13 @@ REQUEST = "request"  # the reason of a call that a person has made
 
 @dataclass(eq=False)
 class Call:
-    """Somebody wants the newest version in storage, or what was due anyway (`only_due`), because of `reason`."""
+    """Somebody wants the newest version in storage, or what was due anyway (`only_due`), because of `reason`, and there
+    for good (`keep`)."""
 
     reason: str
     only_due: bool = False
     patience: float = 0.0  # seconds for the verdict on a version while the job trains
+    keep: bool = False
     began: float = field(default_factory=time.monotonic)
     target: Version | None = None  # that was named ahead
     offered: bool = False

@@ -11,6 +11,7 @@ removes it.
         rank-00003.json                    its size, layout, digest over the file's header, digest table, small state
         rank-00003.index.json              what lies where in it, for an export: see `index`
         manifest.json                      which job, its fingerprint, how many ranks
+        keep                               empty, where a person wants it to stay: retention does not remove it
 
 In: a job's folder in storage. Out: `Stored`, `Record`, `Manifest`; folders made complete or removed.
 """
@@ -38,6 +39,7 @@ from .slots import Mark, Version
 
 FORMAT = "ft_plugins checkpoint 1"
 _PARTIAL = ".partial"
+_KEEP = "keep"
 # As `folder_of` writes them, of numbers that counters reach: 10**15 iterations of a millisecond are 30,000 years.
 _FOLDER = re.compile(
     rf"v(?P<lineage>0|[1-9][0-9]{{0,14}})-(?P<iteration>0|[1-9][0-9]{{0,14}})(?P<partial>{re.escape(_PARTIAL)})?"
@@ -183,6 +185,12 @@ def publish(building: Path, final: Path) -> Path:
     return final
 
 
+def keep(folder: Path) -> None:
+    """Have a complete checkpoint stay, durably, until a person removes it. Raises OSError."""
+    os.close(os.open(folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    sync_folder(folder)
+
+
 def withdraw(folder: Path, ranks: list[int]) -> None:
     """Remove what `ranks` have in an unfinished checkpoint, and the folder with the last of them. Never raises: what
     a storage that is gone or read-only will not let go of is stale and removed by a later `remove`. A checkpoint that
@@ -243,7 +251,8 @@ def _stored(folder: Path, version: Version) -> Stored:
     if Version(manifest.lineage, manifest.iteration) != version:
         return Stored(version, folder.name, complete=True, problem=f"{folder}: its manifest is of another version")
     digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest
-    return Stored(version, folder.name, complete=True, fingerprint=digest, certified=manifest.certified)
+    kept = (folder / _KEEP).exists()
+    return Stored(version, folder.name, complete=True, fingerprint=digest, certified=manifest.certified, kept=kept)
 
 
 def _begun_by(folder: Path) -> str:

@@ -2,7 +2,8 @@
 
 Invariant: nodes that decide alone decide alike. A version's turn follows from its iteration; one that is asked for
 while the job trains is named before it exists; when nothing moves any more, the nodes lay open what they hold and take
-the newest version that all of them have. What is removed is older than `keep` complete checkpoints of the same job.
+the newest version that all of them have. What is removed is older than `keep` complete checkpoints of the same job, and
+none of those that a person has asked to keep.
 
 In: versions that a node's ranks hold, what other nodes offer, what lies in storage. Out: versions and names.
 """
@@ -55,7 +56,8 @@ class Offer:
 @dataclass(frozen=True)
 class Stored:
     """A checkpoint's folder in storage. `fingerprint` is the digest of its job's, '' where nothing in it says so yet;
-    `problem` says why a complete one cannot be used, `certified` what its manifest says (see `checkpoint.Manifest`)."""
+    `problem` says why a complete one cannot be used, `certified` what its manifest says (see `checkpoint.Manifest`);
+    `kept` is one that a person wants to stay."""
 
     version: Version
     name: str
@@ -63,6 +65,7 @@ class Stored:
     fingerprint: str = ""
     problem: str = ""
     certified: bool | None = None
+    kept: bool = False
 
 
 def due(
@@ -138,15 +141,15 @@ def held_by_job(offers: Iterable[Offer], world_size: int) -> Version | None:
 def surplus(found: Sequence[Stored], keep: int, fingerprint: str) -> tuple[Stored, ...]:
     """What is to be removed once a new checkpoint of the job with `fingerprint` is complete.
 
-    Its complete ones beyond the newest `keep`, but for the newest that is certified, and what was begun before the
-    newest of them and never finished. Checkpoints of other jobs stay, and what these have begun: nobody here knows
-    whether they are still wanted, or are being written.
+    Its complete ones beyond the newest `keep`, but for the newest that is certified and those that are kept, which do
+    not count among them; and what was begun before the newest of them and never finished. Checkpoints of other jobs
+    stay, and what these have begun: it is not known here whether they are still wanted, or are being written.
     """
     own = sorted((each for each in found if each.complete and each.fingerprint == fingerprint), key=_version)
     if not own:
         return ()
     agreed = [each for each in own if each.certified][-1:]
-    older = [each for each in own[:-keep] if each not in agreed]
+    older = [each for each in [each for each in own if not each.kept][:-keep] if each not in agreed]
     unfinished = [
         each
         for each in found

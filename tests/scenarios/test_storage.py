@@ -385,11 +385,14 @@ def test_a_person_asks_for_a_checkpoint_and_is_told_where_it_is(
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
     job = standing_after(torch_server, spec, 5)
     program = "from ft_plugins.cli import main; main()"
-    command = [sys.executable, "-c", program, "checkpoint", "now", "--job", spec.name]
+    command = [sys.executable, "-c", program, "checkpoint", "now", "--keep", "--job", spec.name]
     environment = {**os.environ, "XDG_RUNTIME_DIR": spec.folder}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND)
     assert (found.returncode, found.stdout) == (0, f"{base(spec) / 'v1-5'}\n"), found.stderr
-    assert complete(spec) == ["v1-5"]
+    assert complete(spec) == ["v1-5"] and (base(spec) / "v1-5" / "keep").exists()
+    command = [sys.executable, "-c", program, "status", "--job", spec.name]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND).stdout
+    assert "kept: iteration 5" in " ".join(shown.split()), shown
     go_on(spec)
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
 

@@ -508,6 +508,27 @@ def test_a_node_that_was_never_in_ends_alone(start: Start) -> None:
 # ---- what goes wrong is said ----
 
 
+def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    join(a, b)
+    assert "waiting" not in capfd.readouterr().err, "nobody was missed"
+    b.kill()
+    until(a, 1)
+    a.tell("join")
+    said = ""
+    for _ in range(int(WAIT / 0.1)):
+        said += capfd.readouterr().err
+        if said:
+            break
+        time.sleep(0.1)
+    assert said.startswith("ft-run: waiting for a node in the place of b (for ")
+    assert f"give there, in {os.getcwd()}: " in said and "pytest" in said
+    substitute = start(3, "c", nodes="2:2")
+    assert substitute.ask("join")["names"] == a.hear()["names"] == ["a", "c"]
+
+
 def test_too_late_is_told_with_who_is_there_and_who_is_not(start: Start) -> None:
     a = start(1, "a", join_timeout=1, wait_seconds=0)
     kind, text = a.tell("join").error()

@@ -50,7 +50,7 @@ def test_a_new_incarnation_hears_what_still_holds_and_not_what_is_over(tmp_path:
     alarms.say("disk", "it is full")
     alarms.forget("replicas")
     assert shown(tmp_path) == {"disk": "it is full"}
-    Alarms(tmp_path)
+    Alarms(tmp_path).forget()
     assert shown(tmp_path) == {}, "an SMP knows nothing of what the one before it wanted to say"
 
 

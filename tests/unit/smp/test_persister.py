@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -257,7 +258,7 @@ def test_on_request_the_newest_version_is_written_and_asked_again_is_there_alrea
     assert node.persister.request("request", SECONDS) == expected
     assert node.persister.request("request", SECONDS) == expected
     assert complete(base) == ["v1-22"] and len(node.events("persist.begin")) == 1
-    assert node.persister.status() == {"path": str(base), "newest": [1, 22], "writing": None, "failed": ""}
+    assert node.persister.status() == {"path": str(base), "newest": [1, 22], "writing": None, "failed": "", "kept": []}
 
 
 def test_only_what_was_due_is_written_when_a_job_ends(host: Callable[..., Host], storage: Storage, base: Path) -> None:
@@ -444,6 +445,44 @@ def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_t
     node.wait("persist.done", 2)
     assert complete(base) == ["v1-10", "v1-30"] and node.persister.status()["failed"] == ""
     assert len(node.events("persist.failed")) == 1
+
+
+def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another_smp(
+    host: Callable[..., Host], storage: Storage, base: Path
+) -> None:
+    node = host()
+    node.told(replace(storage, keep=1))
+    node.capture(10)
+    node.wait("persist.done")
+    assert node.persister.request("request", SECONDS, keep=True)["path"] == str(base / "v1-10"), "it was there already"
+    node.capture(11)
+    assert node.persister.request("request", SECONDS, keep=True)["iteration"] == 11
+    assert [event.fields["iteration"] for event in node.events("persist.kept")] == [10, 11]
+    node.capture(20)
+    node.wait("persist.done", 3)
+    node.persister.stop()
+
+    again = Persister(node.run_dir, node.job, node.name, Events())
+    again.adopt({number: rank.path for number, rank in node.ranks.items()})
+    node.capture(30)
+    until(lambda: complete(base) == ["v1-10", "v1-11", "v1-30"], lambda: str(complete(base)))
+    assert again.status()["kept"] == [[1, 10], [1, 11]]
+    again.stop()
+
+
+def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(
+    host: Callable[..., Host], storage: Storage, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "keep"))
+
+    monkeypatch.setattr("ft_plugins.snapshot.checkpoint.keep", full)
+    node = host()
+    node.told(storage)
+    node.capture(7)
+    found = node.persister.request("request", SECONDS, keep=True)
+    assert found["state"] == "failed" and "is written, but cannot be kept: No space left on device" in found["reason"]
+    assert complete(base) == ["v1-7"] and node.persister.status()["kept"] == []
 
 
 def test_a_full_disk_is_left_for_a_trainer_to_print_once_and_that_it_has_room_again(

@@ -146,6 +146,14 @@ def test_pruning_leaves_the_newest_complete_ones(entries: list[tuple[int, int, b
     assert [each.version for each in candidates(left, "f")] == complete[:2]
 
 
+def test_a_checkpoint_that_is_kept_is_never_pruned_nor_counted_among_the_newest() -> None:
+    found = [replace(stored(v(100)), kept=True), stored(v(200)), stored(v(300)), replace(stored(v(400)), kept=True)]
+    assert surplus(found, 2, "f") == ()
+    assert [each.version for each in surplus([*found, stored(v(500))], 2, "f")] == [v(200)]
+    assert [each.version for each in surplus([*found, stored(v(500))], 1, "f")] == [v(200), v(300)]
+    assert surplus([found[0], found[3]], 1, "f") == ()
+
+
 def certified(version: Version, known: bool | None = True) -> Stored:
     return replace(stored(version), certified=known)
 
