@@ -133,6 +133,15 @@ def test_the_next_incarnation_goes_on_where_the_last_one_stood_random_numbers_in
     assert len(node.events("fence.wait")) >= 15
 
 
+def test_encryption_on_a_single_node_says_that_it_has_no_effect(
+    live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert live(1, secret_file="/nowhere", encrypt=True)["error"] is None
+    assert "--ftp-encrypt has no effect on snapshots: no node of this job sends any" in capfd.readouterr().out
+    live(2, secret_file="/nowhere")
+    assert "--ftp-encrypt has no effect" not in capfd.readouterr().out
+
+
 def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(
     node: Node, live: Callable[..., dict[str, Any]]
 ) -> None:
