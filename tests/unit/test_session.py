@@ -166,6 +166,15 @@ def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
     assert "restore.scratch: rank 0: --ftp-resume fresh" in alarms
 
 
+def test_encryption_on_a_single_node_says_that_it_has_no_effect(
+    live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert live(1, secret_file="/nowhere", encrypt=True)["error"] is None
+    assert "--ftp-encrypt has no effect on snapshots: no node of this job sends any" in capfd.readouterr().out
+    live(2, secret_file="/nowhere")
+    assert "--ftp-encrypt has no effect" not in capfd.readouterr().out
+
+
 def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(
     node: Node, live: Callable[..., dict[str, Any]]
 ) -> None:

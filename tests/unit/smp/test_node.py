@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +66,7 @@ class Node:
             self.segments[rank].ranges = [(at, min(BUCKET, nbytes - at)) for at in range(0, nbytes, BUCKET)]
         self.seen: list[Event] = []
         self.tier = self._start()
-        self.endpoint = self.tier.endpoint("127.0.0.1", str(cluster.secret))
+        self.endpoint = self.tier.endpoint("127.0.0.1", str(cluster.secret), cluster.encrypt)
 
     def _start(self) -> NodeTier:
         events = Events(self.name)
@@ -115,8 +116,11 @@ class Node:
 class Cluster:
     """A job of two sharding groups over `count` nodes with two ranks each, uneven shares."""
 
-    def __init__(self, folder: Path, job: str, count: int, losses: int, mbps: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, job: str, count: int, losses: int, mbps: float = 0.0, encrypt: bool = False
+    ) -> None:
         self.folder = folder
+        self.encrypt = encrypt
         self.job = job
         self.secret = folder / "secret"
         self.secret.write_text("a secret of this job alone")
@@ -193,8 +197,8 @@ def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
 def cluster(tmp_path: Path, job: str) -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
 
-    def make(count: int, losses: int = 1, mbps: float = 0.0) -> Cluster:
-        made.append(Cluster(tmp_path, job, count, losses, mbps))
+    def make(count: int, losses: int = 1, mbps: float = 0.0, encrypt: bool = False) -> Cluster:
+        made.append(Cluster(tmp_path, job, count, losses, mbps, encrypt))
         return made[-1]
 
     yield make
@@ -365,6 +369,30 @@ def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
         job.nodes[0].tier.endpoint("127.0.0.2", str(job.secret))
 
 
+def test_what_is_encrypted_on_the_way_is_gathered_and_rebuilt_the_same(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(3, encrypt=True)
+    job.protect()
+    job.train(1, 2)
+    (fresh,) = job.substitute(1)
+    for rank in job.ranks[1]:
+        job.rebuild(fresh, rank, Version(1, 2), (1,))
+        assert fresh.holds(rank, Version(1, 2))
+
+
+def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(2)
+    tier, where = job.nodes[0].tier, job.nodes[0].endpoint
+    job.secret.write_text("another secret of this job")
+    assert tier.endpoint("127.0.0.1", str(job.secret)) == where
+    me = Who(PURPOSE, job.job, "n1")
+    with closing(Peer(where, me, b"another secret of this job", 5)) as peer, pytest.raises(ProtocolError, match="beat"):
+        peer.ask("beat me")
+    assert tier.endpoint("127.0.0.1", str(job.secret), True) == where
+    differs = pytest.raises(ProtocolError, match="--ftp-encrypt: expected False as on this node, found True")
+    with closing(Peer(where, me, b"another secret of this job", 5)) as peer, differs:
+        peer.ask("beat me")
+
+
 def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
     job.protect(5)
@@ -374,7 +402,7 @@ def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: C
     frame = np.ones(10, dtype=np.uint8)
     with pytest.raises(ProtocolError, match="do not belong"):
         peer.ask("take", frame, version=[5, 1], epoch=5, key=[0, 9, 0], node=1, at=0, exponent=0)
-    with pytest.raises(ProtocolError, match="no request"):
+    with pytest.raises(ProtocolError, match="unknown request"):
         peer.ask("format-the-disk")
     job.nodes[0].tier.suspend()
     with pytest.raises(ProtocolError, match="does not gather"):

@@ -137,13 +137,14 @@ def resident() -> int:
 
 @pytest.mark.parametrize("name", COSTLY)
 def test_what_strangers_send_takes_no_memory(node: Node, stranger: Callable[..., socket.socket], name: str) -> None:
-    before = resident()
-    most = before
+    before = most = resident()
+    strangers = []
     for number in range(40):
-        stranger(f"127.0.0.{2 + number}", COSTLY[name])
+        strangers.append(stranger(f"127.0.0.{2 + number}", COSTLY[name]))
         most = max(most, resident())
-    assert node.answers()
+    assert open_ones(strangers, 0) == 0, "each was closed as soon as it announced more than a handshake needs"
     assert max(most, resident()) - before < 8 << 20, "40 of them, up to 1 MiB each"
+    assert node.answers()
 
 
 HELLO = channel.Client(SECRET, HERE).hello()
