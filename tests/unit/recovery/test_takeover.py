@@ -29,7 +29,7 @@ def protection(position: int) -> Protection:
     return Protection(
         lineage=1, base=None, nodes=("n0", "n1", "n2", "n3"), groups=((0, 1, 2, 3),),
         shapes=(Shape(640, 64, 1, 9),) * 4, losses=1,
-        position=position, endpoints=(("h", 1),) * 4, interval=1, exchange_mbps=0.0, detect_seconds=5.0,
+        position=position, endpoints=(("127.0.0.1", 1),) * 4, interval=1, exchange_mbps=0.0, detect_seconds=5.0,
     )  # fmt: skip
 
 
@@ -91,10 +91,10 @@ def test_parity_of_another_size_is_of_no_use() -> None:
 def test_what_protected_the_job_last_counts_whoever_answers_first(newest: int) -> None:
     """A node that was not there for the newest lineage knows of an older one; the last that answers is a spare."""
     told = [answer({rank: [V4]}, parity=[V4], position=rank) for rank in (0, 1, 2)]
-    told[newest]["protection"] |= {"lineage": 4, "endpoints": [["h", 2]] * 4}
+    told[newest]["protection"] |= {"lineage": 4, "endpoints": [["127.0.0.1", 2]] * 4}
     (size,) = read_sizes(told[:2], told[2:])
     assert size.protection is not None
-    assert (size.protection.lineage, size.protection.endpoints[0]) == (4, ("h", 2))
+    assert (size.protection.lineage, size.protection.endpoints[0]) == (4, ("127.0.0.1", 2))
 
 
 def test_sizes_are_told_apart() -> None:

@@ -28,7 +28,7 @@ def protection(position: int, losses: int = 1) -> Protection:
     return Protection(
         lineage=1, base=None, nodes=("n0", "n1", "n2", "n3"), groups=((0, 1, 2, 3),),
         shapes=(Shape(640, 64, 1, 9),) * 4, losses=losses,
-        position=position, endpoints=(("h", 1),) * 4, interval=1, exchange_mbps=0.0, detect_seconds=5.0,
+        position=position, endpoints=(("127.0.0.1", 1),) * 4, interval=1, exchange_mbps=0.0, detect_seconds=5.0,
     )  # fmt: skip
 
 

@@ -373,7 +373,7 @@ def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: C
     frame = np.ones(10, dtype=np.uint8)
     with pytest.raises(ProtocolError, match="do not belong"):
         peer.ask("take", frame, version=[5, 1], epoch=5, key=[0, 9, 0], node=1, at=0, exponent=0)
-    with pytest.raises(ProtocolError, match="no request"):
+    with pytest.raises(ProtocolError, match="unknown request"):
         peer.ask("format-the-disk")
     job.nodes[0].tier.suspend()
     with pytest.raises(ProtocolError, match="does not gather"):
