@@ -76,9 +76,8 @@ def test_the_rendezvous_reads_what_ranks_have_told(tmp_path: Path) -> None:
     for told in (Told((2, 3, 4)), Told((2, 4), spares_asked=True)):
         sizes.write(tmp_path, told)
         assert memory.sizes() == told
-    (tmp_path / sizes.FILE).write_text(json.dumps({"sizes": [2, "3", None], "spares_asked": "yes"}))
-    assert memory.sizes() == Told(), "a file in which anything is wrong is not believed in part"
-    for broken in ("{", "[]", "3"):
+    strange = json.dumps({"sizes": [2, "3", None], "spares_asked": "yes"})
+    for broken in ("{", "[]", "3", strange):
         (tmp_path / sizes.FILE).write_text(broken)
         assert memory.sizes() == Told() == Memory("job", None).sizes()
 
