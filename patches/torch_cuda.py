@@ -112,6 +112,7 @@ def patches(device_count: int) -> tuple[Patch, ...]:
     memory = "memory statistics are logged; there is no device memory to count"
     random = "the device's generator is the CPU's default one; torch.manual_seed calls this, so it must not call back"
     ranges = "profiler ranges need NVTX"
+    built = "an optimizer's step asks the accelerator that torch is built for; a build for the CPU answers None"
     replacements: dict[str, tuple[str, Any]] = {
         "is_available": (device, lambda: True),
         "is_initialized": (device, lambda: True),
@@ -157,6 +158,7 @@ def patches(device_count: int) -> tuple[Patch, ...]:
     }
     also: dict[str, dict[str, tuple[str, Any]]] = {
         "torch.cuda.nvtx": dict.fromkeys(("range_push", "range_pop", "mark"), (ranges, nothing)),
+        "torch.accelerator": {"current_accelerator": (built, lambda check_available=False: None)},
         "torch.cuda.random": {
             name: replacements[name] for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
         },

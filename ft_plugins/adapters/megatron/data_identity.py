@@ -24,7 +24,8 @@ _DIGEST_LETTERS = 16  # 64 bits: nobody forges a data set here
 _VALUE_BYTES = 64  # of JSON; what is longer is told by its beginning and a digest
 _DATA_BYTES = 512  # of JSON, for all data sets together
 _ARGUMENTS = (
-    *("seed", "micro_batch_size", "global_batch_size", "rampup_batch_size", "seq_length", "padded_vocab_size"),
+    *("seed", "micro_batch_size", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    *("seq_length", "padded_vocab_size"),
     *("tokenizer_type", "split", "dataloader_type", "data_sharding", "mock_data", "data_parallel_random_init"),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "calculate_per_token_loss"),
 )

@@ -258,7 +258,11 @@ def it_refuses_state_of_other_settings_and_says_what_to_do() -> None:
 
 
 def it_goes_on_with_the_micro_batches_of_a_ramp_up_of_the_batch_size() -> None:
-    ramp_up = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 1, "rampup_batch_size": [2, 2, 12]}
+    sizes: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 1}
+    if hasattr(calculator, "RampupBatchsizeNumMicroBatchesCalculator"):
+        ramp_up = {**sizes, "rampup_batch_size": [2, 2, 12]}
+    else:  # from megatron-core 0.19 on
+        ramp_up = {**sizes, "step_batch_size_schedule": "0:2 4:4 8:6 12:8"}
 
     def at(consumed: int) -> tuple[Job, MegatronCoreHost]:
         built = job()

@@ -178,6 +178,7 @@ def test_a_blend_of_many_data_sets_is_known_in_few_bytes_each_and_every_part_of_
     whole = identified(100)
     assert len(json.dumps(whole)) < 1024 and whole["data"][0] == 100, "a segment's header has room for it"
     assert identified(100) == whole and identified(99) != whole
+    assert identified(100, step_batch_size_schedule="0:8 4:16") != whole, "0.18 and newer have it"
     Path(f"{prefixes[70]}.bin").write_text("other")
     assert identified(100) != whole
     Path(f"{prefixes[70]}.bin").write_text(prefixes[70])

@@ -32,6 +32,8 @@ def test_cuda_devices_are_the_cpu_and_type_strings_say_cuda() -> None:
     in_a_process(
         """
         assert torch.cuda.is_available() and torch.cuda.device_count() == 4
+        assert torch.accelerator.current_accelerator.__module__.startswith("ft_plugins"), "whatever torch is built for"
+        assert torch.accelerator.current_accelerator() is None and not torch.accelerator.is_available()
         torch.cuda.set_device(3)
         assert torch.cuda.current_device() == 3
         for made in (
