@@ -60,7 +60,7 @@ class Smp:
         return self.process.answer({"do": name, "rank": 0, "token": self.process.token, **fields})
 
     def listen(self) -> dict[str, Any]:
-        return self.ask("endpoint", address="127.0.0.1", secret_file=str(self.secret))
+        return self.ask("endpoint", address="127.0.0.1", secret_file=str(self.secret), encrypt=False)
 
     def protection(self, where: dict[str, Any]) -> Protection:
         return Protection(
