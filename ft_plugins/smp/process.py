@@ -88,7 +88,7 @@ class _Server:
             return self._process.answer(request)
         except Exception as error:
             refused = protocol.unexpected(error)
-            name = protocol.shown(request.get("do"), 60)
+            name = protocol.legible(request.get("do"), 60)
             self._events.emit("smp.refused", request=name, reason=str(refused))
             return protocol.refusal(refused)
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 
 from .. import errors
-from ..errors import FtError, ProtocolError
+from ..errors import FtError, ProtocolError, printable
 
 FRAME_LIMIT = 1 << 20  # bytes; a status of thousands of slots fits, nothing else comes near
 DEPTH = 32  # maps and lists within each other; fingerprints have the most, a few
@@ -47,7 +47,7 @@ def pack(message: dict[str, Any]) -> bytes:
     try:
         payload = msgpack.packb(message, use_bin_type=True)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # ValueError: also a surrogate
-        raise ProtocolError(f"a message cannot be packed: {shown(error)}") from error
+        raise ProtocolError(f"a message cannot be packed: {legible(error)}") from error
     if len(payload) > FRAME_LIMIT:
         raise ProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT}")
     return bytes(payload)
@@ -85,7 +85,7 @@ def unpack(payload: bytes | bytearray | memoryview, proven: bool = True) -> dict
         bounds = {"max_ext_len": 0} if proven else _HANDSHAKE
         message = msgpack.unpackb(payload, raw=False, strict_map_key=True, **bounds)
     except Exception as error:
-        raise ProtocolError(f"a frame of {len(payload)} bytes is not msgpack: {shown(error)}") from error
+        raise ProtocolError(f"a frame of {len(payload)} bytes is not msgpack: {legible(error)}") from error
     if not isinstance(message, dict):
         raise ProtocolError(f"a frame holds a {type(message).__name__} where a map was expected")
     level: list[Any] = [message]
@@ -122,7 +122,7 @@ def _read(connection: socket.socket, length: int, until: float | None) -> bytes 
 
 def refusal(error: FtError) -> dict[str, Any]:
     """The reply that carries `error` to the peer."""
-    return {"ok": False, "error": type(error).__name__, "message": shown(error)}
+    return {"ok": False, "error": type(error).__name__, "message": legible(error)}
 
 
 def raise_refusal(reply: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def raise_refusal(reply: dict[str, Any]) -> None:
     kind = getattr(errors, str(reply.get("error")), None)
     if not (isinstance(kind, type) and issubclass(kind, FtError)):
         kind = ProtocolError
-    raise kind(shown(reply.get("message", "the SMP refused without saying why")))
+    raise kind(legible(reply.get("message", "the SMP refused without saying why")))
 
 
 def unexpected(error: Exception) -> ProtocolError:
@@ -142,14 +142,13 @@ def unexpected(error: Exception) -> ProtocolError:
     """
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f" ({Path(each.filename).name}:{each.lineno})" for each in last)
-    return ProtocolError(f"{type(error).__name__}: {shown(error, 200)}{place}")
+    return ProtocolError(f"{type(error).__name__}: {legible(error, 200)}{place}")
 
 
-def shown(text: object, limit: int = TEXT_LIMIT) -> str:
-    """`text` as a terminal or a log can take it: at most `limit` characters, without control characters."""
+def legible(text: object, limit: int = TEXT_LIMIT) -> str:
+    """`text` as a log can take it: at most `limit` characters of it, escape codes and the like written out."""
     whole = str(text)
-    cut = whole if len(whole) <= limit else f"{whole[:limit]}..."
-    return cut if cut.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in cut)
+    return printable(whole if len(whole) <= limit else f"{whole[:limit]}...")
 
 
 def check_peer(connection: socket.socket) -> None:
@@ -177,4 +176,4 @@ def number(message: dict[str, Any], name: str, limit: int = 1 << 63) -> int:
 
 
 def _asked(message: dict[str, Any]) -> str:
-    return shown(message.get("do"), _NAME_LIMIT)
+    return legible(message.get("do"), _NAME_LIMIT)

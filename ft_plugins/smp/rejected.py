@@ -12,7 +12,7 @@ import time
 from collections import Counter
 
 from ..events import Events
-from .protocol import shown
+from .protocol import legible
 
 EVERY_SECONDS = 60.0
 _NAMED = 8  # reasons and addresses of one event; the others are counted together
@@ -34,8 +34,8 @@ class Rejected:
     def count(self, address: str, reason: str) -> None:
         """One more; an event if the last one is long enough ago."""
         with self._lock:
-            _add(self._reasons, shown(reason, _REASON))
-            _add(self._addresses, shown(address, _REASON))
+            _add(self._reasons, legible(reason, _REASON))
+            _add(self._addresses, legible(address, _REASON))
         self.report()
 
     @property

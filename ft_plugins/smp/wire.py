@@ -317,7 +317,7 @@ class Server:
                     link.send({"ok": True, **reply}, data)
             except Exception as error:  # malformed, a dead peer, or a request of another shape: this connection ends
                 known = isinstance(error, (FtError, OSError))
-                reason = protocol.shown(error) if known else str(protocol.unexpected(error))
+                reason = protocol.legible(error) if known else str(protocol.unexpected(error))
                 self._events.emit("peer.hangup", peer=channel.node, reason=reason)
             finally:
                 self._places.release()
