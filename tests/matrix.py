@@ -283,9 +283,9 @@ def main() -> int:
         version, cells = run(version)
         rows.append(row(version, cells, datetime.date.today().isoformat()))
         failed = failed or any(cell.failed for cell in cells)
+        if args.readme:
+            write(ROOT / "README.md", rows[-1:])
     print("\n" + merged("", rows))
-    if args.readme:
-        write(ROOT / "README.md", rows)
     return int(failed)
 
 

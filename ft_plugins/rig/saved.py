@@ -5,7 +5,8 @@ start, and the padding between the parameters of a bucket in Megatron's default 
 uninitialised memory. Padding is where a shard does not begin at Megatron's alignment; it is believed only if what
 remains is exactly as large as the model.
 
-Reading unpickles: only for checkpoints that the caller's own runs wrote.
+Reading unpickles: only for checkpoints that the caller's own runs wrote. Megatron need not be the version that wrote
+them, nor be installed: objects of its classes are read as class name, arguments and state.
 
 In: folders of one iteration, of format `torch` or `torch_dist`. Out: a `Comparison`.
 """
@@ -13,19 +14,23 @@ In: folders of one iteration, of format `torch` or `torch_dist`. Out: a `Compari
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import math
+import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from ..errors import FtError
 
@@ -91,9 +96,12 @@ def read(folder: Path) -> Saved:
     metadata = reader.read_metadata()
     shapes = tensors_of(metadata)
     tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in shapes.items()}
-    found: dict[str, Any] = {**tensors, **{key: None for key in metadata.state_dict_metadata if key not in tensors}}
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    objects = {key: value for key, value in found.items() if key not in tensors}
+    planner = _Planner()
+    wanted: dict[str, Any] = {key: tensors.get(key) for key in metadata.state_dict_metadata}
+    dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
+    objects = planner.objects
+    if objects.keys() != wanted.keys() - tensors.keys():
+        raise SavedError(f"{folder}: torch's reader passed over some of its objects, expected all")
     state = {"tensors": tensors, "objects": objects, "common": _load(folder / "common.pt")}
     return Saved(state, {f"/tensors/{key}": mask for key, mask in padding(shapes).items()})
 
@@ -104,8 +112,48 @@ def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
-def _load(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=False)
+class _Foreign:
+    """An object of one of Megatron's classes."""
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> _Foreign:
+        self = super().__new__(cls)
+        self.arguments, self.state = arguments, None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+@functools.cache
+def _foreign(module: str, name: str) -> type[_Foreign]:
+    return type(name, (_Foreign,), {"__module__": module})
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = module.partition(".")[0] != "megatron"
+        return super().find_class(module, name) if known else _foreign(module, name)
+
+
+_PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)  # what torch asks of a module for pickling
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Reads the objects of a checkpoint as `_load` does."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.objects: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.fqn] = _load(value)
+
+
+def _load(file: Path | io.BytesIO) -> Any:
+    return torch.load(file, "cpu", _PICKLE, weights_only=False)
 
 
 def padding(tensors: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
@@ -181,6 +229,9 @@ def leaves(state: Any, entry: str = "") -> Iterator[tuple[str, Any]]:
                 yield from leaves(value, f"{entry}[{index}]")
         case io.BytesIO():
             yield entry, state.getvalue()
+        case _Foreign():
+            yield f"{entry}/class", f"{type(state).__module__}.{type(state).__name__}"
+            yield from leaves({"arguments": state.arguments, "state": state.state}, entry)
         case _:
             yield entry, state
 

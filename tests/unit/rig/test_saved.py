@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import enum
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -131,6 +134,30 @@ def test_no_difference_is_tolerated(name: str) -> None:
 def test_equal_bits_are_equal_even_where_numbers_are_not() -> None:
     assert saved.differences(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == []
     assert saved.differences(float("nan"), float("nan")) == []
+
+
+def test_objects_of_a_megatron_that_is_not_installed_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = ModuleType("megatron.core.newer")
+    scope = enum.Enum("Scope", ["LAYER", "BLOCK"], module=newer.__name__)
+    spec = type("Spec", (), {"__module__": newer.__name__})
+    newer.Scope, newer.Spec = scope, spec  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, newer.__name__, newer)
+    for name, value, size in (("first", scope.LAYER, 1), ("same", scope.LAYER, 1), ("other", scope.BLOCK, 2)):
+        described = spec()
+        described.size = torch.ones(size)
+        dcp.save({"rng": {"scope": value}}, checkpoint_id=tmp_path / name, no_dist=True)
+        torch.save({"args": argparse.Namespace(scope=value, spec=described)}, tmp_path / name / "common.pt")
+    monkeypatch.delitem(sys.modules, newer.__name__)
+
+    first, same, other = (saved.read(tmp_path / name) for name in ("first", "same", "other"))
+    assert compare(first, same).differences == ()
+    assert compare(first, other).differences == (
+        "/common/args/scope/arguments[0]: 1 and 2",
+        "/common/args/spec/state/size: torch.float32 (1,) and torch.float32 (2,)",
+        "/objects/rng.scope/arguments[0]: 1 and 2",
+    )
 
 
 def test_both_formats_are_read(tmp_path: Path) -> None:
