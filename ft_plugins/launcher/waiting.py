@@ -25,7 +25,9 @@ _OWN = ("--ftp-node-name", "--node-rank", "--node_rank", "--local-addr", "--loca
 def command(argv: Sequence[str] | None = None) -> str:
     """This process's command as it is to be given on another node."""
     program, *words = sys.argv if argv is None else argv
-    left, skip = ["ft-run" if Path(program).name == "command.py" else Path(program).name], False
+    name = Path(program).name
+    left = ["ft-run"] if name == "command.py" else ["python", program] if name.endswith(".py") else [name]
+    skip = False
     for word in words:
         if not skip and word.partition("=")[0] not in _OWN:
             left.append(word)

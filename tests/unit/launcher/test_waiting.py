@@ -33,6 +33,7 @@ def test_the_command_is_the_one_given_here_without_what_is_this_nodes_own() -> N
         == "ft-run --nnodes 2 train.py --name 'x y'"
     )
     assert command(["/src/ft_plugins/launcher/command.py", "train.py"]) == "ft-run train.py"
+    assert command(["/src/torch/distributed/run.py", "train.py"]) == "python /src/torch/distributed/run.py train.py"
     assert command(["/opt/bin/torchrun", "--node-rank", "0", "train.py"]) == "torchrun train.py"
 
 
