@@ -76,9 +76,8 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
         path = damaged / what
         if name == "flipped":  # in the last bucket: most of the export is written by then
             content = bytearray(path.read_bytes())
-            start, _, small = persist.read_head(path, checkpoint.read_record(damaged, 3))
+            _, _, small = persist.read_head(path, checkpoint.read_record(damaged, 3))
             content[len(content) - len(small) - 100] ^= 1
-            assert len(content) - len(small) - 100 > start
             path.write_bytes(content)
         else:
             path.unlink()
