@@ -43,6 +43,7 @@ Where = Annotated[str, StringConstraints(max_length=300), AfterValidator(_place)
 Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_printable)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
 Seen = Annotated[int, Field(strict=True, ge=0, le=PLAUSIBLE)]
+Workers = Annotated[int, Field(strict=True, ge=0, le=1 << 16)]  # of one node; thousands of nodes stay below LIMIT
 Flag = Annotated[bool, Field(strict=True)]
 
 

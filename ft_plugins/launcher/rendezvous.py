@@ -72,6 +72,8 @@ class Rendezvous(RendezvousHandler):
         self.opened_anywhere = False  # of this round: whether those of any of its nodes have
         self.trained = False  # to be told to the others: whether ranks of this node have completed an iteration
         self.trained_anywhere = False  # of this round, when it began
+        self.workers = 0  # to be told to the others: how many this node starts
+        self.first_rank, self.all_workers = 0, 0  # of this round: that of the first worker here, how many on all nodes
         self.events = Events(settings.node)  # what comes to the port and is rejected
         self._settings = settings
         self._reach = min(_LONGEST_REACH, settings.silence / 3)
@@ -223,7 +225,15 @@ class Rendezvous(RendezvousHandler):
         me, roster = self._me, self._memory.roster
         seat = roster.seat(me.node)
         application = Application(
-            me.node, me.token, me.endpoint, seat, self._settings.wanted, roster.round, self.opened, self.trained
+            me.node,
+            me.token,
+            me.endpoint,
+            seat,
+            self._settings.wanted,
+            roster.round,
+            self.opened,
+            self.trained,
+            self.workers,
         )
         began = time.monotonic()
         while not (found := read(Admission, self._ask_patiently("apply", application=asdict(application)))).accepted:
@@ -242,11 +252,14 @@ class Rendezvous(RendezvousHandler):
         self._promised = 0  # kept now, or not to be kept
         if view.rank is None or not view.store:
             raise ProtocolError(f"round {view.round} is complete without a rank or a store for this node")
+        if view.first + self.workers > view.workers:
+            raise ProtocolError(f"round {view.round} has {view.workers} workers, from {view.first} here {self.workers}")
         place = Endpoint.read(view.store)
         own = self._served if view.rank == 0 else None
         found = own or store.connect(place, self._store_bound, self._reach)
         self._round, self._size, self._spare, self._store = view.round, view.size, False, found
         self._served, self.opened_anywhere, self.trained_anywhere = None, view.opened, view.trained
+        self.first_rank, self.all_workers = view.first, view.workers
         self._waiting, self._heard, self._next_look = 0, time.monotonic(), 0.0
         prefix = PrefixStore(f"{BACKEND}/round/{self._round}", found)
         return RendezvousInfo(prefix, view.rank, self._size, RendezvousStoreInfo(place.host, place.port))

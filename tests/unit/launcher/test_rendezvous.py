@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing import get_context
@@ -22,10 +23,10 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.distributed import DistError, DistStoreError
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
+from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec, _RoleInstanceInfo
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins.config import Config
@@ -714,11 +715,94 @@ def alone() -> Iterator[Rendezvous]:
     found.shutdown()
 
 
-def agent_of(handler: Any, happened: list[str]) -> ProgressAgent:
-    spec = WorkerSpec("default", 1, handler, entrypoint="true", max_restarts=3, monitor_interval=0.01)
+def agent_of(handler: Any, happened: list[str], workers: int = 1, job: Job | None = None) -> ProgressAgent:
+    spec = WorkerSpec("default", workers, handler, entrypoint="true", max_restarts=3, monitor_interval=0.01)
     events = Events()
     events.subscribe(lambda event: happened.append(event.name))
-    return ProgressAgent(spec, job=None, watcher=None, events=events, bounded=True, logs_specs=DefaultLogsSpecs())
+    return ProgressAgent(spec, job=job, watcher=None, events=events, bounded=True, logs_specs=DefaultLogsSpecs())
+
+
+def forge(store: Any) -> None:
+    """What a stranger without the secret writes where torch's agents look for their ranks."""
+    for rank in range(2):
+        store.set(f"torchelastic/assigned_ranks/{rank}", "[0, 1, 0, 1]")
+        store.set(f"torchelastic/role_info/{rank}", _RoleInstanceInfo("default", rank, 70).serialize())
+
+
+def ranks_of(agent: ProgressAgent) -> list[tuple[int, ...]]:
+    return [
+        (each.local_rank, each.global_rank, each.world_size, each.role_rank, each.role_world_size)
+        for each in agent._worker_group.workers
+    ]
+
+
+RANKS = [[(0, 0, 5, 0, 5), (1, 1, 5, 1, 5)], [(0, 2, 5, 2, 5), (1, 3, 5, 3, 5), (2, 4, 5, 4, 5)]]
+
+
+def test_ranks_that_a_stranger_writes_into_the_store_of_a_round_are_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port()
+    handlers = []
+    for name in "ab":
+        of_name = {"node_name": name, "join_timeout": WAIT}
+        handlers.append(
+            Rendezvous(Settings.read(RendezvousParameters("ft_plugins", f"127.0.0.1:{port}", "job", 2, 2, **of_name)))
+        )
+    joined = handlers[1].next_rendezvous
+
+    def attacked() -> Any:
+        info = joined()
+        place = info.bootstrap_store_info
+        stranger = TCPStore(place.master_addr, place.master_port, is_master=False, wait_for_workers=False)
+        forge(PrefixStore("ft_plugins/round/1", stranger))
+        return info
+
+    monkeypatch.setattr(handlers[1], "next_rendezvous", attacked)
+    agents = [agent_of(handler, [], workers) for handler, workers in zip(handlers, (2, 3), strict=True)]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda agent: agent._rendezvous(agent._worker_group), agents))
+        assert [ranks_of(agent) for agent in agents] == RANKS
+        places = {(agent._worker_group.master_addr, agent._worker_group.master_port) for agent in agents}
+        assert places == {("127.0.0.1", handlers[0]._store.port)}
+    finally:
+        for handler in handlers:
+            handler.shutdown()
+
+
+class Foreign:
+    """A dynamic rendezvous of torch's kind, complete: two nodes that share a store with strangers."""
+
+    use_agent_store = True
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.info = RendezvousInfo(store, rank, 2, RendezvousStoreInfo("127.0.0.1", 1))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return self.info
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def get_run_id(self) -> str:
+        return "job"
+
+
+def test_ranks_and_store_that_a_stranger_writes_into_a_foreign_rendezvous_are_not_believed(tmp_path: Path) -> None:
+    common = HashStore()
+    forge(common)
+    for key, value in (("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "1")):
+        PrefixStore("ft_plugins/0", common).set(key, value)
+    job = Job(Config.from_flags(["--reft"])[0], "j", "n", tmp_path)
+    agents = [agent_of(Foreign(common, rank), [], workers, job) for rank, workers in enumerate((2, 3))]
+    for agent in agents:
+        agent._worker_group.spec.local_addr = "127.0.0.1"
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda agent: agent._rendezvous(agent._worker_group), agents))
+    assert [ranks_of(agent) for agent in agents] == RANKS
+    places = {(agent._worker_group.master_addr, agent._worker_group.master_port) for agent in agents}
+    assert agents[0]._store_of_workers and places == {("127.0.0.1", agents[0]._store_of_workers.port)}
 
 
 @pytest.mark.parametrize("lost", [1, 4, 5])
