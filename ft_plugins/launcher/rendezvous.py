@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ..errors import ConfigError, ProtocolError
-from ..events import Events
+from ..events import Events, say
 from ..recovery.sizes import Told
 from . import endpoint as places
 from . import line, store
@@ -111,6 +111,7 @@ class Rendezvous(RendezvousHandler):
         self._next_look = self._next_meeting = self._heard = 0.0  # monotonic
         self._waiting = 0
         self._said: Waiting | None = None  # about the round that is waited for
+        self._complained = False  # about those who are not of this job
         self._shut = False
 
     def get_backend(self) -> str:
@@ -173,13 +174,31 @@ class Rendezvous(RendezvousHandler):
             found = self._search.look(patient=searched <= 2 * self._settings.silence)
             if found:
                 return found
-            if self._search.foreign and searched > 2 * self._settings.silence:
-                endpoint, why = next(iter(self._search.foreign.items()))
-                raise ConfigError(
-                    f"--rdzv-endpoint {endpoint}: expected a node of job '{self._me.run}', found that {why}; choose "
-                    "another port, or give the same --rdzv-id (--ftp-job) and --ftp-secret-file on all nodes"
-                )
+            if searched > 2 * self._settings.silence:
+                self._complain()
             self._pause()
+
+    def _complain(self) -> None:
+        """Say once who answered that is not of this job. Without a secret it is the end: strangers are of this machine.
+
+        With one it is none: whoever takes the place of a node for a while can say that, and needs no proof to do so.
+        """
+        foreign = self._foreign()
+        if foreign and self._settings.only_here:
+            raise ConfigError(foreign)
+        if foreign and not self._complained:
+            self._complained = True
+            say(f"{foreign} (it goes on looking)", alarm=True, who="ft-run: ")
+
+    def _foreign(self) -> str:
+        """Where somebody answers that is not of this job, and what to check; '' for nowhere."""
+        if not self._search.foreign:
+            return ""
+        endpoint, why = next(iter(self._search.foreign.items()))
+        return (
+            f"--rdzv-endpoint {endpoint}: expected a node of job '{self._me.run}', found that {why}; choose another "
+            "port, or give the same --rdzv-id (--ftp-job) and --ftp-secret-file on all nodes"
+        )
 
     def _take_part(self, lead: Lead) -> RendezvousInfo:
         """Apply to `lead`, wait until the round has begun. ConnectionError: it does not lead any more.
@@ -280,6 +299,10 @@ class Rendezvous(RendezvousHandler):
             raise RendezvousTimeoutError(self._too_late())
 
     def _too_late(self) -> str:
+        foreign = self._foreign()
+        return f"{self._nobody_came()}; {foreign}" if foreign else self._nobody_came()
+
+    def _nobody_came(self) -> str:
         rules, seconds = self._settings.rules, self._settings.join + self._settings.rules.wait
         begin = f"node {self._me.node}, job '{self._me.run}': no round was put together within {seconds:g} s"
         if self._lead and self._seen:

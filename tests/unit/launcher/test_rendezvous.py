@@ -40,6 +40,7 @@ from ft_plugins.launcher.plugin import Settings
 from ft_plugins.launcher.rendezvous import Rendezvous
 from ft_plugins.launcher.waiting import command
 from ft_plugins.launcher.watcher import Job
+from ft_plugins.smp import protocol
 
 WAIT = 60.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
@@ -575,20 +576,46 @@ def write_secret(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(start: Start, tmp_path: Path) -> None:
+def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(
+    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     right = write_secret(tmp_path / "right", "what the nodes of this job know")
     wrong = write_secret(tmp_path / "wrong", "what no node of this job knows")
     a, b = (start(n, name, nodes="2:2", detect_seconds=1, secret_file=right) for n, name in ((1, "a"), (2, "b")))
     join(a, b)
-    for number, config in ((3, {"secret_file": wrong}), (4, {})):
-        other = start(number, "c", nodes="2:2", detect_seconds=1, **config)
-        began = time.monotonic()
-        kind, text = other.tell("join").error()
-        assert kind == "ConfigError" and "does not know the secret of this job" in text and "--ftp-secret-file" in text
-        assert time.monotonic() - began < 10
-        assert other.ask("shutdown") is True
+    began = time.monotonic()
+    without = start(4, "c", nodes="2:2", detect_seconds=1)
+    kind, text = without.tell("join").error()
+    assert kind == "ConfigError" and "does not know the secret of this job" in text and "--ftp-secret-file" in text
+    assert time.monotonic() - began < 10
+    assert without.ask("shutdown") is True
+    other = start(3, "c", nodes="2:2", detect_seconds=1, secret_file=wrong, join_timeout=6, wait_seconds=0)
+    kind, text = other.tell("join").error()
+    assert kind == "RendezvousTimeoutError" and "does not know the secret" in text and "--ftp-secret-file" in text
+    said = capfd.readouterr().err
+    assert said.count("does not know the secret of this job") == 1, "once, while it goes on looking"
+    assert "--rdzv-endpoint 127.0.0.1:" in said and "--ftp-secret-file" in said and "goes on looking" in said
+    assert other.ask("shutdown") is True
     assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]
     assert not a.ask("is_closed")
+
+
+def test_who_says_without_a_proof_that_a_node_is_not_of_the_job_does_not_end_it(start: Start, tmp_path: Path) -> None:
+    right = write_secret(tmp_path / "right", "what the nodes of this job know")
+    config: dict[str, Any] = {"nodes": "1:2", "endpoints": "1", "detect_seconds": 0.5, "secret_file": right}
+    b = start(2, "b", **config)
+    with socket.create_server(("127.0.0.1", b.port)) as stranger:
+        stranger.settimeout(WAIT / 6)
+        b.tell("join")
+        refusal = protocol.pack(line.REFUSED)
+        began = time.monotonic()
+        while time.monotonic() - began < 2:  # four times what it waits for
+            connection, _ = stranger.accept()
+            with connection:
+                connection.recv(1 << 10)
+                connection.sendall(line.head(refusal) + refusal)
+    start(1, "a", **config).tell("join")
+    assert b.hear()["names"] == ["a", "b"]
 
 
 def test_whether_any_node_has_captured_is_said_to_all(start: Start) -> None:
