@@ -18,9 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Annotated
+
+from pydantic import Field
 
 from . import rounds
-from .bounds import Count, Flag, Name, Seen, Token, Where, Workers
+from .bounds import MOST_NODES, Count, Flag, Name, Seen, Token, Where, Workers
 from .rounds import Candidate, Rules, Seat
 
 _PAUSE_SECONDS = 1.0  # between two looks at the clock; if they are further apart, it was we who slept
@@ -49,13 +52,16 @@ class Place:
     endpoint: Where
 
 
+Places = Annotated[tuple[Place, ...], Field(max_length=MOST_NODES)]
+
+
 @dataclass(frozen=True)
 class Roster:
     """A complete round: its nodes by rank, and those that waited beside it. Raises ValueError."""
 
     round: Count
-    members: tuple[Place, ...] = ()
-    spares: tuple[Place, ...] = ()
+    members: Places = ()
+    spares: Places = ()
 
     def __post_init__(self) -> None:
         if self.members and not self.round:

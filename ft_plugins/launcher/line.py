@@ -29,7 +29,7 @@ from .requests import Message
 PURPOSE = "rendezvous"
 HEAD = 4  # bytes before the content of a frame, which tell its length
 REFUSED: Message = {"refused": True}  # all that a node says to one of another job
-_ASKED_AT_ONCE = 32
+ASKED_AT_ONCE = 32
 LET_IN: Message = {"let in": True}  # the first sealed frame: from now on the connection makes no room for others
 _AGAIN_SECONDS = (0.02, 1.0)  # pause before one that ended before that is made again: the first, the longest
 
@@ -178,7 +178,7 @@ def ask_all(
     names = list(dict.fromkeys(endpoints))
     if len(names) < 2:
         return {name: attempt(name) for name in names}
-    with ThreadPoolExecutor(min(len(names), _ASKED_AT_ONCE)) as pool:  # all have ended when this returns
+    with ThreadPoolExecutor(min(len(names), ASKED_AT_ONCE)) as pool:  # all have ended when this returns
         return dict(zip(names, pool.map(attempt, names), strict=True))
 
 

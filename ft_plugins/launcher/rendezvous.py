@@ -171,7 +171,7 @@ class Rendezvous(RendezvousHandler):
         while True:
             self._check()
             searched = time.monotonic() - began
-            found = self._search.look(patient=searched <= 2 * self._settings.silence)
+            found = self._search.look(searched <= 2 * self._settings.silence, self._check)
             if found:
                 return found
             if searched > 2 * self._settings.silence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -26,16 +27,25 @@ import pytest
 from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec, _RoleInstanceInfo
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins.config import Config
 from ft_plugins.events import Events
+from ft_plugins.intake import within
 from ft_plugins.launcher import line, plugin, secret, store
 from ft_plugins.launcher.agent import ProgressAgent
+from ft_plugins.launcher.bounds import MOST_NODES
 from ft_plugins.launcher.endpoint import Endpoint
+from ft_plugins.launcher.gathering import Place, Roster
 from ft_plugins.launcher.launch import _specify
 from ft_plugins.launcher.line import Credentials
+from ft_plugins.launcher.memory import Memory
 from ft_plugins.launcher.plugin import Settings
 from ft_plugins.launcher.rendezvous import Rendezvous
 from ft_plugins.launcher.waiting import command
@@ -698,6 +708,38 @@ def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(
     assert json.loads((tmp_path / "nodes.json").read_text())["roster"]["round"] == 1
     said = capsys.readouterr().err
     assert "set aside as nodes.json.damaged" in said and len(said) < 600
+
+
+def test_a_memory_that_is_a_pipe_is_set_aside_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "nodes.json")
+    assert within(WAIT / 6, lambda: Memory("job", tmp_path)).roster == Roster(0)
+    assert stat.S_ISFIFO((tmp_path / "nodes.json.damaged").stat().st_mode)
+
+
+def test_a_memory_of_more_nodes_than_there_can_be_is_set_aside(tmp_path: Path) -> None:
+    members = [{"node": f"n{number}", "endpoint": "h:1"} for number in range(MOST_NODES + 1)]
+    for kept in (members[1:], members):
+        text = json.dumps({"run": "job", "roster": {"round": 1, "members": kept, "spares": []}})
+        (tmp_path / "nodes.json").write_text(text)
+        assert Memory("job", tmp_path).roster.round == (1 if kept == members[1:] else 0)
+    assert (tmp_path / "nodes.json.damaged").exists()
+
+
+def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_its_time(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
+        members = tuple(Place(f"n{number}", f"127.0.0.1:{each.getsockname()[1]}") for number, each in enumerate(silent))
+        Memory("job", tmp_path).keep(Roster(1, members))
+        config = {"detect_seconds": 3, "join_timeout": 1.5, "wait_seconds": 0, "run_dir": tmp_path, "node_name": "a"}
+        place = f"127.0.0.1:{free_port()}"
+        handler = Rendezvous(Settings.read(RendezvousParameters("ft_plugins", place, "job", 1, 2, **config)))
+        began = time.monotonic()
+        try:
+            with pytest.raises(RendezvousTimeoutError, match="no round was put together within 1.5 s"):
+                handler.next_rendezvous()
+            assert time.monotonic() - began < 1.5 + 1.0 + 0.5, "as long as one answer may take, and no longer"
+        finally:
+            handler.shutdown()
 
 
 # ---- the store of a round ----
