@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from torch.distributed import DistError, PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -129,25 +137,64 @@ class ProgressAgent(LocalElasticAgent):
         if isinstance(handler, Rendezvous):
             handler.opened = self._has_opened()
             handler.trained = bool(self._watcher and self._watcher.begun())
+            handler.workers = spec.local_world_size
         super()._rendezvous(worker_group)
         if isinstance(handler, Rendezvous):
             return
         group: Any = worker_group  # torch annotates what it fills in later as None
-        # a dynamic rendezvous prefixes its store by the round; a static one has only the count, equal on all its nodes
-        count = spec.max_restarts - self._remaining_restarts if handler.get_backend() == "static" else 0
-        exchange = PrefixStore(f"ft_plugins/{count}", group.store)
         if handler.use_agent_store:
-            told = self._serve_workers(spec, group, exchange)
+            told = self._serve_workers(spec, group)
             group.master_addr, group.master_port = told.master_addr, told.master_port
-        if self._job and group.group_world_size > 1:
-            known = secret.of_job(self._job.config.secret_file)
-            self._exchanged = Exchange(exchange, known, group.group_rank, group.group_world_size)
 
-    def _serve_workers(self, spec: WorkerSpec, group: Any, exchange: PrefixStore) -> RendezvousStoreInfo:
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Torch's ranks, in the order of the nodes. Torch takes them from a store in which anybody writes, these come
+        from what nodes have proved to each other. Without a job there is no secret to do so."""
+        self._exchanged = None
+        handler = spec.rdzv_handler
+        if isinstance(handler, Rendezvous):
+            return _workers(spec, handler.first_rank, handler.all_workers)
+        if not self._job:
+            found: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+            return found
+        if group_world_size == 1:
+            return _workers(spec, 0, spec.local_world_size)
+        known = secret.of_job(self._job.config.secret_file)
+        self._exchanged = Exchange(self._common(store, spec), known, handler.get_run_id(), group_rank, group_world_size)
+        self._exchanged.say("workers", str(spec.local_world_size).encode())
+        counts = [int(count) for count in self._all_said("workers")]
+        return _workers(spec, sum(counts[:group_rank]), sum(counts))
+
+    def _common(self, store: Any, spec: WorkerSpec) -> PrefixStore:
+        """The part of a foreign rendezvous' store that is this incarnation's. A dynamic one prefixes its store by the
+        round; a static one has only the count of restarts, equal on all its nodes."""
+        static = spec.rdzv_handler.get_backend() == "static"
+        return PrefixStore(f"ft_plugins/{spec.max_restarts - self._remaining_restarts if static else 0}", store)
+
+    def _all_said(self, name: str) -> Sequence[bytes]:
+        """What each node says, by group rank. Raises ConfigError where one is not from there."""
+        if self._exchanged is None:
+            raise RuntimeError("there are no other nodes")
+        said = self._exchanged.all_said(name)
+        if None in said:
+            raise ConfigError(
+                f"group rank {said.index(None)}: expected its word of '{name}', found one in the store of "
+                "the rendezvous that is not from there; drop --rdzv-backend, so that nodes meet where strangers cannot "
+                "write"
+            )
+        return [each for each in said if each is not None]
+
+    def _serve_workers(self, spec: WorkerSpec, group: Any) -> RendezvousStoreInfo:
         """Where the store of this incarnation's workers is: on the node of group rank 0, which makes it. It listens on
         one address where that is known: the given one; on loopback for the workers of one node."""
         if group.group_rank:
-            return RendezvousStoreInfo.build(group.group_rank, exchange, spec.master_addr or spec.local_addr, 0)
+            if self._exchanged:
+                self._exchanged.say("store", b"")
+                place = places.Endpoint.read(self._all_said("store")[0].decode())
+                return RendezvousStoreInfo(place.host, place.port)
+            address = spec.master_addr or spec.local_addr
+            return RendezvousStoreInfo.build(group.group_rank, self._common(group.store, spec), address, 0)
         alone = group.group_world_size == 1
         address = places.LOOPBACK if alone else spec.master_addr or spec.local_addr or socket.getfqdn()
         listener = places.listen_anywhere(address if places.literal(address) else None)
@@ -155,7 +202,11 @@ class ProgressAgent(LocalElasticAgent):
         self._store_of_workers = TCPStore(
             address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
         )
-        return RendezvousStoreInfo.build(0, exchange, address, port)
+        if self._exchanged:
+            self._exchanged.say("store", str(places.Endpoint(address, port)).encode())
+        elif not alone:
+            RendezvousStoreInfo.build(0, self._common(group.store, spec), address, port)
+        return RendezvousStoreInfo(address, port)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         token = self._token = self._watcher.fence() if self._watcher else 0
@@ -192,14 +243,7 @@ class ProgressAgent(LocalElasticAgent):
         elif self._exchanged:
             self._exchanged.say("opened", b"1" if own else b"0")
             if self._job and self._job.config.resume != "auto":  # else there is nothing to forget
-                told = self._exchanged.all_said("opened")
-                if None in told:
-                    raise ConfigError(
-                        f"group rank {told.index(None)}: expected its word whether --ftp-resume was carried out, found "
-                        "one in the store of the rendezvous that is not from there; drop --rdzv-backend, so that nodes "
-                        "meet where strangers cannot write"
-                    )
-                self._opened = b"1" in told
+                self._opened = b"1" in self._all_said("opened")
         return self._opened
 
     def _nothing_begun(self) -> bool:
@@ -318,6 +362,15 @@ class ProgressAgent(LocalElasticAgent):
         if self._pcontext is None:
             raise RuntimeError("the agent has not started its workers yet")
         return self._pcontext
+
+
+def _workers(spec: WorkerSpec, first: int, total: int) -> list[Worker]:
+    """The workers of a node whose first one has global rank `first` of `total`. All are of one role."""
+    ranks = range(first, first + spec.local_world_size)
+    return [
+        Worker(local_rank=local, global_rank=rank, role_rank=rank, world_size=total, role_world_size=total)
+        for local, rank in enumerate(ranks)
+    ]
 
 
 def restarted(config: Config) -> Config:

@@ -19,6 +19,7 @@ from .endpoint import Endpoint
 LIMIT = 1 << 32  # what counts rounds, ranks and generations comes nowhere near
 PLAUSIBLE = 1 << 30  # of rounds that a node says it has seen: one a second for 34 years
 REMEMBERED = 1 << 29  # of rounds in a file, so that nodes that go on from there are still plausible to others
+MOST_NODES = 1 << 13  # that take part in a round, or wait as spares; twice as many as one port has connections
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ Where = Annotated[str, StringConstraints(max_length=300), AfterValidator(_place)
 Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_printable)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
 Seen = Annotated[int, Field(strict=True, ge=0, le=PLAUSIBLE)]
+Workers = Annotated[int, Field(strict=True, ge=0, le=1 << 16)]  # of one node; thousands of nodes stay below LIMIT
 Flag = Annotated[bool, Field(strict=True)]
 
 

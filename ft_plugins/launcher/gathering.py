@@ -18,9 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Annotated
+
+from pydantic import Field
 
 from . import rounds
-from .bounds import Count, Flag, Name, Seen, Token, Where
+from .bounds import MOST_NODES, Count, Flag, Name, Seen, Token, Where, Workers
 from .rounds import Candidate, Rules, Seat
 
 _PAUSE_SECONDS = 1.0  # between two looks at the clock; if they are further apart, it was we who slept
@@ -49,13 +52,16 @@ class Place:
     endpoint: Where
 
 
+Places = Annotated[tuple[Place, ...], Field(max_length=MOST_NODES)]
+
+
 @dataclass(frozen=True)
 class Roster:
     """A complete round: its nodes by rank, and those that waited beside it. Raises ValueError."""
 
     round: Count
-    members: tuple[Place, ...] = ()
-    spares: tuple[Place, ...] = ()
+    members: Places = ()
+    spares: Places = ()
 
     def __post_init__(self) -> None:
         if self.members and not self.round:
@@ -78,6 +84,7 @@ class Application:
 
     `knows` is the newest complete round that it has heard of, also one that it had no seat in. `opened`: its ranks have
     captured something under the command that runs. `trained`: they have completed an iteration, or hold a version.
+    `workers` is how many of them it starts.
     """
 
     node: Name
@@ -88,13 +95,15 @@ class Application:
     knows: Seen = 0
     opened: Flag = False
     trained: Flag = False
+    workers: Workers = 0
 
 
 @dataclass(frozen=True)
 class Proposal:
     """Ranks by token, given at a time, and where the store of the round is, '' while rank 0 has not told.
 
-    `opened`, `trained`: any of its nodes has `Application.opened`, `Application.trained`.
+    `opened`, `trained`: any of its nodes has `Application.opened`, `Application.trained`. `workers`: of each node, by
+    rank.
     """
 
     round: int
@@ -103,6 +112,7 @@ class Proposal:
     store: str = ""
     opened: bool = False
     trained: bool = False
+    workers: tuple[int, ...] = ()
 
 
 class Gathering:
@@ -258,7 +268,8 @@ class Gathering:
             chosen = [self._waiting[tokens[node]] for node in given]
             ranks = {tokens[node]: rank for node, rank in given.items()}
             opened, trained = any(each.opened for each in chosen), any(each.trained for each in chosen)
-            self.proposal = Proposal(self.round, ranks, now, opened=opened, trained=trained)
+            workers = tuple(self._waiting[token].workers for token in sorted(ranks, key=ranks.__getitem__))
+            self.proposal = Proposal(self.round, ranks, now, opened=opened, trained=trained, workers=workers)
             self._turn(Phase.PROPOSED)
 
     def _candidates(self) -> Sequence[Candidate]:

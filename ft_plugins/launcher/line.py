@@ -11,6 +11,7 @@ could not prove itself.
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import struct
 import time
@@ -28,9 +29,9 @@ from .requests import Message
 PURPOSE = "rendezvous"
 HEAD = 4  # bytes before the content of a frame, which tell its length
 REFUSED: Message = {"refused": True}  # all that a node says to one of another job
-_ASKED_AT_ONCE = 32
-_TRIES = 3  # of a connection that ends before the peer has spoken: with many new ones at once it drops the oldest
-_RETRY_SECONDS = 0.05
+ASKED_AT_ONCE = 32
+LET_IN: Message = {"let in": True}  # the first sealed frame: from now on the connection makes no room for others
+_AGAIN_SECONDS = (0.02, 1.0)  # pause before one that ended before that is made again: the first, the longest
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ForeignError(ConnectionError):
 
 
 class _HungUpError(ConnectionError):
-    """The peer has closed the connection before it said anything."""
+    """The peer has closed the connection before it let this node in: it may have had to make room for others."""
 
 
 class Line:
@@ -64,14 +65,16 @@ class Line:
         self.endpoint = endpoint
         self._seconds = seconds
         until = time.monotonic() + seconds
-        for left in reversed(range(_TRIES)):
+        pause, longest = _AGAIN_SECONDS
+        while True:
             try:
                 self._connect(until, credentials)
                 return
             except _HungUpError:
-                if not left or time.monotonic() + _RETRY_SECONDS > until:
+                if time.monotonic() + pause > until:
                     raise
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, longest)
 
     def _connect(self, until: float, credentials: Credentials) -> None:
         try:
@@ -82,6 +85,9 @@ class Line:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             self._channel = self._prove(until, credentials)
+        except (ConnectionResetError, BrokenPipeError, EOFError) as error:
+            self.close()
+            raise _HungUpError("it closed the connection") from error
         except ConnectionError:
             self.close()
             raise
@@ -92,11 +98,8 @@ class Line:
     def _prove(self, until: float, credentials: Credentials) -> Channel:
         client = Client(credentials.secret, credentials.who)
         hello = protocol.pack(client.hello())
-        try:
-            self._socket.sendall(head(hello) + hello)
-            challenge = protocol.unpack(self._read(self._announced(HANDSHAKE_LIMIT, until), until), proven=False)
-        except (ConnectionResetError, BrokenPipeError, EOFError) as error:
-            raise _HungUpError("it closed the connection") from error
+        self._socket.sendall(head(hello) + hello)
+        challenge = protocol.unpack(self._read(self._announced(HANDSHAKE_LIMIT, until), until), proven=False)
         if challenge == REFUSED:
             raise ForeignError("it belongs to another job")
         try:
@@ -105,6 +108,8 @@ class Line:
             raise ForeignError(str(error)) from error
         proof = protocol.pack(answer)
         self._socket.sendall(head(proof) + proof)
+        if self._opened(channel, until) != LET_IN:
+            raise ProtocolError("expected to be let in, found another reply")
         return channel
 
     def ask(self, message: Message) -> Message:
@@ -115,15 +120,18 @@ class Line:
             body, tag = self._channel.sealer.seal(payload)
             self._socket.settimeout(self._seconds)
             self._socket.sendall(b"".join((head(payload), body, tag)))
-            length = self._announced(FRAME_LIMIT, until)
-            sealed = memoryview(self._read(length + TAG, until))
-            return protocol.unpack(self._channel.opener.open(sealed[:length], bytes(sealed[length:])))
+            return self._opened(self._channel, until)
         except EOFError as error:
             self.close()
             raise ConnectionError("it closed the connection") from error
         except (OSError, ProtocolError) as error:
             self.close()
             raise ConnectionError(_why(error, self._seconds)) from error
+
+    def _opened(self, channel: Channel, until: float) -> Message:
+        length = self._announced(FRAME_LIMIT, until)
+        sealed = memoryview(self._read(length + TAG, until))
+        return protocol.unpack(channel.opener.open(sealed[:length], bytes(sealed[length:])))
 
     def _announced(self, limit: int, until: float) -> int:
         return protocol.announced(self._read(HEAD, until), limit)
@@ -170,7 +178,7 @@ def ask_all(
     names = list(dict.fromkeys(endpoints))
     if len(names) < 2:
         return {name: attempt(name) for name in names}
-    with ThreadPoolExecutor(min(len(names), _ASKED_AT_ONCE)) as pool:  # all have ended when this returns
+    with ThreadPoolExecutor(min(len(names), ASKED_AT_ONCE)) as pool:  # all have ended when this returns
         return dict(zip(names, pool.map(attempt, names), strict=True))
 
 

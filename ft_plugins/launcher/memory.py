@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..errors import ProtocolError
 from ..events import say
+from ..intake import json_value, read_bytes
 from ..recovery import sizes
 from .bounds import REMEMBERED, read
 from .gathering import Roster
@@ -55,19 +56,16 @@ class Memory:
         if self._path is None:
             return Roster(0)
         try:
-            with open(self._path, "rb") as file:
-                text = file.read(_LIMIT)
-        except OSError:
-            return Roster(0)
-        try:
-            found = json.loads(text)
+            found = json_value(read_bytes(self._path, _LIMIT))
             if found["run"] != self._run:
                 return Roster(0)
             roster = read(Roster, found["roster"])
             if roster.round > REMEMBERED:
                 raise ValueError(f"round {roster.round}")
             return roster
-        except (ValueError, TypeError, KeyError, RecursionError, ProtocolError) as error:
+        except OSError:
+            return Roster(0)
+        except (ValueError, TypeError, KeyError, ProtocolError) as error:
             aside = self._path.with_name(f"{self._path.name}.damaged")
             with contextlib.suppress(OSError):
                 self._path.replace(aside)

@@ -24,7 +24,7 @@ from ..events import Events
 from ..smp import descriptors, protocol
 from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, Server
 from ..smp.rejected import Rejected
-from .line import HEAD, REFUSED, Credentials, hang_up, head
+from .line import HEAD, LET_IN, REFUSED, Credentials, hang_up, head
 from .requests import REQUEST_LIMIT, Message
 
 _PROOF_SECONDS = 5.0  # for a handshake, which takes a living peer milliseconds
@@ -67,6 +67,14 @@ class _Peer:
         found = bytes(self.received[HEAD:end])
         del self.received[:end]
         return found
+
+    def reply(self, message: Message) -> None:
+        """Have a message go out, sealed, to one who has proved itself."""
+        if self.channel is None:
+            raise RuntimeError("it has not proved itself yet")
+        payload = protocol.pack(message)
+        body, tag = self.channel.sealer.seal(payload)
+        self.sending += b"".join((head(payload), body, tag))
 
 
 class Post:
@@ -213,12 +221,11 @@ class Post:
         """One step of the handshake, or one request."""
         if peer.channel:
             unit = peer.channel.opener.open(frame[:-TAG], frame[-TAG:])
-            payload = protocol.pack(self._answer(protocol.unpack(unit), peer.number))
-            body, tag = peer.channel.sealer.seal(payload)
-            peer.sending += b"".join((head(payload), body, tag))
+            peer.reply(self._answer(protocol.unpack(unit), peer.number))
         elif peer.greeted:
             peer.channel = peer.server.finish(protocol.unpack(frame, proven=False))
             del self._unproven[connection]
+            peer.reply(LET_IN)
         else:
             hello = protocol.unpack(frame, proven=False)
             try:

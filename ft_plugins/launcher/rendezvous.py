@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ..errors import ConfigError, ProtocolError
-from ..events import Events
+from ..events import Events, say
 from ..recovery.sizes import Told
 from . import endpoint as places
 from . import line, store
@@ -72,6 +72,8 @@ class Rendezvous(RendezvousHandler):
         self.opened_anywhere = False  # of this round: whether those of any of its nodes have
         self.trained = False  # to be told to the others: whether ranks of this node have completed an iteration
         self.trained_anywhere = False  # of this round, when it began
+        self.workers = 0  # to be told to the others: how many this node starts
+        self.first_rank, self.all_workers = 0, 0  # of this round: that of the first worker here, how many on all nodes
         self.events = Events(settings.node)  # what comes to the port and is rejected
         self._settings = settings
         self._reach = min(_LONGEST_REACH, settings.silence / 3)
@@ -109,6 +111,7 @@ class Rendezvous(RendezvousHandler):
         self._next_look = self._next_meeting = self._heard = 0.0  # monotonic
         self._waiting = 0
         self._said: Waiting | None = None  # about the round that is waited for
+        self._complained = False  # about those who are not of this job
         self._shut = False
 
     def get_backend(self) -> str:
@@ -168,16 +171,34 @@ class Rendezvous(RendezvousHandler):
         while True:
             self._check()
             searched = time.monotonic() - began
-            found = self._search.look(patient=searched <= 2 * self._settings.silence)
+            found = self._search.look(searched <= 2 * self._settings.silence, self._check)
             if found:
                 return found
-            if self._search.foreign and searched > 2 * self._settings.silence:
-                endpoint, why = next(iter(self._search.foreign.items()))
-                raise ConfigError(
-                    f"--rdzv-endpoint {endpoint}: expected a node of job '{self._me.run}', found that {why}; choose "
-                    "another port, or give the same --rdzv-id (--ftp-job) and --ftp-secret-file on all nodes"
-                )
+            if searched > 2 * self._settings.silence:
+                self._complain()
             self._pause()
+
+    def _complain(self) -> None:
+        """Say once who answered that is not of this job. Without a secret it is the end: strangers are of this machine.
+
+        With one it is none: whoever takes the place of a node for a while can say that, and needs no proof to do so.
+        """
+        foreign = self._foreign()
+        if foreign and self._settings.only_here:
+            raise ConfigError(foreign)
+        if foreign and not self._complained:
+            self._complained = True
+            say(f"{foreign} (it goes on looking)", alarm=True, who="ft-run: ")
+
+    def _foreign(self) -> str:
+        """Where somebody answers that is not of this job, and what to check; '' for nowhere."""
+        if not self._search.foreign:
+            return ""
+        endpoint, why = next(iter(self._search.foreign.items()))
+        return (
+            f"--rdzv-endpoint {endpoint}: expected a node of job '{self._me.run}', found that {why}; choose another "
+            "port, or give the same --rdzv-id (--ftp-job) and --ftp-secret-file on all nodes"
+        )
 
     def _take_part(self, lead: Lead) -> RendezvousInfo:
         """Apply to `lead`, wait until the round has begun. ConnectionError: it does not lead any more.
@@ -223,7 +244,15 @@ class Rendezvous(RendezvousHandler):
         me, roster = self._me, self._memory.roster
         seat = roster.seat(me.node)
         application = Application(
-            me.node, me.token, me.endpoint, seat, self._settings.wanted, roster.round, self.opened, self.trained
+            me.node,
+            me.token,
+            me.endpoint,
+            seat,
+            self._settings.wanted,
+            roster.round,
+            self.opened,
+            self.trained,
+            self.workers,
         )
         began = time.monotonic()
         while not (found := read(Admission, self._ask_patiently("apply", application=asdict(application)))).accepted:
@@ -242,11 +271,14 @@ class Rendezvous(RendezvousHandler):
         self._promised = 0  # kept now, or not to be kept
         if view.rank is None or not view.store:
             raise ProtocolError(f"round {view.round} is complete without a rank or a store for this node")
+        if view.first + self.workers > view.workers:
+            raise ProtocolError(f"round {view.round} has {view.workers} workers, from {view.first} here {self.workers}")
         place = Endpoint.read(view.store)
         own = self._served if view.rank == 0 else None
         found = own or store.connect(place, self._store_bound, self._reach)
         self._round, self._size, self._spare, self._store = view.round, view.size, False, found
         self._served, self.opened_anywhere, self.trained_anywhere = None, view.opened, view.trained
+        self.first_rank, self.all_workers = view.first, view.workers
         self._waiting, self._heard, self._next_look = 0, time.monotonic(), 0.0
         prefix = PrefixStore(f"{BACKEND}/round/{self._round}", found)
         return RendezvousInfo(prefix, view.rank, self._size, RendezvousStoreInfo(place.host, place.port))
@@ -267,6 +299,10 @@ class Rendezvous(RendezvousHandler):
             raise RendezvousTimeoutError(self._too_late())
 
     def _too_late(self) -> str:
+        foreign = self._foreign()
+        return f"{self._nobody_came()}; {foreign}" if foreign else self._nobody_came()
+
+    def _nobody_came(self) -> str:
         rules, seconds = self._settings.rules, self._settings.join + self._settings.rules.wait
         begin = f"node {self._me.node}, job '{self._me.run}': no round was put together within {seconds:g} s"
         if self._lead and self._seen:

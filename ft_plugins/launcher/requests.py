@@ -145,7 +145,8 @@ class Admission:
 @dataclass(frozen=True)
 class View:
     """How the round stands for one process: `rank`, `size` and `store` where it was chosen, `roster` where the round is
-    complete and it did not know. `missing` are of the last round. `opened`, `trained`: see `Proposal`."""
+    complete and it did not know. `missing` are of the last round. `opened`, `trained`: see `Proposal`. `first` is the
+    global rank of the process's first worker, `workers` the number of all."""
 
     phase: Phase
     round: Count
@@ -161,6 +162,8 @@ class View:
     store: Where | None = None
     opened: Flag = False
     trained: Flag = False
+    first: Count = 0
+    workers: Count = 0
     roster: Roster | None = None
 
 

@@ -10,17 +10,23 @@ In: this node's station, endpoints. Out: a `Lead` that was alive and leading whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from ..errors import ProtocolError
 from .bounds import read
-from .line import Credentials, ForeignError, ask, ask_all
+from .line import ASKED_AT_ONCE, Credentials, ForeignError, ask, ask_all
 from .memory import Memory
-from .requests import Lead, Meeting, Vote
+from .requests import Lead, Meeting, Message, Vote
 from .station import Station
 
 _AT_ONCE = 8  # of those before us so many are asked before the rest, who may not be needed
+
+Check = Callable[[], None]
+
+
+def _nothing() -> None:
+    """For questions that no time limits."""
 
 
 class Search:
@@ -42,30 +48,36 @@ class Search:
         """Endpoints of those that may lead, the first one first."""
         return list(dict.fromkeys([*self._memory.roster.endpoints, *self._initial]))
 
-    def look(self, patient: bool) -> Lead | None:
+    def look(self, patient: bool, check: Check = _nothing) -> Lead | None:
         """The lead, as far as one round of questions tells; None: ask again. `patient`: leave it to those before us
-        who are awake to take the lead."""
+        who are awake to take the lead. `check` is called between questions, and raises what ends the looking."""
         if own := self._station.leading:
             return own
         order = self.order()
         place = order.index(self._me.endpoint) if self._me.endpoint in order else len(order)
         known = self.meet([self._me.endpoint])
         for begin in range(0, place, _AT_ONCE):
-            known |= self.meet(order[begin : min(begin + _AT_ONCE, place)])
-            if found := self.best(known):
+            known |= self.meet(order[begin : min(begin + _AT_ONCE, place)], check=check)
+            if found := self.best(known, check=check):
                 return found
             if patient and any(meeting.awake for meeting in known.values() if meeting.token != self._me.token):
                 return None
         if place == len(order):
-            return self.best(known)
-        known |= self.meet(order[place + 1 :])
-        return self.best(known) or self._claim(known)
+            return self.best(known, check=check)
+        known |= self.meet(order[place + 1 :], check=check)
+        return self.best(known, check=check) or self._claim(known, check)
 
-    def meet(self, endpoints: Iterable[str], lead: Lead | None = None, reach: float = 0.0) -> dict[str, Meeting]:
+    def meet(
+        self, endpoints: Iterable[str], lead: Lead | None = None, reach: float = 0.0, check: Check = _nothing
+    ) -> dict[str, Meeting]:
         """Those that answer, by endpoint. They are told of `lead`, if given."""
         message = {"do": "meet", "lead": asdict(lead) if lead else None}
         others = [endpoint for endpoint in endpoints if endpoint != self._me.endpoint]
-        replies = ask_all(others, message, reach or self._reach, self._credentials)
+        replies: dict[str, Message | ConnectionError] = {}
+        for begin in range(0, len(others), ASKED_AT_ONCE):
+            check()
+            some = others[begin : begin + ASKED_AT_ONCE]
+            replies |= ask_all(some, message, reach or self._reach, self._credentials)
         if self._me.endpoint in endpoints:
             replies[self._me.endpoint] = self._station.answer(message | {"lead": None})
         found = {}
@@ -87,7 +99,7 @@ class Search:
             found[endpoint] = meeting
         return found
 
-    def best(self, known: dict[str, Meeting], reach: float = 0.0) -> Lead | None:
+    def best(self, known: dict[str, Meeting], reach: float = 0.0, check: Check = _nothing) -> Lead | None:
         """Of all leads that those in `known` know of, the one that leads and has the highest standing."""
         asked = dict(known)
         while True:
@@ -95,19 +107,20 @@ class Search:
             missing = named - asked.keys()
             if not missing:
                 break
-            met = self.meet(missing, reach=reach)
+            met = self.meet(missing, reach=reach, check=check)
             asked |= met
             for endpoint in missing - met.keys():  # not asked again now
                 asked[endpoint] = _ABSENT
         leads = [meeting.leading for meeting in asked.values() if meeting.leading]
         return max(leads, key=lambda lead: lead.standing, default=None)
 
-    def _claim(self, known: dict[str, Meeting]) -> Lead | None:
+    def _claim(self, known: dict[str, Meeting], check: Check = _nothing) -> Lead | None:
         """This node as the lead, if all in `known` consent."""
         me = self._me
         lead = Lead(me.node, me.token, me.endpoint, self._station.generation + 1)
         message = {"do": "elect", "lead": asdict(lead)}
         for endpoint in sorted({*known, me.endpoint}):
+            check()
             try:
                 own = endpoint == me.endpoint
                 vote = read(

@@ -233,6 +233,7 @@ class Station:
             rank, size = proposal.ranks[asked.token], len(proposal.ranks)
             view = replace(view, rank=rank, size=size, store=proposal.store or None)
             view = replace(view, opened=proposal.opened, trained=proposal.trained)
+            view = replace(view, first=sum(proposal.workers[:rank]), workers=sum(proposal.workers))
         if gathering.phase is Phase.COMPLETE and asked.round != gathering.round:
             view = replace(view, roster=gathering.roster)
         return asdict(view) | {"phase": view.phase.value}

@@ -18,7 +18,7 @@ SHORT = timedelta(seconds=0.2)
 def meet(store: Store, *secrets: bytes) -> list[Exchange | ConfigError]:
     def enter(rank: int) -> Exchange | ConfigError:
         try:
-            return Exchange(store, secrets[rank], rank, len(secrets))
+            return Exchange(store, secrets[rank], "job", rank, len(secrets))
         except ConfigError as error:
             return error
 
@@ -64,6 +64,37 @@ def test_a_word_of_another_incarnation_is_none() -> None:
     second.say("ended", b"1")
     for_second.set("ended/1", for_first.get("ended/1"))
     assert second.all_said("ended") == [b"1", None]
+
+
+class Replaying:
+    """The store of an agent of group rank 0, in which a stranger repeats what stood in another one."""
+
+    def __init__(self, store: Store, old: Store) -> None:
+        self._store, self._old = store, old
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        for key in keys:
+            self._store.set(key, self._old.get(key))
+        return list(self._store.multi_get(keys))
+
+
+def test_words_of_another_incarnation_are_none_also_where_its_numbers_are_repeated() -> None:
+    old = HashStore()
+    meet(old, SECRET, SECRET)
+    with pytest.raises(ConfigError, match="group rank 0: expected the numbers of 2 agents .* another process wrote"):
+        Exchange(Replaying(HashStore(), old), SECRET, "job", 0, 2)
+
+
+def test_nodes_of_different_jobs_do_not_believe_each_other() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        entered = [pool.submit(Exchange, store, SECRET, job, rank, 2) for rank, job in enumerate(("one", "two"))]
+        for each in entered:
+            with pytest.raises(ConfigError, match="does not know"):
+                each.result(60)
 
 
 def test_nodes_with_different_secrets_all_say_so() -> None:

@@ -91,6 +91,21 @@ def test_who_is_of_another_job_or_has_another_secret_hears_that_and_no_more(
     line.ask(echo.place, {}, WAIT, US)
 
 
+def test_who_is_dropped_for_others_after_its_proof_comes_again_until_it_is_let_in(
+    echo: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, dropped = echo.post._handle, []
+
+    def crowded(connection: socket.socket, peer: Any, frame: bytes) -> None:
+        if peer.greeted and not peer.channel and len(dropped) < 5:
+            dropped.append(peer.number)
+            raise ConnectionResetError("dropped for a newer one")
+        handle(connection, peer, frame)
+
+    monkeypatch.setattr(echo.post, "_handle", crowded)
+    assert line.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it" and len(dropped) == 5
+
+
 def prove(echo: Running) -> tuple[socket.socket, Channel]:
     """A connection of one who knows the secret, to do with as he likes."""
     found = Line(echo.place, WAIT, US)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing import get_context
@@ -22,23 +24,33 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.distributed import DistError, DistStoreError
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
+from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec, _RoleInstanceInfo
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins.config import Config
 from ft_plugins.events import Events
+from ft_plugins.intake import within
 from ft_plugins.launcher import line, plugin, secret, store
 from ft_plugins.launcher.agent import ProgressAgent
+from ft_plugins.launcher.bounds import MOST_NODES
 from ft_plugins.launcher.endpoint import Endpoint
+from ft_plugins.launcher.gathering import Place, Roster
 from ft_plugins.launcher.launch import _specify
 from ft_plugins.launcher.line import Credentials
+from ft_plugins.launcher.memory import Memory
 from ft_plugins.launcher.plugin import Settings
 from ft_plugins.launcher.rendezvous import Rendezvous
 from ft_plugins.launcher.waiting import command
 from ft_plugins.launcher.watcher import Job
+from ft_plugins.smp import protocol
 
 WAIT = 60.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
@@ -574,20 +586,46 @@ def write_secret(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(start: Start, tmp_path: Path) -> None:
+def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(
+    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     right = write_secret(tmp_path / "right", "what the nodes of this job know")
     wrong = write_secret(tmp_path / "wrong", "what no node of this job knows")
     a, b = (start(n, name, nodes="2:2", detect_seconds=1, secret_file=right) for n, name in ((1, "a"), (2, "b")))
     join(a, b)
-    for number, config in ((3, {"secret_file": wrong}), (4, {})):
-        other = start(number, "c", nodes="2:2", detect_seconds=1, **config)
-        began = time.monotonic()
-        kind, text = other.tell("join").error()
-        assert kind == "ConfigError" and "does not know the secret of this job" in text and "--ftp-secret-file" in text
-        assert time.monotonic() - began < 10
-        assert other.ask("shutdown") is True
+    began = time.monotonic()
+    without = start(4, "c", nodes="2:2", detect_seconds=1)
+    kind, text = without.tell("join").error()
+    assert kind == "ConfigError" and "does not know the secret of this job" in text and "--ftp-secret-file" in text
+    assert time.monotonic() - began < 10
+    assert without.ask("shutdown") is True
+    other = start(3, "c", nodes="2:2", detect_seconds=1, secret_file=wrong, join_timeout=6, wait_seconds=0)
+    kind, text = other.tell("join").error()
+    assert kind == "RendezvousTimeoutError" and "does not know the secret" in text and "--ftp-secret-file" in text
+    said = capfd.readouterr().err
+    assert said.count("does not know the secret of this job") == 1, "once, while it goes on looking"
+    assert "--rdzv-endpoint 127.0.0.1:" in said and "--ftp-secret-file" in said and "goes on looking" in said
+    assert other.ask("shutdown") is True
     assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]
     assert not a.ask("is_closed")
+
+
+def test_who_says_without_a_proof_that_a_node_is_not_of_the_job_does_not_end_it(start: Start, tmp_path: Path) -> None:
+    right = write_secret(tmp_path / "right", "what the nodes of this job know")
+    config: dict[str, Any] = {"nodes": "1:2", "endpoints": "1", "detect_seconds": 0.5, "secret_file": right}
+    b = start(2, "b", **config)
+    with socket.create_server(("127.0.0.1", b.port)) as stranger:
+        stranger.settimeout(WAIT / 6)
+        b.tell("join")
+        refusal = protocol.pack(line.REFUSED)
+        began = time.monotonic()
+        while time.monotonic() - began < 2:  # four times what it waits for
+            connection, _ = stranger.accept()
+            with connection:
+                connection.recv(1 << 10)
+                connection.sendall(line.head(refusal) + refusal)
+    start(1, "a", **config).tell("join")
+    assert b.hear()["names"] == ["a", "b"]
 
 
 def test_whether_any_node_has_captured_is_said_to_all(start: Start) -> None:
@@ -672,6 +710,38 @@ def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(
     assert "set aside as nodes.json.damaged" in said and len(said) < 600
 
 
+def test_a_memory_that_is_a_pipe_is_set_aside_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "nodes.json")
+    assert within(WAIT / 6, lambda: Memory("job", tmp_path)).roster == Roster(0)
+    assert stat.S_ISFIFO((tmp_path / "nodes.json.damaged").stat().st_mode)
+
+
+def test_a_memory_of_more_nodes_than_there_can_be_is_set_aside(tmp_path: Path) -> None:
+    members = [{"node": f"n{number}", "endpoint": "h:1"} for number in range(MOST_NODES + 1)]
+    for kept in (members[1:], members):
+        text = json.dumps({"run": "job", "roster": {"round": 1, "members": kept, "spares": []}})
+        (tmp_path / "nodes.json").write_text(text)
+        assert Memory("job", tmp_path).roster.round == (1 if kept == members[1:] else 0)
+    assert (tmp_path / "nodes.json.damaged").exists()
+
+
+def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_its_time(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
+        members = tuple(Place(f"n{number}", f"127.0.0.1:{each.getsockname()[1]}") for number, each in enumerate(silent))
+        Memory("job", tmp_path).keep(Roster(1, members))
+        config = {"detect_seconds": 3, "join_timeout": 1.5, "wait_seconds": 0, "run_dir": tmp_path, "node_name": "a"}
+        place = f"127.0.0.1:{free_port()}"
+        handler = Rendezvous(Settings.read(RendezvousParameters("ft_plugins", place, "job", 1, 2, **config)))
+        began = time.monotonic()
+        try:
+            with pytest.raises(RendezvousTimeoutError, match="no round was put together within 1.5 s"):
+                handler.next_rendezvous()
+            assert time.monotonic() - began < 1.5 + 1.0 + 0.5, "as long as one answer may take, and no longer"
+        finally:
+            handler.shutdown()
+
+
 # ---- the store of a round ----
 
 
@@ -714,11 +784,94 @@ def alone() -> Iterator[Rendezvous]:
     found.shutdown()
 
 
-def agent_of(handler: Any, happened: list[str]) -> ProgressAgent:
-    spec = WorkerSpec("default", 1, handler, entrypoint="true", max_restarts=3, monitor_interval=0.01)
+def agent_of(handler: Any, happened: list[str], workers: int = 1, job: Job | None = None) -> ProgressAgent:
+    spec = WorkerSpec("default", workers, handler, entrypoint="true", max_restarts=3, monitor_interval=0.01)
     events = Events()
     events.subscribe(lambda event: happened.append(event.name))
-    return ProgressAgent(spec, job=None, watcher=None, events=events, bounded=True, logs_specs=DefaultLogsSpecs())
+    return ProgressAgent(spec, job=job, watcher=None, events=events, bounded=True, logs_specs=DefaultLogsSpecs())
+
+
+def forge(store: Any) -> None:
+    """What a stranger without the secret writes where torch's agents look for their ranks."""
+    for rank in range(2):
+        store.set(f"torchelastic/assigned_ranks/{rank}", "[0, 1, 0, 1]")
+        store.set(f"torchelastic/role_info/{rank}", _RoleInstanceInfo("default", rank, 70).serialize())
+
+
+def ranks_of(agent: ProgressAgent) -> list[tuple[int, ...]]:
+    return [
+        (each.local_rank, each.global_rank, each.world_size, each.role_rank, each.role_world_size)
+        for each in agent._worker_group.workers
+    ]
+
+
+RANKS = [[(0, 0, 5, 0, 5), (1, 1, 5, 1, 5)], [(0, 2, 5, 2, 5), (1, 3, 5, 3, 5), (2, 4, 5, 4, 5)]]
+
+
+def test_ranks_that_a_stranger_writes_into_the_store_of_a_round_are_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port()
+    handlers = []
+    for name in "ab":
+        of_name = {"node_name": name, "join_timeout": WAIT}
+        handlers.append(
+            Rendezvous(Settings.read(RendezvousParameters("ft_plugins", f"127.0.0.1:{port}", "job", 2, 2, **of_name)))
+        )
+    joined = handlers[1].next_rendezvous
+
+    def attacked() -> Any:
+        info = joined()
+        place = info.bootstrap_store_info
+        stranger = TCPStore(place.master_addr, place.master_port, is_master=False, wait_for_workers=False)
+        forge(PrefixStore("ft_plugins/round/1", stranger))
+        return info
+
+    monkeypatch.setattr(handlers[1], "next_rendezvous", attacked)
+    agents = [agent_of(handler, [], workers) for handler, workers in zip(handlers, (2, 3), strict=True)]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda agent: agent._rendezvous(agent._worker_group), agents))
+        assert [ranks_of(agent) for agent in agents] == RANKS
+        places = {(agent._worker_group.master_addr, agent._worker_group.master_port) for agent in agents}
+        assert places == {("127.0.0.1", handlers[0]._store.port)}
+    finally:
+        for handler in handlers:
+            handler.shutdown()
+
+
+class Foreign:
+    """A dynamic rendezvous of torch's kind, complete: two nodes that share a store with strangers."""
+
+    use_agent_store = True
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.info = RendezvousInfo(store, rank, 2, RendezvousStoreInfo("127.0.0.1", 1))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return self.info
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def get_run_id(self) -> str:
+        return "job"
+
+
+def test_ranks_and_store_that_a_stranger_writes_into_a_foreign_rendezvous_are_not_believed(tmp_path: Path) -> None:
+    common = HashStore()
+    forge(common)
+    for key, value in (("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "1")):
+        PrefixStore("ft_plugins/0", common).set(key, value)
+    job = Job(Config.from_flags(["--reft"])[0], "j", "n", tmp_path)
+    agents = [agent_of(Foreign(common, rank), [], workers, job) for rank, workers in enumerate((2, 3))]
+    for agent in agents:
+        agent._worker_group.spec.local_addr = "127.0.0.1"
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda agent: agent._rendezvous(agent._worker_group), agents))
+    assert [ranks_of(agent) for agent in agents] == RANKS
+    places = {(agent._worker_group.master_addr, agent._worker_group.master_port) for agent in agents}
+    assert agents[0]._store_of_workers and places == {("127.0.0.1", agents[0]._store_of_workers.port)}
 
 
 @pytest.mark.parametrize("lost", [1, 4, 5])
