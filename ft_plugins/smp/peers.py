@@ -189,8 +189,8 @@ class Remote:
 class Ahead(Peer):
     """A connection on which several requests are under way: a `rebuild.Line`, for one thread but for `close`.
 
-    The socket blocks, its timeout is the kernel's: one call of the system for a payload that is there. Where the peer has
-    hung up while no request was under way, the next one goes on a new connection.
+    The socket blocks, its timeout is the kernel's: one call of the system for a payload that is there. Where the peer
+    has hung up while no request was under way, the next one goes on a new connection.
     """
 
     _under_way = 0  # requests
