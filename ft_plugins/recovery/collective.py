@@ -2,17 +2,21 @@
 for `start_gather`, which does not wait.
 
 Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order. The
-job's store takes all comers: a word that is found there is believed only with a proof by a key of this incarnation,
-which ranks agree on over the process group and which stands nowhere.
+job's store takes all comers, and gloo's addresses come from it: a word in the store, or a gathered payload, is believed
+only with a proof by a key of this incarnation, which ranks agree on over the process group and which stands nowhere.
+Shares and swapped bytes carry no such proof.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import hmac
+import itertools
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,14 +28,15 @@ import torch
 import torch.distributed as dist
 
 from .. import errors
-from ..errors import ConfigError, FtError
+from ..errors import ConfigError, FtError, ProtocolError
 from ..events import say
 from .stores import BoundedStore
 
 _ANSWER_SECONDS = 2.0  # for a word in the job's store to be looked up
 _DEAF_SECONDS = 60.0
 _NONCE = 32  # bytes
-_SIZE = 8  # bytes before a payload that tell its length
+_SIZE = 8  # bytes before a payload that hold its length
+_TAG = 16  # bytes that authenticate a payload
 ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
 
 
@@ -58,16 +63,28 @@ def _impatient(store: dist.Store) -> dist.Store | None:
 class Gathering:
     """Payloads on their way: `found` when `work` is done. The tensors live as long as it."""
 
+    rank: int
     found: list[torch.Tensor]
     own: torch.Tensor
     work: dist.Work | None
+    tag: Callable[[int, bytes], bytes]  # of a rank's payload in this gather
 
     def result(self) -> list[bytes]:
-        """Every rank's payload, by rank. Waits for those that are not here yet."""
+        """Every rank's payload, by rank. Waits for those that are not here yet. Raises ProtocolError for one that is
+        not what its rank sent."""
         if self.work is not None:
             self.work.wait()
-        sizes = [int.from_bytes(part[:_SIZE].numpy().tobytes(), "little") for part in self.found]
-        return [part[_SIZE : _SIZE + size].numpy().tobytes() for part, size in zip(self.found, sizes, strict=True)]
+        return [self._opened(rank, part.numpy().tobytes()) for rank, part in enumerate(self.found)]
+
+    def _opened(self, rank: int, part: bytes) -> bytes:
+        payload = part[_SIZE:-_TAG][: int.from_bytes(part[:_SIZE], "little")]
+        if not hmac.compare_digest(part[-_TAG:], self.tag(rank, payload)):
+            raise ProtocolError(
+                f"rank {self.rank}: what rank {rank} sent to all ranks was altered on the way, and is not used. Some "
+                "other process takes part in the job's traffic: see that only the job's nodes reach its ports, then "
+                "start the job again"
+            )
+        return payload
 
 
 class Collective:
@@ -91,31 +108,38 @@ class Collective:
             self._group = dist.new_group(backend="gloo")
         self.rank = 0 if not dist.is_initialized() else dist.get_rank()
         self.world_size = 1 if self._alone else dist.get_world_size()
+        self._gathers = itertools.count()  # the same on all ranks: a payload of one is not believed in another
         self._key = self._agree_on_key(secret)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank."""
+        """Every rank's payload, by rank. Raises ProtocolError for one that was altered on the way."""
         if self._alone:
             return [payload]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._group)
-        longest = max(1, max(int(size) for size in sizes))
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else own[:0]
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(found, own, group=self._group)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(found, sizes, strict=True)]
+        sizes = self.start_gather(len(payload).to_bytes(_SIZE, "little"), _SIZE).result()
+        return self.start_gather(payload, max(int.from_bytes(size, "little") for size in sizes)).result()
 
     def start_gather(self, payload: bytes, longest: int) -> Gathering:
         """Start a gather of payloads of at most `longest` bytes, the same number on every rank, and do not wait."""
         if len(payload) > longest:
             raise ValueError(f"rank {self.rank}: a payload of {len(payload)} bytes, but all agreed on {longest}")
-        framed = len(payload).to_bytes(_SIZE, "little") + payload + bytes(longest - len(payload))
+        tag = functools.partial(self._tag, next(self._gathers))
+        padding = bytes(longest - len(payload))
+        framed = b"".join((len(payload).to_bytes(_SIZE, "little"), payload, padding, tag(self.rank, payload)))
+        found, own, work = self._send_to_all(framed)
+        return Gathering(self.rank, found, own, work, tag)
+
+    def _tag(self, gather: int, rank: int, payload: bytes) -> bytes:
+        """Proves that `rank` sent `payload` in that gather of this incarnation."""
+        place = gather.to_bytes(8, "little") + rank.to_bytes(8, "little")
+        return hashlib.blake2b(place + payload, digest_size=_TAG, key=self._key).digest()
+
+    def _send_to_all(self, framed: bytes) -> tuple[list[torch.Tensor], torch.Tensor, dist.Work | None]:
+        """Start to gather as many bytes of every rank: where they arrive, where they are sent from, and the work."""
         own = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         if self._alone:
-            return Gathering([own], own, None)
+            return [own], own, None
         found = [torch.empty_like(own) for _ in range(self.world_size)]
-        return Gathering(found, own, dist.all_gather(found, own, group=self._group, async_op=True))
+        return found, own, dist.all_gather(found, own, group=self._group, async_op=True)
 
     def barrier(self) -> None:
         """Until every rank is here."""
@@ -124,7 +148,10 @@ class Collective:
     def _agree_on_key(self, secret: bytes) -> bytes:
         """A key that all ranks of this incarnation have, and no other process."""
         own = secrets.token_bytes(_NONCE)
-        told = self.gather(own + hmac.digest(secret or b"none", own, "sha256"))
+        found, _sent, work = self._send_to_all(own + hmac.digest(secret or b"none", own, "sha256"))
+        if work is not None:
+            work.wait()
+        told = [part.numpy().tobytes() for part in found]
         for rank, part in enumerate(told):
             if not hmac.compare_digest(part[_NONCE:], hmac.digest(secret or b"none", part[:_NONCE], "sha256")):
                 raise ConfigError(

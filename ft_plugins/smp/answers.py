@@ -1,7 +1,8 @@
 """What one SMP says to those of other nodes: directives to their reports, takings of what they send, bytes to read.
 
-Invariant: a request of another epoch than the one that is protected here changes nothing. Fields are checked before
-they are used (`requests`); whatever does not fit is a ProtocolError, which the connection carries back or ends with.
+Invariant: a request of another epoch than the one that is protected here changes nothing; one that comes twice changes
+what it changes once: a peer whose connection was closed sends it again. Fields are checked before they are used
+(`requests`); whatever does not fit is a ProtocolError, which the connection carries back or ends with.
 
 In: a request with its payload, as `wire.Server` hands it over. Out: the reply with its payload.
 """
@@ -61,6 +62,7 @@ class Answers:
                 step_back()
                 return self.begin(self._gathering(message.get("epoch")), message), None
             case "take":
+                step_back()  # the lane may have connected again since its `begin`
                 part = requests.read(requests.TAKE, message)
                 vault = self._gathering(message.get("epoch"))
                 return {

@@ -9,10 +9,8 @@ In: reports and requests. Out: directives; bytes, digests checked.
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -34,7 +32,7 @@ from .former import Former
 from .frames import Data, Parity
 from .pins import Directive, Epoch, Report, decide
 from .vault import Vault
-from .wire import Bytes, Peer
+from .wire import Bytes, Peer, limit_in_kernel
 
 _BEATS_PER_DETECTION = 5
 _FASTEST_SECONDS = 0.05
@@ -191,8 +189,11 @@ class Remote:
 class Ahead(Peer):
     """A connection on which several requests are under way: a `rebuild.Line`, for one thread but for `close`.
 
-    The socket blocks, its timeout is the kernel's: one call of the system for a payload that is there.
+    The socket blocks, its timeout is the kernel's: one call of the system for a payload that is there. Where the peer
+    has hung up while no request was under way, the next one goes on a new connection.
     """
+
+    _under_way = 0  # requests
 
     def ask_for(self, wanted: Data | Parity) -> None:
         """Send a request to read. Raises ProtocolError."""
@@ -204,14 +205,15 @@ class Ahead(Peer):
         with self._named():
             if self._closed:
                 raise ProtocolError("this side has hung up")
+            if not self._under_way and self._hung_up():
+                self._drop()
             if self._link is None:
                 self._link = self._connect()
                 assert self._connection is not None
                 self._connection.settimeout(None)
-                pair = struct.pack("@ll", math.ceil(self._timeout), 0)  # seconds, microseconds
-                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    self._connection.setsockopt(socket.SOL_SOCKET, option, pair)
+                limit_in_kernel(self._connection, self._timeout)
             self._link.send({"do": "read", **fields})
+            self._under_way += 1
 
     def take(self, into: Bytes) -> None:
         """Receive the next reply's payload. Raises ProtocolError, also when it was changed on the way, or what the peer
@@ -228,7 +230,19 @@ class Ahead(Peer):
                     raise ProtocolError(f"it sends {announced} bytes where {len(into)} were asked for")
                 if announced:
                     self._link.payload(into)
+            self._under_way -= 1
         protocol.raise_refusal(reply)
+
+    def _hung_up(self) -> bool:
+        """Whether the peer has closed a connection on which nothing is expected."""
+        if self._connection is None:
+            return False
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     @contextmanager
     def _named(self) -> Iterator[None]:

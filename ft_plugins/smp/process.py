@@ -26,6 +26,7 @@ from ..events import Events, file_sink
 from ..snapshot import paths
 from . import descriptors, liveness, protocol
 from .owner import SnapshotProcess
+from .places import Place, Places
 from .priority import step_back_session
 from .rejected import Rejected
 
@@ -34,10 +35,16 @@ _LAST_WRITE_SECONDS = 600.0  # how long the end of an orphaned SMP is put off wh
 _PREDECESSOR_SECONDS = 1.0  # for the kernel to let go of what an SMP that was killed just now has locked
 _CONNECTIONS = 512  # at once, of this node's trainers, ft-run and command line
 _ACCEPT_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
+_FRAME_SECONDS = 10.0  # for a request to be here, once it has begun, and for its reply to be taken
+_LOCAL = "local"  # the address of all connections of this node
 
 
 class _Server:
-    """Accepts on the Unix socket; a thread per connection, requests serialised by the process's lock."""
+    """Accepts on the Unix socket; a thread per connection, requests serialised by the process's lock.
+
+    No connection is held for liveness: `watch` and `attach` name a process, and that is what is looked at. So any idle
+    connection may make room for a newer one: `client.Client` connects again at its next request.
+    """
 
     def __init__(self, path: Path, process: SnapshotProcess, events: Events) -> None:
         path.unlink(missing_ok=True)  # of a dead predecessor: the lock is ours
@@ -52,35 +59,50 @@ class _Server:
         self._process = process
         self._events = events
         self._rejected = Rejected(events)
-        self._places = threading.BoundedSemaphore(descriptors.places(_CONNECTIONS))
+        self._places = Places(descriptors.places(_CONNECTIONS))
         threading.Thread(target=self._accept, name="smp-accept", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
-            self._places.acquire()
             try:
                 connection, _ = self._socket.accept()
             except OSError as error:  # out of files, or the peer is gone already: the next one may be let in
-                self._places.release()
-                self._events.emit("smp.hangup", reason=f"a connection could not be accepted: {error}")
+                self._rejected.count(_LOCAL, f"a connection could not be accepted: {error.strerror}")
                 self._process.ended.wait(_ACCEPT_PAUSE_SECONDS)
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="smp-serve", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
             try:
-                try:
-                    protocol.check_peer(connection)
-                except ProtocolError as error:
-                    self._rejected.count("local", str(error))
-                    return
-                while (request := protocol.receive(connection)) is not None:
-                    protocol.send(connection, self._answer(request))
+                protocol.check_peer(connection)
+            except (ProtocolError, OSError) as error:
+                connection.close()
+                self._rejected.count(_LOCAL, str(error))
+                continue
+            place = self._places.take(connection, _LOCAL, None)
+            assert place is not None, "it waits until there is one"
+            try:
+                threading.Thread(target=self._serve, args=(place,), name="smp-serve", daemon=True).start()
+            except RuntimeError as error:
+                self._places.leave(place)
+                connection.close()
+                self._rejected.count(_LOCAL, f"no thread for its connection ({error})")
+                self._process.ended.wait(_ACCEPT_PAUSE_SECONDS)
+
+    def _serve(self, place: Place) -> None:
+        """Until the other side hangs up, does not fit, or makes room for another."""
+        with place.connection as connection:
+            try:
+                idle = select.poll()
+                idle.register(connection, select.POLLIN)
+                while idle.poll() and self._places.begin(place):
+                    if (request := protocol.receive(connection, time.monotonic() + _FRAME_SECONDS)) is None:
+                        break
+                    reply = self._answer(request)
+                    connection.settimeout(_FRAME_SECONDS)
+                    protocol.send(connection, reply)
+                    self._places.rest(place)
             except (FtError, OSError) as error:  # a malformed frame or a dead peer: its connection ends, nothing else
-                self._events.emit("smp.hangup", reason=str(error))
+                self._rejected.count(_LOCAL, str(error))
             finally:
-                self._places.release()
+                self._places.leave(place)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply; a refusal also for what fails otherwise than foreseen, whatever the request held."""

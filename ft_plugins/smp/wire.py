@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import random
 import select
@@ -35,6 +36,7 @@ from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events
 from . import descriptors, protocol, unproven
 from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, Client, Who
+from .places import Place, Places
 from .rejected import Rejected
 
 PURPOSE = "smp"  # of these connections, among all of a job
@@ -42,6 +44,12 @@ PAYLOAD_LIMIT = 1 << 20  # bytes of one frame
 SECRET_LIMIT = 4096
 _CONNECTIONS = 4096  # whose other side has proved itself
 _OTHERS = 512 + unproven.CONNECTIONS  # connections that the SMP has besides: those of its own node, and unproven ones
+# A connection without a request for so long is closed: its other side may be without power, or a relay that holds it. A
+# living peer connects again. As for the launcher's connections.
+IDLE_SECONDS = 120.0
+PART_SECONDS = 120.0  # for a length, message or payload to pass: a reader may wait for other nodes between two replies
+# where nothing is sent: probes of the kernel after so many seconds, so far apart, so many
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _AGAIN_SECONDS = (0.02, 1.0)  # pause before a handshake that was cut off is tried again: the first, the longest
 
 Bytes = npt.NDArray[np.uint8]
@@ -72,8 +80,11 @@ def read_secret(path: Path) -> bytes:
 class Link:
     """A connection whose two ends have proved who they are. One thread sends at a time, and one receives."""
 
-    def __init__(self, connection: socket.socket, channel: Channel) -> None:
+    def __init__(self, connection: socket.socket, channel: Channel, seconds: float = math.inf) -> None:
+        """`seconds` are for each part of a frame, on a socket that blocks for no longer; else the socket's timeout is
+        all."""
         self._connection = connection
+        self._seconds = seconds
         self._seal = channel.sealer.seal
         self._open = channel.opener.open
 
@@ -87,8 +98,10 @@ class Link:
         if payload is not None and nbytes:
             parts += self._seal(payload.data)
         left = [memoryview(part) for part in parts]
+        until = time.monotonic() + self._seconds
         while left:
             _drop_front(left, self._connection.sendmsg(left))
+            _check_time(left, until, self._seconds)
 
     def receive(self) -> tuple[dict[str, Any], Bytes] | None:
         """Read one frame with its payload; None when the peer has closed between frames. Raises ProtocolError,
@@ -103,36 +116,52 @@ class Link:
     def message(self) -> dict[str, Any] | None:
         """Read the message of a frame; its payload, if it announces one, has to be read next. As `receive`."""
         head = bytearray(4)
-        if not (found := _fill(self._connection, head)):
+        if not (found := _fill(self._connection, self._seconds, head)):
             return None
         if found < len(head):
             raise ProtocolError("the connection ended inside a frame's length")
         length = protocol.announced(head, protocol.FRAME_LIMIT)
         unit, tag = bytearray(length), bytearray(TAG)
-        if _fill(self._connection, unit, tag) < length + TAG:
+        if _fill(self._connection, self._seconds, unit, tag) < length + TAG:
             raise ProtocolError(f"the connection ended inside a frame of {length} bytes")
         return protocol.unpack(self._open(unit, bytes(tag)))
 
     def payload(self, into: Bytes) -> None:
         """Read a payload right into its place. After a ProtocolError `into` holds what nobody vouches for."""
         view, tag = into.data, bytearray(TAG)
-        if (found := _fill(self._connection, view, tag)) < len(into) + TAG:
+        if (found := _fill(self._connection, self._seconds, view, tag)) < len(into) + TAG:
             raise ProtocolError(f"the connection ended after {found} of {len(into)} bytes of a payload and its tag")
         opened = self._open(view, bytes(tag))
         if opened is not view:
             into[:] = np.frombuffer(opened, dtype=np.uint8)
 
 
-def _fill(connection: socket.socket, *parts: bytearray | memoryview) -> int:
-    """Receive until `parts` are full, in order; the bytes received, fewer where the peer closes."""
+def _fill(connection: socket.socket, seconds: float, *parts: bytearray | memoryview) -> int:
+    """Receive until `parts` are full, in order; the bytes received, fewer where the peer closes. Raises OSError."""
     left, done = [memoryview(part) for part in parts], 0
+    until = time.monotonic() + seconds
     while left:
         count = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
         if not count:
             break
         done += count
         _drop_front(left, count)
+        _check_time(left, until, seconds)
     return done
+
+
+def _check_time(left: list[memoryview], until: float, seconds: float) -> None:
+    """Raises TimeoutError where there is something left to do, but no time."""
+    if left and time.monotonic() >= until:
+        raise TimeoutError(f"a part of a frame was not through within {seconds:g} s")
+
+
+def limit_in_kernel(connection: socket.socket, seconds: float) -> None:
+    """Have every wait of a blocking socket end after `seconds`, with BlockingIOError where nothing has passed. Unlike
+    the timeout of a socket of Python's, it costs no further calls of the system."""
+    whole, micros = divmod(math.ceil(1e6 * seconds), 1_000_000)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, micros))
 
 
 def _drop_front(parts: list[memoryview], nbytes: int) -> None:
@@ -161,15 +190,18 @@ class Peer:
 
     def ask(self, name: str, payload: Bytes | None = None, **fields: Any) -> tuple[dict[str, Any], Bytes]:
         """One request; its reply and payload. Raises ProtocolError, or what the peer refused with. After an error of
-        the connection the next request makes a new one."""
+        the connection the next request makes a new one.
+
+        A peer closes connections that have been idle: a request on one that was there already, and ended without a byte
+        of a reply, is sent once more on a new one. Requests between SMPs may be carried out twice (`Answers`).
+        """
         with self._lock:
             try:
-                if self._closed:
-                    raise ProtocolError("this side has hung up")
-                if self._link is None:
-                    self._link = self._connect()
-                self._link.send({"do": name, **fields}, payload)
-                found = self._link.receive()
+                used = self._link is not None
+                found = self._ask_once({"do": name, **fields}, payload)
+                if found is None and used:
+                    self._drop()
+                    found = self._ask_once({"do": name, **fields}, payload)
                 if found is None:
                     raise ProtocolError("it hung up")
             except (OSError, ProtocolError) as error:
@@ -178,6 +210,20 @@ class Peer:
                 raise ProtocolError(f"the SMP at {host}:{port} did not answer '{name}': {error}") from error
         protocol.raise_refusal(found[0])
         return found
+
+    def _ask_once(self, message: dict[str, Any], payload: Bytes | None) -> tuple[dict[str, Any], Bytes] | None:
+        """The reply; None where the peer hangs up before its first byte. Raises ProtocolError, OSError."""
+        if self._closed:
+            raise ProtocolError("this side has hung up")
+        if self._link is None:
+            self._link = self._connect()
+        assert self._connection is not None
+        try:
+            self._link.send(message, payload)
+            self._connection.recv(1, socket.MSG_PEEK)
+        except (ConnectionResetError, BrokenPipeError):
+            return None
+        return self._link.receive()
 
     def _connect(self) -> Link:
         """A connection on which both sides have proved who they are, in the time of one answer. `close` reaches it from
@@ -258,6 +304,16 @@ def _until_answered(connection: socket.socket, until: float) -> None:
         raise OSError(code, os.strerror(code))
 
 
+def _watch(connection: socket.socket) -> None:
+    """Have the kernel bound every wait for the other side, and notice when that is gone. Raises OSError."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {**_KEEPALIVE, "TCP_USER_TIMEOUT": int(1000 * PART_SECONDS)}.items():
+        if (option := getattr(socket, name, None)) is not None:  # not of every system
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    limit_in_kernel(connection, PART_SECONDS)
+
+
 def _expected(message: dict[str, Any] | None) -> dict[str, Any]:
     if message is None:
         raise ConnectionResetError("it hung up during the handshake; is it of this job?")
@@ -272,7 +328,7 @@ class Server:
         self._handle = handle
         self._events = events
         self._closing = False
-        self._places = threading.BoundedSemaphore(descriptors.places(_CONNECTIONS, _OTHERS))
+        self._places = Places(descriptors.places(_CONNECTIONS, _OTHERS))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -290,37 +346,45 @@ class Server:
 
     def _let_in(self, connection: socket.socket, address: str, channel: Channel) -> None:
         """Have a thread serve a connection that has proved itself."""
-        if not self._places.acquire(blocking=False):
+        place = self._places.take(connection, channel.node)
+        if place is None:
             connection.close()
-            self._rejected.count(address, f"node {channel.node}: as many connections are open as there may be")
+            self._rejected.count(address, f"node {channel.node}: as many connections are busy as there may be")
             return
         try:
-            threading.Thread(target=self._serve, args=(connection, channel), name="smp-peer", daemon=True).start()
+            threading.Thread(target=self._serve, args=(place, channel), name="smp-peer", daemon=True).start()
         except RuntimeError as error:
-            self._places.release()
+            self._places.leave(place)
             connection.close()
             self._rejected.count(address, f"node {channel.node}: no thread for its connection ({error})")
 
-    def _serve(self, connection: socket.socket, channel: Channel) -> None:
-        with connection:
+    def _serve(self, place: Place, channel: Channel) -> None:
+        """Until the other side hangs up, is idle for too long or does not fit, or makes room for another."""
+        with place.connection as connection:
             try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                link = Link(connection, channel)
+                _watch(connection)
+                link = Link(connection, channel, PART_SECONDS)
                 link.send({"ok": True})
-                while not self._closing and (found := link.receive()) is not None:
+                idle = select.poll()
+                idle.register(connection, select.POLLIN)
+                while not self._closing and idle.poll(1000 * IDLE_SECONDS) and self._places.begin(place):
+                    if (found := link.receive()) is None:
+                        break
                     message, payload = found
                     try:
                         reply, data = self._handle(message, payload)
                     except FtError as error:
                         reply, data = protocol.refusal(error), None
                     link.send({"ok": True, **reply}, data)
+                    self._places.rest(place)
             except Exception as error:  # malformed, a dead peer, or a request of another shape: this connection ends
                 known = isinstance(error, (FtError, OSError))
                 reason = protocol.legible(error) if known else str(protocol.unexpected(error))
+                if isinstance(error, BlockingIOError):
+                    reason = f"nothing of a frame passed within {PART_SECONDS:g} s"
                 self._events.emit("peer.hangup", peer=channel.node, reason=reason)
             finally:
-                self._places.release()
+                self._places.leave(place)
 
     def __enter__(self) -> Server:
         return self

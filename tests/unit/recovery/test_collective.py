@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from ft_plugins.errors import BudgetError, ConfigError, FtError, ResumeError
+from ft_plugins.errors import BudgetError, ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.recovery import collective as module
 from ft_plugins.recovery.collective import Collective
 
@@ -121,6 +121,57 @@ def test_what_was_started_is_read_whenever_it_suits(ranks: Ranks) -> None:
     assert Collective().start_gather(b"alone", 8).result() == [b"alone"]
     with pytest.raises(ValueError, match="6 bytes, but all agreed on 5"):
         Collective().start_gather(b"longer", 5)
+
+
+class _Relay:
+    """Between rank 1 and the others: what arrives in its gathers goes through `change`, which has all earlier ones."""
+
+    def __init__(self, change: str) -> None:
+        self._real = dist.all_gather
+        self._change = change
+        self._seen: list[list[Any]] = []
+
+    def all_gather(self, found: list[Any], own: Any, group: Any = None, async_op: bool = False) -> Any:
+        self._real(found, own, group=group)
+        before = next((each for each in self._seen[::-1] if len(each[0]) == len(own)), None)
+        self._seen.append([part.clone() for part in found])
+        if self._change == "a byte of the payload":
+            found[2][8] ^= 1
+        elif self._change == "its length":
+            found[2][0] ^= 2
+        elif self._change == "an earlier one in its place" and before is not None:
+            found[2].copy_(before[2])
+        elif self._change == "that of another rank":
+            found[2].copy_(found[0])
+        return self if async_op else None
+
+    def wait(self) -> None:
+        """All is here."""
+
+
+def _altered(rank: int, world: int, change: str) -> list[str]:
+    collective = Collective(SECRET)
+    if rank == 1:
+        dist.all_gather = _Relay(change).all_gather
+    said = []
+    for payload in (b"one", b"two"):
+        started = collective.start_gather(payload, 5)  # of which `gather` is made
+        try:
+            assert started.result() == [payload] * world
+        except ProtocolError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    "change", ["a byte of the payload", "its length", "an earlier one in its place", "that of another rank"]
+)
+def test_a_payload_that_was_altered_on_the_way_is_refused_with_the_rank_that_sent_it(
+    ranks: Ranks, change: str
+) -> None:
+    none, altered, nothing = ranks(_altered, 3, change)
+    assert none == nothing == [] and altered
+    assert all(words.startswith("rank 1: what rank 2 sent to all ranks was altered on the way") for words in altered)
 
 
 def _words(rank: int, world: int, forge: bytes, real: bool) -> tuple[bool, bool]:

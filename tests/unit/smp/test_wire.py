@@ -28,8 +28,11 @@ from ft_plugins.errors import BudgetError, ConfigError, FencedError, ProtocolErr
 from ft_plugins.events import Event, Events
 from ft_plugins.smp import channel, rejected, unproven, wire
 from ft_plugins.smp.channel import TAG, Channel, Who
+from ft_plugins.smp.frames import Data
+from ft_plugins.smp.peers import Ahead
 from ft_plugins.smp.protocol import FRAME_LIMIT
 from ft_plugins.smp.wire import PAYLOAD_LIMIT, SECRET_LIMIT, Bytes, Peer, Server, read_secret
+from ft_plugins.snapshot.slots import Version
 
 JOB = "a-job"
 SECRET = b"a secret of 32 bytes, all random"
@@ -107,10 +110,10 @@ def begun(connection: socket.socket, me: Who = HERE, secret: bytes = SECRET) -> 
     return frame(answer), made
 
 
-def introduced(endpoint: tuple[str, int]) -> Known:
+def introduced(endpoint: tuple[str, int], me: Who = HERE) -> Known:
     """A connection on which the client's half of the handshake has been played."""
     connection = connect(endpoint)
-    proof, made = begun(connection)
+    proof, made = begun(connection, me)
     connection.sendall(proof)
     known = Known(connection, made)
     assert known.hear() == {"ok": True}
@@ -491,16 +494,138 @@ def test_strangers_take_no_place_for_longer_than_they_are_there(
     assert peer(there.endpoint).ask("echo", value=1)[0]["echo"] == 1
 
 
-def test_beyond_the_connections_that_there_may_be_none_is_let_in_until_one_ends(
+def test_where_all_places_are_busy_none_is_let_in_until_a_request_ends(
     node: Callable[..., Node], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "_CONNECTIONS", 1)
-    there = node()
-    with introduced(there.endpoint).connection:
-        with pytest.raises(ProtocolError, match="hung up"):
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slow(message: dict[str, Any], payload: Bytes) -> Reply:
+        begun.set()
+        assert message["do"] != "wait" or go_on.wait(SECONDS)
+        return {"echo": message.get("value")}, payload
+
+    there = node(slow)
+    known = introduced(there.endpoint)
+    with known.connection:
+        known.say({"do": "wait", "value": 3})
+        assert begun.wait(SECONDS)
+        with pytest.raises(ProtocolError, match="hung up|reset"):
             peer(there.endpoint, timeout=0.05).ask("echo")
-        assert "node here: as many connections are open as there may be" in there.rejected()
-    assert peer(there.endpoint).ask("echo", value=1)[0]["echo"] == 1, "it tries until there is a place"
+        assert "node here: as many connections are busy as there may be" in there.rejected()
+        go_on.set()
+        assert known.hear()["echo"] == 3, "a request is never cut off to make room"
+        assert peer(there.endpoint).ask("echo", value=1)[0]["echo"] == 1, "it tries until there is a place"
+
+
+def test_an_idle_connection_makes_room_first_the_oldest_of_the_same_node(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_CONNECTIONS", 3)
+    there = node()
+    other = Who("smp", JOB, "other")
+    with contextlib.ExitStack() as stack:
+
+        def newer(who: Who = HERE) -> Known:
+            known = introduced(there.endpoint, who)
+            stack.enter_context(known.connection)
+            return known
+
+        def alive(known: Known) -> bool:
+            known.say({"do": "echo", "value": 7})
+            return bool(known.hear()["echo"] == 7)
+
+        others, first, second = newer(other), newer(), newer()
+        assert alive(first), "since then the second has been idle for longer"
+        third = newer()
+        assert ended(second.connection)
+        assert alive(others) and alive(first) and alive(third)
+        newest = newer(Who("smp", JOB, "a third node"))
+        assert ended(others.connection) and alive(first) and alive(third) and alive(newest)
+
+
+@pytest.fixture
+def impatient(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> Node:
+    """A server whose patience with proven peers can be seen."""
+    monkeypatch.setattr(wire, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(wire, "PART_SECONDS", 0.2)
+    return node()
+
+
+def test_an_idle_connection_is_closed_and_its_peer_connects_again_without_an_error(
+    impatient: Node, peer: Callable[..., Peer]
+) -> None:
+    one = peer(impatient.endpoint)
+    assert one.ask("echo", value=1)[0]["echo"] == 1
+    assert one._connection is not None and ended_unread(one._connection)
+    payload = np.ones(PAYLOAD_LIMIT, dtype=np.uint8)
+    assert one.ask("echo", payload, value=2)[0]["echo"] == 2
+    assert ended_unread(one._connection) and one.ask("echo", value=3)[0]["echo"] == 3
+    assert [message["value"] for message in impatient.asked] == [1, 2, 3] and impatient.silent()
+
+
+def ended_unread(connection: socket.socket) -> bool:
+    """As `ended`; whoever reads it next sees the end as well."""
+    connection.settimeout(SECONDS)
+    return connection.recv(1, socket.MSG_PEEK) == b""
+
+
+def test_a_line_connects_again_too(impatient: Node) -> None:
+    line = Ahead(impatient.endpoint, HERE, SECRET, SECONDS)
+    wanted, into = Data(0, Version(1, 2), 0, 0), np.empty(0, dtype=np.uint8)
+    for _ in range(2):
+        line.ask_for(wanted)
+        line.take(into)
+        assert line._connection is not None and ended_unread(line._connection)
+    line.release()
+    assert len(impatient.asked) == 2
+
+
+def test_a_request_that_is_cut_off_twice_is_an_error(
+    played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]
+) -> None:
+    def answer_once(connection: socket.socket) -> None:
+        known = shake(connection)
+        known.hear()
+        known.say({"ok": True})
+        hang_up_on(known)
+
+    def hang_up_on(known: Known) -> None:
+        known.hear()
+        known.connection.close()
+
+    one = peer(played(answer_once, lambda connection: hang_up_on(shake(connection))))
+    one.ask("first")
+    with pytest.raises(ProtocolError, match="did not answer 'second': it hung up"):
+        one.ask("second")
+
+
+def test_one_that_drips_a_frame_or_reads_no_reply_is_hung_up_on(impatient: Node) -> None:
+    known, pause = introduced(impatient.endpoint), threading.Event()
+    with known.connection as dripping, contextlib.suppress(OSError):
+        for byte in known.frame({"do": "echo", "value": "x" * 60})[:60]:
+            dripping.sendall(bytes([byte]))
+            pause.wait(0.05)
+        pytest.fail("after many times its time it is still listened to")
+    assert "within 0.2 s" in impatient.reason()
+    deaf = introduced(impatient.endpoint)
+    with deaf.connection as connection:
+        frames = [deaf.frame({"do": "echo", "bytes": PAYLOAD_LIMIT}, bytes(PAYLOAD_LIMIT)) for _ in range(16)]
+        with contextlib.suppress(OSError):
+            connection.sendall(b"".join(frames))
+        assert "within 0.2 s" in impatient.reason()
+
+
+def test_the_kernel_looks_after_a_peer_that_is_gone(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    served: queue.Queue[socket.socket] = queue.Queue()
+    real = wire.Places.take
+    monkeypatch.setattr(wire.Places, "take", lambda places, *args: served.put(args[0]) or real(places, *args))
+    with introduced(node().endpoint).connection:
+        connection = served.get(timeout=SECONDS)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        for name in ("TCP_KEEPIDLE", "TCP_USER_TIMEOUT"):
+            assert 0 < connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) <= 120_000, name
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < wire.IDLE_SECONDS
 
 
 # ---- what does not fit ----
