@@ -24,6 +24,7 @@ from ..events import Events
 from ..smp import descriptors, protocol
 from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, Server
 from ..smp.rejected import Rejected
+from ..smp.unproven import crowd_of
 from .line import HEAD, LET_IN, REFUSED, Credentials, hang_up, head
 from .requests import REQUEST_LIMIT, Message
 
@@ -178,12 +179,14 @@ class Post:
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _make_room(self, address: str) -> None:
-        """Drop the oldest unproven connection of this address, or of all, where there are as many as may be."""
-        of_address = Counter(peer.address for peer in self._unproven.values())[address]
-        if of_address < _OF_ONE_ADDRESS and len(self._unproven) < _UNPROVEN:
-            return
-        crowd = of_address >= _OF_ONE_ADDRESS
-        oldest = next(each for each, peer in self._unproven.items() if not crowd or peer.address == address)
+        """Drop the oldest unproven connection of this address, or of the one with the most, where there are as many as
+        may be."""
+        crowd, crowds = crowd_of(address), Counter(crowd_of(peer.address) for peer in self._unproven.values())
+        if crowds[crowd] < _OF_ONE_ADDRESS:
+            if len(self._unproven) < _UNPROVEN:
+                return
+            crowd = crowds.most_common(1)[0][0]
+        oldest = next(each for each, peer in self._unproven.items() if crowd_of(peer.address) == crowd)
         self._drop(oldest, self._unproven[oldest], _TOO_MANY)
 
     def _attend(self, connection: socket.socket, peer: _Peer, events: int) -> None:
@@ -210,7 +213,7 @@ class Post:
             self._drop(connection, peer, str(error))
             return
         except OSError:
-            self._drop(connection, peer)
+            self._drop(connection, peer, "" if peer.channel else _SILENT)
             return
         except Exception as error:  # the one place where whatever a request can cause ends: with its connection
             self._drop(connection, peer, str(protocol.unexpected(error)))

@@ -27,7 +27,7 @@ class Lead:
     node: Name
     token: Token
     endpoint: Where
-    generation: Count
+    generation: Seen
     round: Count = 0
     complete: Flag = False
 
@@ -119,7 +119,7 @@ class Meeting:
     node: Name
     token: Token
     awake: Flag
-    generation: Count
+    generation: Seen
     leading: Lead | None
     known: tuple[Lead, ...]
     closed: Reason = ""
@@ -131,7 +131,7 @@ class Vote:
     """Whether a node consents, and the newest generation that it knows of."""
 
     granted: Flag
-    generation: Count
+    generation: Seen
 
 
 @dataclass(frozen=True)

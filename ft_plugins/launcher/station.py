@@ -44,6 +44,7 @@ from .rounds import Rules
 
 _STEP_SECONDS = 0.05  # between two looks of the lead at its round
 _REST_SECONDS = 0.25  # while it is complete, or another one leads
+_AHEAD = 1 << 24  # generations, each an election, that this node may have missed
 _NAMED = 16  # of the nodes that wait, so many are named in a reply
 
 
@@ -74,7 +75,7 @@ class Station:
         self._in_order = False
         self._awake = float("-inf")
         self._stepped = 0.0
-        self._connections: dict[str, int] = {}  # by token, the newest one
+        self._connections: dict[int, str] = {}  # the token that spoke on each; of one token, the newest
 
     # ---- this node's own part ----
 
@@ -127,7 +128,12 @@ class Station:
     def heard_of(self, generation: int) -> None:
         """Another node knows of this generation."""
         with self._lock:
-            self._generation = max(self._generation, generation)
+            if self._plausible(generation):
+                self._generation = max(self._generation, generation)
+
+    def _plausible(self, generation: int) -> bool:
+        """Whether one can be so far ahead of what is known here: believed, the last ones leave none to be elected."""
+        return generation - self._generation <= _AHEAD
 
     def take_lead(self, lead: Lead, last: Roster | None) -> bool:
         """Lead, after all have consented; False if another one was elected here meanwhile."""
@@ -163,17 +169,17 @@ class Station:
                 return found | getattr(self, f"_{name}")(asked)
             if self._rounds is None:
                 return found | {"moved": True}
-            if connection:
-                self._connections[asked.token] = connection
+            if connection and self._connections.get(connection) != asked.token:
+                others = {each: token for each, token in self._connections.items() if token != asked.token}
+                self._connections = others | {connection: asked.token}
             return found | getattr(self, f"_{name}")(self._rounds, asked)
 
     def gone(self, connection: int) -> None:
         """A connection has ended: whoever used it last is gone, or comes back on another one."""
         with self._lock:
-            for token in [token for token, last in self._connections.items() if last == connection]:
-                del self._connections[token]
-                if self._rounds:
-                    self._rounds.hang_up(token, time.monotonic())
+            token = self._connections.pop(connection, None)
+            if token and self._rounds:
+                self._rounds.hang_up(token, time.monotonic())
 
     def tick(self) -> float:
         """Let the round go on; seconds until the next time."""
@@ -188,16 +194,17 @@ class Station:
             return _REST_SECONDS if resting else _STEP_SECONDS
 
     def _meet(self, asked: Meet) -> Message:
-        if asked.lead is not None:
+        if asked.lead is not None and self._plausible(asked.lead.generation):
             self._told = asked.lead
-            self._generation = max(self._generation, asked.lead.generation)
+            self.heard_of(asked.lead.generation)
         known = {lead.token: lead for lead in (self._elected, self._followed, self._told) if lead}
         awake = time.monotonic() - self._awake <= self._silence
         me, closed = self.me, (self._closed, self._in_order)
         return asdict(Meeting(me.node, me.token, awake, self._generation, self.leading, tuple(known.values()), *closed))
 
     def _elect(self, asked: Elect) -> Message:
-        granted = self._rounds is None and asked.lead.generation > self._generation
+        newer = asked.lead.generation > self._generation and self._plausible(asked.lead.generation)
+        granted = self._rounds is None and newer
         if granted:
             self._generation, self._elected = asked.lead.generation, asked.lead
         return asdict(Vote(granted, self._generation))

@@ -1,9 +1,9 @@
 """Take connections and have each prove that it knows the job's secret, all of them in one thread.
 
 Invariant: before its proof a connection costs a descriptor, HANDSHAKE_LIMIT bytes, PATIENCE_SECONDS and no thread. At
-most CONNECTIONS of them are open at a time, ADDRESS_CONNECTIONS of one address. One more closes the oldest (that of the
-same address, or of the address with the most), so silent connections keep no peer out. A peer whose connection was
-closed for another connects again (`wire.Peer`).
+most CONNECTIONS of them are open at a time, ADDRESS_CONNECTIONS of one address (`crowd_of`). One more closes the oldest
+(that of the same address, or of the address with the most), so silent connections keep no peer out. A peer whose
+connection was closed for another connects again (`wire.Peer`).
 
 In: a listening socket. Out: connections with their channel, for whoever serves them; counts of all others.
 """
@@ -11,6 +11,7 @@ In: a listening socket. Out: connections with their channel, for whoever serves 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import selectors
 import socket
 import struct
@@ -31,7 +32,21 @@ ADDRESS_CONNECTIONS = 8
 PATIENCE_SECONDS = 5.0  # for both messages of a handshake, however a peer spreads its bytes
 _ACCEPT_PAUSE_SECONDS = 0.1  # after one that could not be accepted, where there is none to make room
 
+_NETWORK_BITS = 64  # of an IPv6 address: one machine can have all addresses of its network
 Proven = Callable[[socket.socket, str, Channel], None]
+
+
+def crowd_of(address: str) -> str:
+    """Whom connections from an address are counted with: its own, or all of an IPv6 network."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((int(found), _NETWORK_BITS), strict=False))
 
 
 @dataclass(eq=False)
@@ -138,9 +153,9 @@ class Unproven:
             return
         connection.setblocking(False)
         address = str(peer[0])
-        counts = Counter(each.address for each in self._strangers)
-        if counts[address] >= ADDRESS_CONNECTIONS:
-            self._make_room(address)
+        crowd = crowd_of(address)
+        if self._crowds()[crowd] >= ADDRESS_CONNECTIONS:
+            self._make_room(crowd)
         elif len(self._strangers) >= CONNECTIONS:
             self._make_room(None)
         until = time.monotonic() + PATIENCE_SECONDS
@@ -148,11 +163,14 @@ class Unproven:
         self._strangers[stranger] = None
         self._selector.register(connection, selectors.EVENT_READ, stranger)
 
-    def _make_room(self, address: str | None) -> None:
-        """Close the oldest connection of `address`; of the address that has the most, if None."""
-        if address is None:
-            address = Counter(each.address for each in self._strangers).most_common(1)[0][0]
-        oldest = next(each for each in self._strangers if each.address == address)
+    def _crowds(self) -> Counter[str]:
+        return Counter(crowd_of(each.address) for each in self._strangers)
+
+    def _make_room(self, crowd: str | None) -> None:
+        """Close the oldest connection of `crowd`; of the one that has the most, if None."""
+        if crowd is None:
+            crowd = self._crowds().most_common(1)[0][0]
+        oldest = next(each for each in self._strangers if crowd_of(each.address) == crowd)
         self._reject(oldest, "made room for a newer connection")
 
     def _step(self, stranger: _Stranger) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -167,6 +169,36 @@ def test_before_the_proof_a_connection_is_one_of_a_few_for_a_few_seconds(echo: R
             assert each.recv(1) == b""
     assert len(echo.reports) == 1, "one report a minute"
     assert list(echo.reports[0].fields["addresses"]) == ["127.0.0.1"]
+
+
+def test_a_connection_that_is_reset_before_its_proof_is_counted(echo: Running) -> None:
+    stranger = echo.call()
+    echo.until(lambda: echo.post._unproven)
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stranger.close()
+    echo.until(lambda: echo.reports)
+    assert list(echo.reports[0].fields["addresses"]) == ["127.0.0.1"]
+
+
+def test_one_more_than_there_may_be_closes_the_oldest_of_the_address_with_the_most(
+    echo: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ft_plugins.launcher.post._UNPROVEN", 4)
+    with contextlib.ExitStack() as stack:
+
+        def call(host: str) -> socket.socket:
+            count = echo.post._accepted
+            found = socket.create_connection(("127.0.0.1", echo.post.port), WAIT, (host, 0))
+            echo.until(lambda: echo.post._accepted > count)
+            return stack.enter_context(found)
+
+        alone = call("127.0.0.2")
+        crowd = [call("127.0.0.3") for _ in range(3)]
+        call("127.0.0.4")
+        assert crowd[0].recv(1) == b""
+        alone.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            alone.recv(1)
 
 
 def test_before_the_proof_no_more_is_read_than_a_handshake_has(echo: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -166,6 +167,32 @@ def test_the_end_is_told_from_node_to_node(make: Callable[..., list[Node]]) -> N
     assert (a.station.closed, a.station.in_order) == ("it has succeeded", True)
     a.station.close("no", False)
     assert a.station.closed == "it has succeeded"  # the first word counts
+
+
+def test_an_implausible_generation_is_not_believed_and_keeps_no_node_from_the_lead(
+    make: Callable[..., list[Node]],
+) -> None:
+    a, b = make("a", "b")
+    for generation in (1 << 32, 1 << 30):
+        for request in ("elect", "meet"):
+            with contextlib.suppress(ProtocolError):
+                b.station.answer({"do": request, "lead": asdict(lead("x", generation))})
+        a.station.heard_of(generation)
+    found = a.search.look(patient=True)
+    assert found is not None and (found.node, found.generation) == ("a", 1)
+
+
+def test_of_a_connection_the_station_remembers_one_process(make: Callable[..., list[Node]]) -> None:
+    [a] = make("a")
+    assert a.search.look(patient=True) is not None
+    for number in range(1000):
+        a.station.answer({"do": "look", "token": f"t{number}"}, connection=7)
+    assert len(a.station._connections) == 1
+    a.station.answer({"do": "look", "token": "t999"}, connection=8)
+    assert a.station._connections == {8: "t999"}, "the newest one counts"
+    a.station.gone(7)
+    a.station.gone(8)
+    assert not a.station._connections
 
 
 def test_who_does_not_lead_says_so_to_those_who_ask_it_to(make: Callable[..., list[Node]]) -> None:

@@ -217,3 +217,18 @@ def test_a_server_that_is_closed_closes_strangers_too_and_frees_its_port(
     assert open_ones(silent, 0) == 0
     again = Server(*node.endpoint, THERE, SECRET, lambda message, payload: ({"fine": 2}, None), Events("n"))
     again.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "crowd"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::1", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_addresses_that_one_machine_can_have_are_counted_as_one(address: str, crowd: str) -> None:
+    assert unproven.crowd_of(address) == crowd
