@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..intake import shown
 
 DEFAULT_PORT = 29400  # torch's, for an endpoint without one
 LOOPBACK = "127.0.0.1"
@@ -37,7 +38,7 @@ class Endpoint:
         host, _, port = (found, "", "") if bare else found.partition("]:" if found.startswith("[") else ":")
         host = host.strip("[]")
         if not host or port and not re.fullmatch(r"[0-9]{1,5}", port) or int(port or 0) > 65535:
-            raise ConfigError(f"--rdzv-endpoint: expected host:port (or several, by commas), found {text!r}")
+            raise ConfigError(f"--rdzv-endpoint: expected host:port (or several, by commas), found {shown(text)}")
         return cls(host, int(port) if port else DEFAULT_PORT)
 
     def __str__(self) -> str:
