@@ -15,7 +15,9 @@ created when the host is built, as the first update would create it (`optimizer_
 replaced later is a StateChangedError at the next version point, before anything is captured.
 
     parameters, optimizer's tensors     change in an iteration's one update, or right behind it; equal on all replicas
+    parameters that it does not update  may change anywhere, but equally on all replicas
     buffers                             may change anywhere; each rank's own
+    gradients                           not captured: those of an iteration are zeroed before the next adds its own
     numbers and tensors without extent  small state ('step', learning rates)
 
 In: model, optimizer, and what else the loop goes on from. Out: a `model.host.Host`.
@@ -45,6 +47,7 @@ from .held import ANYWHERE, UPDATE, groups, is_item, own, restore_groups, scalar
 from .loader_position import Position, position_of
 from .optimizer_state import create_state
 from .plain import PlainHost
+from .torch_watch import Watch, graded, set_graded
 
 _SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # on a step that a scheduler of torch counts; older: the second
 _COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
@@ -101,6 +104,15 @@ class TorchHost(PlainHost):
         self._require_scheduler()
         create_state(optimizer)
         self._known = dict(self._found())
+        updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self._quiet = {  # what is copied in the background
+            name
+            for name, (role, tensor) in self._known.items()
+            if role is Role.MOMENT or (role is Role.PARAMETER and id(tensor) in updated)
+        }
+        self._watch = Watch(
+            {name: self._known[name][1] for name in self._quiet}, dict(self._module.named_parameters()), f"rank {rank}"
+        )
         self._place = {name: _place(tensor) for name, (_, tensor) in self._known.items()}
         self._groups = self._members()
         self._position: Position | None = None
@@ -128,7 +140,8 @@ class TorchHost(PlainHost):
 
     def _item(self, name: str, role: Role, tensor: torch.Tensor) -> Item:
         dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-        replicas, spans = ((self.rank,), ANYWHERE) if role is Role.BUFFER else (self._replicas, UPDATE)
+        replicas = (self.rank,) if role is Role.BUFFER else self._replicas
+        spans = UPDATE if name in self._quiet else ANYWHERE
         return Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, changed_by=spans)
 
     def admits(self, replicas: int) -> bool:
@@ -241,12 +254,15 @@ class TorchHost(PlainHost):
         """Everything that is no item, at the version point. Raises StateChangedError."""
         self._require_unchanged()
         self._require_scheduler()
+        if self._hooks is not None and self._hooks.iteration > 0:  # before the first: asked for its size alone
+            self._watch.mark(self._hooks.iteration)
         return super().small_state()
 
     def _values(self) -> dict[str, Any]:
         return {
             "groups": groups(self._optimizer),
             "scalars": self._scalars(),
+            "graded": graded(dict(self._module.named_parameters())),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "position": None if self._position is None else self._position.read(),
             "caller": self._of_caller[0](),
@@ -271,6 +287,7 @@ class TorchHost(PlainHost):
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved["scheduler"])
         self._set_optimizer(saved)
+        set_graded(dict(self._module.named_parameters()), saved["graded"])
         self._of_caller[1](saved["caller"])
 
     def _set_optimizer(self, saved: Mapping[str, Any]) -> None:
@@ -299,6 +316,7 @@ class TorchHost(PlainHost):
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""
         self._hooks = hooks
+        self._watch.install(self._optimizer, {name: tensor for name, (_, tensor) in self._known.items()})
         self._optimizer.register_step_pre_hook(lambda *args: self._before_update(hooks))
         self._optimizer.register_step_post_hook(lambda *args: self._after_update(hooks))
 
@@ -310,9 +328,18 @@ class TorchHost(PlainHost):
             )
         if self._position is not None:
             self._position.require_read()
+        self._watch.settle(hooks.iteration, updates=True)
         self._updated = hooks.iteration
         hooks.before_update(hooks.iteration)
         faults.reach("update.begin", iteration=hooks.iteration)
+
+    def before_skipped(self, step: int) -> None:
+        """Iteration `step` makes no update. Raises StateChangedError where tensors were changed in it all the same."""
+        self._watch.settle(step, updates=False)
+
+    def derive(self) -> None:
+        """Nothing is derived; whoever has written tensors has waited for their snapshot."""
+        self._watch.written()
 
     def _after_update(self, hooks: Hooks) -> None:
         faults.reach("update.end", iteration=hooks.iteration)
