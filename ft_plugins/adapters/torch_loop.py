@@ -9,8 +9,8 @@
         optimizer.zero_grad()
         scheduler.step()
 
-Invariant: the whole training state is captured, or the loop is refused by name: parameters, buffers, every tensor and
-number that the optimizer keeps, groups, scheduler, data position, random number generators. The optimizer's state is
+Invariant: the whole training state is captured, or the loop is refused by name: parameters, buffers, which
+of them are trained, modes and extra state of modules, every tensor and number that the optimizer keeps, groups, scheduler, data position, random number generators. The optimizer's state is
 created when the host is built, as the first update would create it (`optimizer_state`); what is added, removed or
 replaced later is a StateChangedError at the next version point, before anything is captured.
 
@@ -47,6 +47,14 @@ from .held import ANYWHERE, UPDATE, groups, is_item, own, restore_groups, scalar
 from .loader_position import Position, position_of
 from .optimizer_state import create_state
 from .plain import PlainHost
+from .torch_module import (
+    read_modes,
+    require_encodable,
+    require_kinds,
+    stray_tensors,
+    unnamed_scheduler,
+    write_modes,
+)
 from .torch_watch import Watch, graded, set_graded
 
 _SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # on a step that a scheduler of torch counts; older: the second
@@ -88,12 +96,13 @@ class TorchHost(PlainHost):
         fingerprint: Mapping[str, Any] | None = None,
     ) -> None:
         """Creates the optimizer's state. Raises ConfigError, InventoryError, UnsupportedError, all of them by name."""
-        _require_kinds(model, optimizer, scheduler)
+        require_kinds(model, optimizer, scheduler)
         self._parallel = model if isinstance(model, DistributedDataParallel) else None
         self._module: torch.nn.Module = model if self._parallel is None else self._parallel.module
         self._optimizer, self._scheduler = optimizer, scheduler
         self._of_caller = get_state, set_state
         self._hooks: Hooks | None = None
+        self._looked = False  # for schedulers that were not given
         self._updated = 0  # the iteration of the newest update
         self._known: dict[str, tuple[Role, torch.Tensor]] = {}
         context = launch_context()
@@ -102,6 +111,7 @@ class TorchHost(PlainHost):
         self.rank = rank
         self._require_plain(rank)
         self._require_scheduler()
+        require_encodable(self._module, f"rank {rank}")
         create_state(optimizer)
         self._known = dict(self._found())
         updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -233,16 +243,29 @@ class TorchHost(PlainHost):
 
     def _require_scheduler(self) -> None:
         """Raises StateChangedError where a scheduler of torch moves the learning rate that the host was not given."""
-        if self._scheduler is None and any(hasattr(self._optimizer.step, mark) for mark in _SCHEDULED):
+        unnamed = self._scheduler is None and any(hasattr(self._optimizer.step, mark) for mark in _SCHEDULED)
+        found = "a learning rate scheduler"
+        if not unnamed and self._hooks is not None and self._hooks.iteration > 0 and not self._looked:
+            self._looked = True
+            other = unnamed_scheduler(self._optimizer, self._scheduler)
+            unnamed, found = other is not None, f"{found} ({type(other).__name__})"
+        if unnamed:
+            given = "none" if self._scheduler is None else "another one"
             raise StateChangedError(
-                f"rank {self.rank}: a learning rate scheduler steps with this optimizer, but TorchHost was given none: "
-                "what it has counted would be lost; pass it: TorchHost(model, optimizer, scheduler, ...)"
+                f"rank {self.rank}: {found} steps with this optimizer, but TorchHost was given {given}: what it has "
+                "counted would be lost; pass it: TorchHost(model, optimizer, scheduler, ...); several as one "
+                "SequentialLR or ChainedScheduler"
             )
 
     def _say(self) -> None:
         if self.rank != 0 or launch_context().restart:
             return
-        ddp = self._parallel
+        ddp, strays = self._parallel, stray_tensors(self._module)
+        if strays:
+            say(
+                f"'{strays[0]}' ({len(strays)} in all) is a tensor of a module, but neither parameter nor buffer: it is "
+                "not captured; if training goes on from it, make it a buffer (register_buffer)"
+            )
         if ddp is not None and self._world_size > _COMMUTES and not ddp.find_unused_parameters:
             say(_BUCKETS)
         if self._position is None and self._of_caller[0] is dict:
@@ -262,6 +285,7 @@ class TorchHost(PlainHost):
         return {
             "groups": groups(self._optimizer),
             "scalars": self._scalars(),
+            "modes": read_modes(self._module),
             "graded": graded(dict(self._module.named_parameters())),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "position": None if self._position is None else self._position.read(),
@@ -287,6 +311,7 @@ class TorchHost(PlainHost):
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved["scheduler"])
         self._set_optimizer(saved)
+        write_modes(self._module, saved["modes"])
         set_graded(dict(self._module.named_parameters()), saved["graded"])
         self._of_caller[1](saved["caller"])
 
@@ -347,19 +372,6 @@ class TorchHost(PlainHost):
 
     def _live_gradients(self) -> dict[str, torch.Tensor]:
         return {name: one.grad for one, name in self._names().items() if one.grad is not None}
-
-
-def _require_kinds(model: Any, optimizer: Any, scheduler: Any) -> None:
-    expected = "expected TorchHost(model, optimizer, scheduler=None, sampler=None)"
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"{expected}, found a {type(model).__name__} as the model: give a torch.nn.Module")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{expected}, found a {type(optimizer).__name__} as the optimizer: give one of torch.optim's")
-    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise ConfigError(
-            f"{expected}, found a {type(scheduler).__name__} as the scheduler, which has no state_dict and "
-            "load_state_dict; a learning rate that follows from the iteration needs none"
-        )
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
