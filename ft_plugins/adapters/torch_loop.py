@@ -9,10 +9,10 @@
         optimizer.zero_grad()
         scheduler.step()
 
-Invariant: the whole training state is captured, or the loop is refused by name: parameters, buffers, which
-of them are trained, modes and extra state of modules, every tensor and number that the optimizer keeps, groups, scheduler, data position, random number generators. The optimizer's state is
-created when the host is built, as the first update would create it (`optimizer_state`); what is added, removed or
-replaced later is a StateChangedError at the next version point, before anything is captured.
+Invariant: the whole training state is captured, or the loop is refused by name: parameters, buffers, which of them are
+trained, modes and extra state of modules, every tensor and number that the optimizer keeps, groups, scheduler, data
+position, random number generators. The optimizer's state is created when the host is built, as the first update would
+create it (`optimizer_state`); what is added, removed or replaced later is an error at the next version point.
 
     parameters, optimizer's tensors     change in an iteration's one update, or right behind it; equal on all replicas
     parameters that it does not update  may change anywhere, but equally on all replicas
@@ -263,8 +263,8 @@ class TorchHost(PlainHost):
         ddp, strays = self._parallel, stray_tensors(self._module)
         if strays:
             say(
-                f"'{strays[0]}' ({len(strays)} in all) is a tensor of a module, but neither parameter nor buffer: it is "
-                "not captured; if training goes on from it, make it a buffer (register_buffer)"
+                f"'{strays[0]}' ({len(strays)} in all) is a tensor of a module, but neither parameter nor buffer: it "
+                "is not captured; if training goes on from it, make it a buffer (register_buffer)"
             )
         if ddp is not None and self._world_size > _COMMUTES and not ddp.find_unused_parameters:
             say(_BUCKETS)

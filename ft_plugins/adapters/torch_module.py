@@ -76,9 +76,9 @@ def unnamed_scheduler(optimizer: torch.optim.Optimizer, given: Any) -> LRSchedul
     the process: once."""
     named = {id(one) for one in _inside(given, _DEPTH)}
     for one in gc.get_objects():
-        if issubclass(type(one), LRScheduler) and id(one) not in named:
-            if getattr(one, "optimizer", None) is optimizer:
-                return one  # type: ignore[no-any-return]
+        ours = issubclass(type(one), LRScheduler) and getattr(one, "optimizer", None) is optimizer
+        if ours and id(one) not in named:
+            return one  # type: ignore[no-any-return]
     return None
 
 

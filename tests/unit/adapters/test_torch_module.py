@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_watch import Small, handed_over, network, session_of, take_over
 
 from ft_plugins.adapters.torch_loop import TorchHost
 from ft_plugins.errors import InventoryError, StateChangedError
+from tests.unit.adapters.torch_small import Small, handed_over, network, session_of, take_over
 
 
 def test_which_parameters_are_trained_and_the_mode_of_modules_are_handed_over() -> None:
@@ -92,3 +92,55 @@ def test_schedulers_inside_of_the_given_one_are_not() -> None:
     host = TorchHost(model, optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2]))
     session_of(host).iteration_begin(1)
     host.small_state()
+
+
+# ---- data ----
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(4, generator=self.generator)
+
+
+class Turning(torch.utils.data.Sampler[int]):
+    """Begins each pass elsewhere."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        yield from ((one + self.passes) % 8 for one in range(8))
+
+
+@pytest.mark.parametrize("done", [1, 4, 6])
+def test_generators_of_the_data_set_and_counts_of_samplers_are_handed_over(done: int) -> None:
+    def build() -> tuple[TorchHost, Any]:
+        model = network()
+        data = torch.utils.data.ConcatDataset([torch.utils.data.Subset(Noisy(), list(range(8)))])
+        loader = torch.utils.data.DataLoader(data, 2, sampler=Turning())
+        host = TorchHost(model, torch.optim.SGD(model.parameters(), 0.1), None, loader)
+        return host, (batch for _ in range(9) for batch in loader)
+
+    def read(host: TorchHost, batches: Any, until: int, done: int = 0) -> list[Any]:
+        return [next(batches).tolist() for _ in session_of(host).iterations(until, done)]
+
+    golden = read(*build(), 10)
+    host, batches = build()
+    first = read(host, batches, done)
+    saved = handed_over(host)
+    host, batches = build()
+    session = session_of(host)
+    take_over(host, *saved)
+    assert first + [next(batches).tolist() for _ in session.iterations(10, done)] == golden
