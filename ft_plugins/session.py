@@ -23,7 +23,7 @@ from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, PaftConfig, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Event, Events, file_sink, say
-from .model.host import Host
+from .model.host import Host, Skipping
 from .model.timeline import SenderFacts
 from .recovery.collective import Collective
 from .recovery.plan import RecoveryPlan
@@ -258,6 +258,8 @@ class Session:
             self.iteration_begin(step)
             yield step
             if self._fenced != step:  # the update was skipped, as a GradScaler does
+                if isinstance(self._host, Skipping):
+                    self._host.before_skipped(step)
                 self.before_update(step)
                 self.after_update(step)
             self.iteration_end(step)

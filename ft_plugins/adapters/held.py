@@ -100,14 +100,26 @@ def groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Set the values of the parameter groups, in place: schedulers hold the dictionaries."""
+    """Set the values of the parameter groups, in place: schedulers hold the dictionaries, loops a learning rate."""
     if len(saved) != len(optimizer.param_groups):
         raise ResumeError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, captured were {len(saved)}: "
             "resume with the model and the optimizer settings of the captured job"
         )
     for group, values in zip(optimizer.param_groups, saved, strict=True):
-        group.update({key: own(value, group.get(key)) for key, value in values.items()})
+        group.update({key: _in_place(key, value, group.get(key)) for key, value in values.items()})
+
+
+def _in_place(key: str, value: Any, present: Any) -> Any:
+    """`present` with what `value` holds, where both are tensors of a kind, or tuples of them; but for a 'step', which
+    groups may share by now."""
+    if isinstance(value, tuple) and isinstance(present, tuple) and len(value) == len(present):
+        return tuple(_in_place(key, *pair) for pair in zip(value, present, strict=True))
+    of_a_kind = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor) and key != "step"
+    if not of_a_kind or (value.shape, value.dtype) != (present.shape, present.dtype):
+        return own(value, present)
+    with torch.no_grad():
+        return present.copy_(value)
 
 
 def own(value: Any, like: Any) -> Any:

@@ -100,6 +100,8 @@ class LoaderPosition:
         self._current: Callable[[], Pass | None] = lambda: None
         self._pending: Mapping[str, Any] | None = None  # where the next pass begins
         self._was_read = False
+        self._at_first = _numbers(loader)
+        self._at_begin: dict[str, Any] = {}  # numbers that samplers had changed when the pass began
         kind = type(loader)
         follow = {"__iter__": lambda loader: self._begin(kind.__iter__), "__module__": kind.__module__}
         loader.__class__ = type(kind.__name__, (kind,), follow)  # of this loader alone: Python looks there for __iter__
@@ -107,6 +109,7 @@ class LoaderPosition:
     def _begin(self, original: Callable[[Any], Any]) -> Pass:
         saved, self._pending = self._pending, None
         around = drawn()
+        self._at_begin = self._changed()
         begun = Pass(self._loader, original, self._passes)
         if saved is not None:
             self._stand(begun, saved)
@@ -142,6 +145,7 @@ class LoaderPosition:
         return {
             "epoch": epoch_set(self._loader),
             "own": drawn(self._loader)["own"],
+            "numbers": {"began": self._at_begin, "now": self._changed()},
             "pass": None
             if epoch is None
             else {"began": epoch.began, "first": epoch.first, "read": epoch.read, "again": epoch.again},
@@ -151,6 +155,7 @@ class LoaderPosition:
         if saved["epoch"] is not None:
             set_epoch(self._loader, saved["epoch"])
         set_own(self._loader, saved["own"])
+        _set_numbers(self._loader, saved["numbers"]["now"])
         if saved["pass"] is None:
             return
         current = self._current()
@@ -167,5 +172,34 @@ class LoaderPosition:
                 "`sampler.epoch`, which is restored before the first iteration"
             )
         of = saved["pass"]
+        self._at_begin = dict(saved["numbers"]["began"])
+        _set_numbers(self._loader, {**self._at_first, **self._at_begin})
         begun.stand(Epoch(of["began"], of["first"], of["read"], of["again"]))
         set_own(self._loader, saved["own"])
+        _set_numbers(self._loader, saved["numbers"]["now"])
+
+    def _changed(self) -> dict[str, Any]:
+        """Numbers of samplers that are not what they were when the host was built: counts of passes, say."""
+        return {
+            place: value
+            for place, value in _numbers(self._loader).items()
+            if place not in self._at_first or self._at_first[place] != value
+        }
+
+
+def _numbers(loader: Any) -> dict[str, Any]:
+    """Plain numbers that samplers of one's own keep, by where they are found; the epoch is followed in its own way."""
+    return {
+        f"{place}{name}": value
+        for place, part in parts(loader)
+        if place and not type(part).__module__.startswith("torch.")
+        for name, value in vars(part).items()
+        if type(value) in (int, float, bool) and name != "epoch"
+    }
+
+
+def _set_numbers(loader: Any, numbers: Mapping[str, Any]) -> None:
+    for place, part in parts(loader):
+        for name, value in numbers.items():
+            if place and name.startswith(place) and "." not in name.removeprefix(place):
+                setattr(part, name.removeprefix(place), value)

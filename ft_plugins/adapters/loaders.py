@@ -26,6 +26,7 @@ from .wrapping import replace
 
 Random = dict[str, Any]
 _PARTS = ("loader", "batch_sampler", "sampler", "data_sampler")
+_DRAWING = ("dataset", "datasets", "collate_fn", "transform", "transforms", "target_transform", "__self__")
 
 
 # ---- random numbers ----
@@ -74,10 +75,23 @@ def parts(source: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield from parts(part, f"{place}{name}.")
 
 
-def _generators(source: Any) -> dict[str, Any]:
+def _drawing(source: Any, place: str = "", depth: int = 6) -> Iterator[tuple[str, Any]]:
+    """What makes samples and batches: the data set, those inside of it, transforms, the function that collates."""
+    for name in _DRAWING if depth else ():
+        part = getattr(source, name, None) if name == "__self__" else getattr(source, "__dict__", {}).get(name)
+        several = list(enumerate(part)) if isinstance(part, list | tuple) else [("", part)]
+        for number, one in several:
+            if one is not None:
+                at = f"{place}{name}{number}."
+                yield at, one
+                yield from _drawing(one, at, depth - 1)
+
+
+def _generators(source: Any, data: bool = True) -> dict[str, Any]:
+    """By where they are found; those that the order alone is drawn from, without `data`."""
     kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
     found: dict[str, Any] = {}
-    for place, part in parts(source):
+    for place, part in [*parts(source), *(_drawing(source) if data else ())]:
         for name, value in getattr(part, "__dict__", {}).items():
             if isinstance(value, kinds) and all(value is not other for other in found.values()):
                 found[f"{place}{name}"] = value
@@ -125,7 +139,7 @@ def draws(loader: Any) -> bool:
     sampler = getattr(loader, "data_sampler", None) if sampler is None else sampler
     ordered = isinstance(sampler, SequentialSampler | DistributedSampler)
     ordered = ordered and (batches is None or type(batches) is BatchSampler)
-    return not ordered and not _generators(loader)
+    return not ordered and not _generators(loader, data=False)
 
 
 # ---- an epoch ----

@@ -9,13 +9,15 @@
         optimizer.zero_grad()
         scheduler.step()
 
-Invariant: the whole training state is captured, or the loop is refused by name: parameters, buffers, every tensor and
-number that the optimizer keeps, groups, scheduler, data position, random number generators. The optimizer's state is
-created when the host is built, as the first update would create it (`optimizer_state`); what is added, removed or
-replaced later is a StateChangedError at the next version point, before anything is captured.
+Invariant: the whole training state is captured, or the loop is refused by name: parameters, buffers, which of them are
+trained, modes and extra state of modules, every tensor and number that the optimizer keeps, groups, scheduler, data
+position, random number generators. The optimizer's state is created when the host is built, as the first update would
+create it (`optimizer_state`); what is added, removed or replaced later is an error at the next version point.
 
     parameters, optimizer's tensors     change in an iteration's one update, or right behind it; equal on all replicas
+    parameters that it does not update  may change anywhere, but equally on all replicas
     buffers                             may change anywhere; each rank's own
+    gradients                           not captured: those of an iteration are zeroed before the next adds its own
     numbers and tensors without extent  small state ('step', learning rates)
 
 In: model, optimizer, and what else the loop goes on from. Out: a `model.host.Host`.
@@ -45,6 +47,15 @@ from .held import ANYWHERE, UPDATE, groups, is_item, own, restore_groups, scalar
 from .loader_position import Position, position_of
 from .optimizer_state import create_state
 from .plain import PlainHost
+from .torch_module import (
+    read_modes,
+    require_encodable,
+    require_kinds,
+    stray_tensors,
+    unnamed_scheduler,
+    write_modes,
+)
+from .torch_watch import Watch, graded, set_graded
 
 _SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")  # on a step that a scheduler of torch counts; older: the second
 _COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
@@ -85,12 +96,13 @@ class TorchHost(PlainHost):
         fingerprint: Mapping[str, Any] | None = None,
     ) -> None:
         """Creates the optimizer's state. Raises ConfigError, InventoryError, UnsupportedError, all of them by name."""
-        _require_kinds(model, optimizer, scheduler)
+        require_kinds(model, optimizer, scheduler)
         self._parallel = model if isinstance(model, DistributedDataParallel) else None
         self._module: torch.nn.Module = model if self._parallel is None else self._parallel.module
         self._optimizer, self._scheduler = optimizer, scheduler
         self._of_caller = get_state, set_state
         self._hooks: Hooks | None = None
+        self._looked = False  # for schedulers that were not given
         self._updated = 0  # the iteration of the newest update
         self._known: dict[str, tuple[Role, torch.Tensor]] = {}
         context = launch_context()
@@ -99,8 +111,18 @@ class TorchHost(PlainHost):
         self.rank = rank
         self._require_plain(rank)
         self._require_scheduler()
+        require_encodable(self._module, f"rank {rank}")
         create_state(optimizer)
         self._known = dict(self._found())
+        updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self._quiet = {  # what is copied in the background
+            name
+            for name, (role, tensor) in self._known.items()
+            if role is Role.MOMENT or (role is Role.PARAMETER and id(tensor) in updated)
+        }
+        self._watch = Watch(
+            {name: self._known[name][1] for name in self._quiet}, dict(self._module.named_parameters()), f"rank {rank}"
+        )
         self._place = {name: _place(tensor) for name, (_, tensor) in self._known.items()}
         self._groups = self._members()
         self._position: Position | None = None
@@ -128,7 +150,8 @@ class TorchHost(PlainHost):
 
     def _item(self, name: str, role: Role, tensor: torch.Tensor) -> Item:
         dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-        replicas, spans = ((self.rank,), ANYWHERE) if role is Role.BUFFER else (self._replicas, UPDATE)
+        replicas = (self.rank,) if role is Role.BUFFER else self._replicas
+        spans = UPDATE if name in self._quiet else ANYWHERE
         return Item(name, dtype, tuple(tensor.shape), nbytes, role, replicas, changed_by=spans)
 
     def admits(self, replicas: int) -> bool:
@@ -220,16 +243,29 @@ class TorchHost(PlainHost):
 
     def _require_scheduler(self) -> None:
         """Raises StateChangedError where a scheduler of torch moves the learning rate that the host was not given."""
-        if self._scheduler is None and any(hasattr(self._optimizer.step, mark) for mark in _SCHEDULED):
+        unnamed = self._scheduler is None and any(hasattr(self._optimizer.step, mark) for mark in _SCHEDULED)
+        found = "a learning rate scheduler"
+        if not unnamed and self._hooks is not None and self._hooks.iteration > 0 and not self._looked:
+            self._looked = True
+            other = unnamed_scheduler(self._optimizer, self._scheduler)
+            unnamed, found = other is not None, f"{found} ({type(other).__name__})"
+        if unnamed:
+            given = "none" if self._scheduler is None else "another one"
             raise StateChangedError(
-                f"rank {self.rank}: a learning rate scheduler steps with this optimizer, but TorchHost was given none: "
-                "what it has counted would be lost; pass it: TorchHost(model, optimizer, scheduler, ...)"
+                f"rank {self.rank}: {found} steps with this optimizer, but TorchHost was given {given}: what it has "
+                "counted would be lost; pass it: TorchHost(model, optimizer, scheduler, ...); several as one "
+                "SequentialLR or ChainedScheduler"
             )
 
     def _say(self) -> None:
         if self.rank != 0 or launch_context().restart:
             return
-        ddp = self._parallel
+        ddp, strays = self._parallel, stray_tensors(self._module)
+        if strays:
+            say(
+                f"'{strays[0]}' ({len(strays)} in all) is a tensor of a module, but neither parameter nor buffer: it "
+                "is not captured; if training goes on from it, make it a buffer (register_buffer)"
+            )
         if ddp is not None and self._world_size > _COMMUTES and not ddp.find_unused_parameters:
             say(_BUCKETS)
         if self._position is None and self._of_caller[0] is dict:
@@ -241,12 +277,16 @@ class TorchHost(PlainHost):
         """Everything that is no item, at the version point. Raises StateChangedError."""
         self._require_unchanged()
         self._require_scheduler()
+        if self._hooks is not None and self._hooks.iteration > 0:  # before the first: asked for its size alone
+            self._watch.mark(self._hooks.iteration)
         return super().small_state()
 
     def _values(self) -> dict[str, Any]:
         return {
             "groups": groups(self._optimizer),
             "scalars": self._scalars(),
+            "modes": read_modes(self._module),
+            "graded": graded(dict(self._module.named_parameters())),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "position": None if self._position is None else self._position.read(),
             "caller": self._of_caller[0](),
@@ -271,6 +311,8 @@ class TorchHost(PlainHost):
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved["scheduler"])
         self._set_optimizer(saved)
+        write_modes(self._module, saved["modes"])
+        set_graded(dict(self._module.named_parameters()), saved["graded"])
         self._of_caller[1](saved["caller"])
 
     def _set_optimizer(self, saved: Mapping[str, Any]) -> None:
@@ -299,6 +341,7 @@ class TorchHost(PlainHost):
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` around every update from now on, and reach the fault points."""
         self._hooks = hooks
+        self._watch.install(self._optimizer, {name: tensor for name, (_, tensor) in self._known.items()})
         self._optimizer.register_step_pre_hook(lambda *args: self._before_update(hooks))
         self._optimizer.register_step_post_hook(lambda *args: self._after_update(hooks))
 
@@ -310,9 +353,18 @@ class TorchHost(PlainHost):
             )
         if self._position is not None:
             self._position.require_read()
+        self._watch.settle(hooks.iteration, updates=True)
         self._updated = hooks.iteration
         hooks.before_update(hooks.iteration)
         faults.reach("update.begin", iteration=hooks.iteration)
+
+    def before_skipped(self, step: int) -> None:
+        """Iteration `step` makes no update. Raises StateChangedError where tensors were changed in it all the same."""
+        self._watch.settle(step, updates=False)
+
+    def derive(self) -> None:
+        """Nothing is derived; whoever has written tensors has waited for their snapshot."""
+        self._watch.written()
 
     def _after_update(self, hooks: Hooks) -> None:
         faults.reach("update.end", iteration=hooks.iteration)
@@ -320,19 +372,6 @@ class TorchHost(PlainHost):
 
     def _live_gradients(self) -> dict[str, torch.Tensor]:
         return {name: one.grad for one, name in self._names().items() if one.grad is not None}
-
-
-def _require_kinds(model: Any, optimizer: Any, scheduler: Any) -> None:
-    expected = "expected TorchHost(model, optimizer, scheduler=None, sampler=None)"
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"{expected}, found a {type(model).__name__} as the model: give a torch.nn.Module")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"{expected}, found a {type(optimizer).__name__} as the optimizer: give one of torch.optim's")
-    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise ConfigError(
-            f"{expected}, found a {type(scheduler).__name__} as the scheduler, which has no state_dict and "
-            "load_state_dict; a learning rate that follows from the iteration needs none"
-        )
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

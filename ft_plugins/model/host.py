@@ -180,3 +180,13 @@ class Steps(Protocol):
         """Have `call(step, gradients)` called from now on with this rank's own gradients, right before they are
         aggregated, to alter them in place. Raises UnsupportedError where that moment cannot be had, by name."""
         ...
+
+
+@runtime_checkable
+class Skipping(Protocol):
+    """What a host of `Session.iterations` may offer beside."""
+
+    def before_skipped(self, step: int) -> None:
+        """Iteration `step` ends without an update: its fence comes next. Raises StateChangedError where tensors were
+        changed that only an update may change."""
+        ...

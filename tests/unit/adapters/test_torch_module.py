@@ -1,0 +1,146 @@
+"""What a loop of plain torch goes on from beside tensors: modes, extra state, a learning rate that is a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins.adapters.torch_loop import TorchHost
+from ft_plugins.errors import InventoryError, StateChangedError
+from tests.unit.adapters.torch_small import Small, handed_over, network, session_of, take_over
+
+
+def test_which_parameters_are_trained_and_the_mode_of_modules_are_handed_over() -> None:
+    first, second = Small(), Small()
+    first.model[0].requires_grad_(False)  # type: ignore[index, union-attr, operator]
+    first.model[1].eval()  # type: ignore[index, union-attr, operator]
+    take_over(second.host, *handed_over(first.host))
+    assert [one.requires_grad for one in second.model.parameters()] == [False, False, True, True]
+    assert [one.training for one in second.model.modules()] == [True, True, False]
+
+
+class Counting(torch.nn.Linear):
+    """Keeps what is no tensor."""
+
+    kept: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_extra_state_of_modules_is_handed_over() -> None:
+    hosts = []
+    for kept in (7, 0):
+        model = torch.nn.Sequential(Counting(2, 2))
+        model[0].kept = kept
+        hosts.append((model, TorchHost(model, torch.optim.SGD(model.parameters(), 0.1))))
+    take_over(hosts[1][1], *handed_over(hosts[0][1]))
+    assert hosts[1][0][0].kept == 7
+
+
+def test_extra_state_that_cannot_be_captured_is_refused_by_name() -> None:
+    model = torch.nn.Sequential(Counting(2, 2))
+    model[0].kept = {object()}
+    with pytest.raises(InventoryError, match="get_extra_state of '0' .*plain values"):
+        TorchHost(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_the_one_that_the_loop_fills() -> None:
+    rates = [torch.tensor(0.5), torch.tensor(0.1)]
+    hosts = []
+    for rate in rates:
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), rate)
+        hosts.append((optimizer, TorchHost(model, optimizer)))
+    take_over(hosts[1][1], *handed_over(hosts[0][1]))
+    assert hosts[1][0].param_groups[0]["lr"] is rates[1] and rates[1] == 0.5
+
+
+def test_a_tensor_that_is_no_buffer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = network()
+    model[1].average = torch.zeros(2)  # type: ignore[index, union-attr, assignment, operator]
+    TorchHost(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert "'1.average' (1 in all) is a tensor of a module, but neither" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_scheduler_that_was_not_given_is_refused_at_the_first_version_point(given: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    host = TorchHost(model, optimizer, plateau if given else None)
+    session_of(host).iteration_begin(1)
+    if given:
+        host.small_state()
+        return
+    with pytest.raises(StateChangedError, match=r"ReduceLROnPlateau\) steps with this optimizer.*pass it"):
+        host.small_state()
+
+
+def test_schedulers_inside_of_the_given_one_are_not() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    parts: list[Any] = [
+        torch.optim.lr_scheduler.ConstantLR(optimizer),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    ]
+    host = TorchHost(model, optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2]))
+    session_of(host).iteration_begin(1)
+    host.small_state()
+
+
+# ---- data ----
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(4, generator=self.generator)
+
+
+class Turning(torch.utils.data.Sampler[int]):
+    """Begins each pass elsewhere."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        yield from ((one + self.passes) % 8 for one in range(8))
+
+
+@pytest.mark.parametrize("done", [1, 4, 6])
+def test_generators_of_the_data_set_and_counts_of_samplers_are_handed_over(done: int) -> None:
+    def build() -> tuple[TorchHost, Any]:
+        model = network()
+        data = torch.utils.data.ConcatDataset([torch.utils.data.Subset(Noisy(), list(range(8)))])
+        loader = torch.utils.data.DataLoader(data, 2, sampler=Turning())
+        host = TorchHost(model, torch.optim.SGD(model.parameters(), 0.1), None, loader)
+        return host, (batch for _ in range(9) for batch in loader)
+
+    def read(host: TorchHost, batches: Any, until: int, done: int = 0) -> list[Any]:
+        return [next(batches).tolist() for _ in session_of(host).iterations(until, done)]
+
+    golden = read(*build(), 10)
+    host, batches = build()
+    first = read(host, batches, done)
+    saved = handed_over(host)
+    host, batches = build()
+    session = session_of(host)
+    take_over(host, *saved)
+    assert first + [next(batches).tolist() for _ in session.iterations(10, done)] == golden
