@@ -12,7 +12,8 @@ own (`header`); its constants are verified once, when a segment is mapped.
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
 
 State, cursor and pins are words that carry a digest of their own value, "never used" is one of the states: zeros, as a
-lost page reads, say nothing. The seal of a DIRTY slot covers the version that is being written, that of a CLEAN one all of it. A mark fits one seal.
+lost page reads, say nothing. The seal of a DIRTY slot covers the version that is being written, that of a CLEAN one all
+of it. A mark fits one seal.
 
 In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery).
 Files in /dev/shm are mapped directly: multiprocessing.shared_memory would unlink them behind our back.
