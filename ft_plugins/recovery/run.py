@@ -173,7 +173,7 @@ def _facts(segment: Segment) -> bytes:
             slot.version.lineage if slot.version else None,
             slot.version.iteration if slot.version else None,
             int(slot.mark),
-            slot.damaged,
+            slot.damaged and not segment.voiding,  # else it would hold up a start from nothing that was cut short
         ]
         for slot in segment.slots()
     ]

@@ -27,7 +27,7 @@ import xxhash
 from ..errors import CorruptHeaderError, SegmentError
 from .shape import PAGE, Shape
 
-MAGIC = int.from_bytes(b"FTPSEG04", "little")
+MAGIC = int.from_bytes(b"FTPSEG05", "little")
 GATE = 512  # offset in the page: closed as it is created, of zeros
 _FINGERPRINT = 1024  # offset in the page: length, then JSON
 FINGERPRINT_ROOM = PAGE - _FINGERPRINT - 8
@@ -165,12 +165,14 @@ class Incarnation:
 @dataclass(frozen=True)
 class Opened:
     """The newest lineage that was opened, 0 before the first; the token under which; whether it began without a
-    restored version. `lost`: no lineage was opened since this segment took the place of one that was damaged."""
+    restored version. `lost`: no lineage was opened since this segment took the place of one that was damaged.
+    `voiding`: the older versions, which such a beginning makes void, may still be in their slots."""
 
     lineage: int = 0
     token: int = 0
     from_nothing: int = 0
     lost: int = 0
+    voiding: int = 0
 
 
 class Header:
@@ -179,7 +181,7 @@ class Header:
     def __init__(self, page: Words) -> None:
         self._page = page
         self._incarnation = Record(page, _RECORDS, 4)
-        self._opened = Record(page, _RECORDS + Record.room(4), 4)
+        self._opened = Record(page, _RECORDS + Record.room(4), 5)
 
     def begin(self, lost: bool) -> None:
         """Fill in what changes later, in a page that is all zeros."""

@@ -11,8 +11,9 @@ own (`header`); its constants are verified once, when a segment is mapped.
     data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
     table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
 
-State, cursor and pins are words that carry a digest of their own value; all zeros are a slot that was never used. The
-seal of a DIRTY slot covers the version that is being written, that of a CLEAN one all of it. A mark fits one seal.
+State, cursor and pins are words that carry a digest of their own value, "never used" is one of the states: zeros, as a
+lost page reads, say nothing. The seal of a DIRTY slot covers the version that is being written, that of a CLEAN one all
+of it. A mark fits one seal.
 
 In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery).
 Files in /dev/shm are mapped directly: multiprocessing.shared_memory would unlink them behind our back.
@@ -44,8 +45,8 @@ _SLOT = {
     name: index
     for index, name in enumerate(["state", "lineage", "iteration", "token", "small", "seal", "cursor", "pins", "mark"])
 }
-_SEALED = slice(_SLOT["state"], _SLOT["seal"] + 1)  # all zeros: never used
-_STATES = {0: SlotState.EMPTY, **{guarded(s, _SLOT["state"]): s for s in (SlotState.DIRTY, SlotState.CLEAN)}}
+_SEALED = slice(_SLOT["state"], _SLOT["seal"] + 1)  # behind the state all zeros: never used
+_STATES = {guarded(state, _SLOT["state"]): state for state in SlotState}
 _STATE_WORDS = {state: word for word, state in _STATES.items()}
 OWNER, COMPLETED = "owner", "completed iteration"  # as they are called in `Segment.damaged`
 NO_CURSOR = 2**32 - 1
@@ -72,11 +73,12 @@ def create(
             raise BudgetError(
                 f"rank {rank}: {path.parent} could not give {shape.total} bytes: {error.strerror}"
             ) from error
-        with mmap.mmap(fd, PAGE + shape.ranges_room) as mapped:
+        with mmap.mmap(fd, shape.total) as mapped:
             words = np.frombuffer(mapped, dtype=np.uint64)
             constants.write(words[: PAGE // 8])
             Header(words[: PAGE // 8]).begin(lost)
             Header(words[: PAGE // 8]).ranges = _digest_of_ranges(words[PAGE // 8 :][: 2 * shape.buckets])
+            words[_slot_start(shape, 0) // 8 :: shape.slot_room // 8] = _STATE_WORDS[SlotState.EMPTY]
             del words
         os.rename(building, path)
     except BaseException:
@@ -178,6 +180,11 @@ class Segment:
         return bool(self._opened.from_nothing)
 
     @property
+    def voiding(self) -> bool:
+        """Whether that was recorded, but not yet done: what slots hold or seem to hold is void, damaged or not."""
+        return bool(self._opened.voiding)
+
+    @property
     def lineage_token(self) -> int:
         """The token under which the newest lineage was opened; 0 before the first."""
         return self._opened.token
@@ -228,9 +235,10 @@ class Segment:
         return dict(json.loads(self._fingerprint))
 
     def release(self, slots: Iterable[int]) -> None:
-        """Give the memory of these slots back to the system: they are empty from then on."""
+        """Give the memory of these slots back to the system, but for the headers: they hold nothing from then on."""
         for index in slots:
-            self._map.madvise(mmap.MADV_REMOVE, self._slot_start(index), self.shape.slot_room)
+            self._void(index)
+            self._map.madvise(mmap.MADV_REMOVE, self._slot_start(index) + PAGE, self.shape.slot_room - PAGE)
 
     def claim(self) -> None:
         """Have all memory again, after `release`. Raises BudgetError."""
@@ -245,15 +253,23 @@ class Segment:
             os.close(fd)
 
     def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int]) -> None:
-        """Grow `lineage` from `base`: the slots in `voided` can no longer be restored. Idempotent; void first, so
-        that a death in between leaves `base` the newest."""
+        """Grow `lineage` from `base`: the slots in `voided` can no longer be restored. Idempotent.
+
+        Void first, so that a death in between leaves `base` the newest. From nothing there is no such version: that is
+        recorded first, so that a death in between leaves all of them void, on every rank.
+        """
         completed = base.iteration if base else 0
         guarded(completed, 0)  # refused before anything is void
+        if base is None:
+            self._header.opened = Opened(lineage, self.token, from_nothing=1, voiding=1)
         for index in voided:
-            self.unpin(index, ~Pin(0))
-            self.dirty(index, None, self.token)
+            self._void(index)
         self.completed = completed
         self._header.opened = Opened(lineage, self.token, int(base is None))
+
+    def _void(self, index: int) -> None:
+        self.unpin(index, ~Pin(0))
+        self.dirty(index, None, self.token)
 
     # ---- slots ----
 
@@ -292,7 +308,7 @@ class Segment:
         return [entry for entry in found if entry[0] < self.shape.data_nbytes] if self.shape.parity_nbytes else found
 
     def _slot_start(self, index: int) -> int:
-        return PAGE + self.shape.ranges_room + index * self.shape.slot_room
+        return _slot_start(self.shape, index)
 
     def _area(self, index: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         start = self._slot_start(index) + PAGE + offset
@@ -454,10 +470,14 @@ class Segment:
                 )
 
 
+def _slot_start(shape: Shape, index: int) -> int:
+    return PAGE + shape.ranges_room + index * shape.slot_room
+
+
 def _state_of(record: Sequence[int]) -> SlotState:
     """What a slot says of its state; DIRTY where that cannot be."""
     state = _STATES.get(record[0], SlotState.DIRTY)
-    return SlotState.DIRTY if state is SlotState.EMPTY and any(record) else state
+    return SlotState.DIRTY if state is SlotState.EMPTY and any(record[1:]) else state
 
 
 def _marked(seal: int, mark: Mark) -> int:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from ft_plugins import faults
 from ft_plugins.events import Event, read
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client, ensure
+from ft_plugins.snapshot import header, segment
 from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.room import SHM
 
@@ -58,6 +61,41 @@ def segment_path(job: str) -> Iterator[Path]:
     path = path_of(job, "n", 0)
     yield path
     path.unlink(missing_ok=True)
+
+
+class Death(BaseException):
+    """Of a process, at some line; nothing catches it."""
+
+
+@pytest.fixture
+def dies_at() -> Callable[[int, Callable[[], object]], bool]:
+    """Run some work, but die before the line of `segment` or `header` that is executed as number so and so, from 0 on;
+    returns whether there was one. All stores to a segment's headers stand in these files."""
+
+    def run(line: int, work: Callable[[], object]) -> bool:
+        left = line
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename not in (header.__file__, segment.__file__):
+                return None
+            if event == "line":
+                left -= 1
+                if left < 0:
+                    raise Death
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            work()
+        except Death:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    return run
 
 
 @dataclass

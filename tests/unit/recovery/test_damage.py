@@ -6,10 +6,12 @@ segment are changed between two starts of a job: its header page, headers, diges
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,19 @@ import msgpack
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ft_plugins import errors
 from ft_plugins.errors import FtError, ProtocolError, ResumeError, SegmentError
 from ft_plugins.events import Event, Events
-from ft_plugins.recovery.plan import RecoveryPlan, choose_source
+from ft_plugins.recovery.plan import RecoveryPlan, choose_source, plan_recovery
 from ft_plugins.recovery.run import _facts, _read_facts, agree_on_version
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import PAGE, Shape
-from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.snapshot.slots import SlotState, Version, void
 
 RANKS = (0, 1, 2)
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
@@ -37,6 +39,7 @@ RANGES = [(0, 128), (128, 128), (256, 44)]
 FINGERPRINT = {"layers": 2, "order": ["tp", "dp"]}
 ITERATIONS = (4, 5, 6)
 _WAIT_SECONDS = 30.0
+DiesAt = Callable[[int, Callable[[], object]], bool]  # the fixture
 
 LINEAGE_WORD = 8  # offset in the header of a slot
 HEADER = range(0, 512)
@@ -284,6 +287,107 @@ def test_whatever_changes_in_one_ranks_segment_the_job_resumes_from_what_is_whol
     assert again.plan is not None and again.plan.version == begun.plan.version and all(again.restored)
 
 
+def zero(job: Job, rank: int, slots: Iterable[int]) -> None:
+    """The header pages of these slots are lost: they read as zeros."""
+    for slot in slots:
+        apply(job, rank, [(FIRST_SLOT + slot * SHAPE.slot_room + at, bytes(8)) for at in range(0, PAGE, 8)])
+
+
+@settings(
+    max_examples=60, derandomize=True, deadline=None, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # every example puts the files back
+)  # fmt: skip
+@given(
+    slots=st.sets(st.integers(0, SHAPE.slots - 1), min_size=1),
+    ranks=st.sets(st.sampled_from(RANKS), min_size=1),
+    adopted=st.booleans(),
+)
+@example(slots={0, 1, 2}, ranks=set(RANKS), adopted=False)
+@example(slots={0, 1, 2}, ranks={1}, adopted=True)
+def test_pages_that_read_as_zeros_are_damage_and_never_a_job_that_has_not_begun(
+    trained: tuple[Job, Mapping[int, bytes]], slots: set[int], ranks: set[int], adopted: bool
+) -> None:
+    job, kept = trained
+    put_back(job, kept)
+    smp = job.smp() if adopted else None
+    for rank in ranks:
+        zero(job, rank, slots)
+    begun = job.start(smp or job.smp())
+    for rank, slot in itertools.product(ranks, slots):
+        assert any(f"rank {rank}: slot {slot} is not used" in str(error) for error in begun.reported)
+    left = [iteration for slot, iteration in enumerate(ITERATIONS) if slot not in slots]
+    if left:
+        assert begun.plan is not None and begun.plan.version == Version(1, max(left)) and all(begun.restored)
+        return
+    for _ in range(2):
+        assert isinstance(begun.error, ResumeError), begun.plan
+        assert f"rank {min(ranks)}: slot 0, slot 1, slot 2 damaged" in str(begun.error)
+        begun = job.start(job.smp())  # what was refused is not forgotten
+    fresh = job.start(job.smp(), "fresh")
+    assert fresh.plan is not None and fresh.plan.version is None
+    auto = job.start(job.smp())
+    assert auto.plan is not None and auto.plan.version is None and not auto.reported, "as the user had said"
+
+
+@pytest.mark.parametrize("done", [0, 1, 2], ids=lambda done: f"{done} ranks have opened it")
+@pytest.mark.parametrize("hurt", [(), (1,), RANKS], ids=lambda hurt: f"slots of ranks {hurt} damaged")
+def test_whenever_a_fresh_start_dies_while_it_is_opened_the_next_start_goes_on(
+    trained: tuple[Job, Mapping[int, bytes]], hurt: tuple[int, ...], done: int, dies_at: DiesAt
+) -> None:
+    """One rank's segment is half done, `done` are through, the others have not begun. The user has asked for it once;
+    what comes after that is the same command again."""
+    job, _ = trained
+    for rank in hurt:
+        zero(job, rank, range(SHAPE.slots))
+    segments = [Segment(job.path(rank)) for rank in RANKS]
+
+    def planned() -> RecoveryPlan:
+        return plan_recovery([_read_facts(segment.rank, _facts(segment)) for segment in segments])
+
+    def begin(segment: Segment) -> None:
+        segment.open_lineage(2, None, void(segment.slots(), None))
+
+    assert planned().version == (None if hurt else Version(1, 6))
+    for segment in segments[:done]:
+        begin(segment)
+    struck, asked = segments[done], planned()
+    before = struck.bytes.copy()
+    seen: list[Version | None] = []
+    for at in itertools.count():
+        struck.bytes[:] = before
+        died = dies_at(at, partial(begin, struck))
+        plan = planned()
+        if plan == asked and not done:
+            assert not seen or seen[-1] == asked.version, "once begun, it stays so"
+            seen.append(plan.version)  # as if it had not been asked for
+            continue
+        assert choose_source(plan, "auto", 0).version is None, f"line {at}"
+        assert plan.lineage == 3
+        seen.append(None)
+        if not died:
+            break
+    assert len(seen) > 30 and (done or hurt or seen.count(Version(1, 6)) < len(seen) // 2)
+
+
+def test_whenever_a_start_from_a_version_dies_while_it_is_opened_the_next_one_takes_the_same(
+    trained: tuple[Job, Mapping[int, bytes]], dies_at: DiesAt
+) -> None:
+    job, _ = trained
+    zero(job, 0, [0])
+    segments = [Segment(job.path(rank)) for rank in RANKS]
+    base, before = Version(1, 5), segments[0].bytes.copy()
+    for index in (1, 2):  # where one has lost its newest, the others have it to void
+        segments[index].dirty(2, None, 1)
+    for at in itertools.count():
+        segments[0].bytes[:] = before
+        died = dies_at(at, lambda: segments[0].open_lineage(2, base, void(segments[0].slots(), base)))
+        plan = plan_recovery([_read_facts(segment.rank, _facts(segment)) for segment in segments])
+        assert choose_source(plan, "auto", 0).version == base, f"line {at}"
+        if not died:
+            break
+    assert at > 30
+
+
 @pytest.mark.parametrize("slot", [0, 1, 2])
 @pytest.mark.parametrize("bit", [1, 3, 40, 63])
 def test_a_flipped_bit_of_a_slots_lineage_loses_that_slot_alone_and_is_reported(
@@ -355,7 +459,7 @@ def test_where_the_lineage_of_every_rank_is_damaged_the_sealed_slots_decide(
 ) -> None:
     job, _ = trained
     for rank in RANKS:
-        for at in range(13 * 8, (13 + 24) * 8, 8):
+        for at in range(13 * 8, (13 + 26) * 8, 8):
             flip(job, rank, at, 0x08)
     begun = job.start(job.smp())
     assert begun.plan is not None and begun.plan.version == Version(1, 6) and begun.plan.lineage == 2

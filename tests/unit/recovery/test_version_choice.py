@@ -216,6 +216,7 @@ class Job:
         self.floor: Version | None = None  # nothing older will do, with the nodes that are lost
         self.before, self.heard = Directive(), dict[int, Report]()
         self.restored: list[Version | None] = []
+        self.begun_anew = False  # a recovery from nothing died after a rank's segment had changed
         self.recover()
 
     def memories(self) -> list[tuple[int, Memory]]:
@@ -324,6 +325,7 @@ class Job:
                 if self.random.random() < 0.2:
                     self.nodes[self.random.randrange(len(self.nodes))] = Node()
                     self.floor = self.safe = None
+                    self.begun_anew = False
         raise AssertionError("no recovery in 50 came through")
 
     def _perhaps_crash(self) -> None:
@@ -353,6 +355,7 @@ class Job:
                 choose_source(plan, "auto", 0)
                 assert not known, "something had counted, and training starts from the beginning without a word"
             except ResumeError:
+                assert not self.begun_anew, "it was asked for, and had begun"
                 plan = choose_source(plan, "fresh", 0)  # as the user says then
         elif self.random.random() < 0.05:
             plan, self.safe, self.floor = choose_source(plan, "fresh", 0), None, None
@@ -364,6 +367,7 @@ class Job:
         for position in self.random.sample(range(len(self.nodes)), len(self.nodes)):
             self._perhaps_crash()
             self.nodes[position].protect(position, self.plan.ranks[position], plan.version, heard)
+        self.begun_anew = False
         self.lineage, self.base = plan.lineage, plan.version
         self.incarnation += 1
         self.restored.append(plan.version)
@@ -386,7 +390,12 @@ class Job:
         own = self.memories()
         for _, memory in self.random.sample(own, len(own)):
             self._perhaps_crash()
+            self.begun_anew = plan.version is None
+            if plan.version is None:  # recorded first
+                memory.lineage, memory.from_nothing = plan.lineage, True
+                self._perhaps_crash()
             memory.void_after(plan.version)
+            self._perhaps_crash()
             memory.lineage, memory.completed = plan.lineage, plan.version.iteration if plan.version else 0
             memory.from_nothing = plan.version is None
 

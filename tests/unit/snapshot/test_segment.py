@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import stat
@@ -268,7 +269,7 @@ def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: S
         return segment.token, segment.owner, segment.attached, opened
 
     known = said()
-    records = range(13 * 8, (13 + 24) * 8)
+    records = range(13 * 8, (13 + 26) * 8)
     for at in records:
         segment.bytes[at] ^= 0x02
         assert said() == known and segment.damaged == ()
@@ -330,6 +331,49 @@ def test_a_flip_in_the_header_of_a_slot_is_damage_and_what_a_writer_left_is_not(
                 assert slot.damaged and slot.version is None
             segment.bytes[at] ^= 1 << bit
     assert segment.slot(0).state is state
+
+
+@pytest.mark.parametrize("state", list(SlotState))
+def test_a_slot_whose_header_page_is_all_zeros_is_damaged(segment: Segment, state: SlotState) -> None:
+    """A page that was lost reads as zeros: that is never taken for a slot that was not used yet."""
+    if state is not SlotState.EMPTY:
+        fill(segment, 1, Version(3, 14))
+    if state is SlotState.DIRTY:
+        segment.dirty(1, Version(3, 15), 5)
+    start = PAGE + SHAPE.ranges_room + SHAPE.slot_room
+    segment.bytes[start : start + PAGE] = 0
+    slot = segment.slot(1)
+    assert (slot.state, slot.version, slot.damaged) == (SlotState.DIRTY, None, True)
+    fill(segment, 1, Version(3, 16))
+    assert restorable(segment, 1)
+
+
+def test_a_slot_whose_memory_was_given_back_is_not_damaged(
+    segment: Segment, dies_at: Callable[[int, Callable[[], object]], bool]
+) -> None:
+    """Nor at any line of giving it back, nor when it has its memory again."""
+    fill(segment, 0, Version(1, 1))
+    fill(segment, 1, Version(1, 2))
+    assert segment.pin(Version(1, 2), Pin.STORAGE) == 1
+    before = segment.bytes.copy()
+    deaths = 0
+    for at in itertools.count():
+        segment.bytes[:] = before
+        died = dies_at(at, lambda: segment.release([1, 2]))
+        assert not any(slot.damaged for slot in segment.slots()) and restorable(segment, 0)
+        assert segment.slot(1).state is not SlotState.CLEAN or restorable(segment, 1)
+        if not died:
+            break
+        deaths += 1
+    assert deaths > 10
+    allocated = segment.path.stat().st_blocks * 512
+    assert allocated == SHAPE.total - 2 * (SHAPE.slot_room - PAGE), "all but the headers"
+    again = Segment(segment.path)
+    again.claim()
+    assert segment.path.stat().st_blocks * 512 == SHAPE.total
+    assert not any(slot.damaged or slot.pins for slot in again.slots())
+    fill(again, 1, Version(1, 3))
+    assert restorable(again, 1)
 
 
 def test_a_seal_over_other_values_than_those_in_memory_is_no_seal(segment: Segment) -> None:
