@@ -33,7 +33,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from .. import faults
 from ..errors import StorageError
-from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, read_bytes, shown, typed
+from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_regular, read_bytes, shown, typed
 from .retention import Stored
 from .slots import Mark, Version
 
@@ -266,8 +266,8 @@ def _begun_by(folder: Path) -> str:
                     return _record(folder / name).fingerprint
         for name in filter(_DATA.fullmatch, names):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                with open(folder / name, "rb") as file:
-                    head = file.read(min(HEAD_LIMIT, int.from_bytes(file.read(8), "little")))
+                with open(open_regular(folder / name), "rb") as file:
+                    head = file.read(min(FILE_LIMIT, int.from_bytes(file.read(8), "little")))
                 return str(json_value(head)["__metadata__"]["fingerprint"])
     return ""
 

@@ -33,6 +33,7 @@ import xxhash
 
 from .. import faults
 from ..errors import CorruptSlotError, FencedError, ResumeError, StorageError
+from ..intake import Unfit, open_regular
 from .checkpoint import (
     FORMAT,
     HEAD_LIMIT,
@@ -256,7 +257,7 @@ def read_head(path: Path, record: Record) -> tuple[bytes, Any, bytes]:
     """Of a rank's file: its header, its digest table, behind which the data begins, and its small state, as its seal
     covers them. Raises StorageError."""
     try:
-        with open(path, "rb") as file:  # a mapping would kill us on an I/O error
+        with open(open_regular(path), "rb") as file:  # a mapping would kill us on an I/O error
             found = os.fstat(file.fileno()).st_size
             if found != record.nbytes:
                 raise StorageError(f"{path}: {found} bytes where {record.nbytes} were written")
@@ -268,8 +269,8 @@ def read_head(path: Path, record: Record) -> tuple[bytes, Any, bytes]:
             table = file.read(sizes[0])
             file.seek(record.data_nbytes, os.SEEK_CUR)
             small = file.read(sizes[1])
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+    except (OSError, Unfit) as error:
+        raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     seal = xxhash.xxh3_64(head)
     seal.update(table)
     seal.update(small)
@@ -282,9 +283,9 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
     """The data of a rank's file into a slot, bucket by bucket, each compared with its digest as it lies there."""
     data = segment.data(index)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+        descriptor = open_regular(path)
+    except (OSError, Unfit) as error:
+        raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     with open(descriptor, "rb", buffering=0) as file:
         for number, (offset, nbytes) in enumerate(segment.data_ranges):
             if segment.token != token:
