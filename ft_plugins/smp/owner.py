@@ -190,7 +190,7 @@ class SnapshotProcess:
         if "orphan_seconds" in request:  # a new ft-run may have another mind
             self.orphan_seconds = requests.seconds(request, "orphan_seconds")
             # for a sweep after this process's death
-            (self._run_dir / paths.PATIENCE_FILE).write_text(str(self.orphan_seconds))
+            written(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)
         return {}
 
     def _fence(self, request: dict[str, Any]) -> dict[str, Any]:

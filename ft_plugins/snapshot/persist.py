@@ -33,13 +33,12 @@ import xxhash
 
 from .. import faults
 from ..errors import CorruptSlotError, FencedError, ResumeError, StorageError
-from ..intake import Unfit, open_regular
+from ..intake import Unfit, open_new, open_regular
 from .checkpoint import (
     FORMAT,
     HEAD_LIMIT,
     Origin,
     Record,
-    create,
     data_file,
     differed,
     make_folder,
@@ -181,7 +180,7 @@ def _verified(segment: Segment, index: int, digests: Any) -> Iterator[memoryview
 def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any], None]]:
     """A file that gets its name when it is written and durable; removed when that fails."""
     building = path.with_name(path.name + ".new")
-    descriptor = create(building)
+    descriptor = open_new(building)
     unsynced = 0
 
     def write(piece: Any) -> None:

@@ -225,6 +225,26 @@ def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(original: Path, t
     assert len(intake.within(10.0, lambda: checkpoint.listing(base), "the listing")) == 1
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_stands_at_a_half_made_files_name_is_replaced_and_not_written_to(tmp_path: Path, kind: str) -> None:
+    foreign, building = tmp_path / "foreign", tmp_path / "x.json.new"
+    foreign.write_text("precious")
+    os.mkfifo(building) if kind == "pipe" else building.symlink_to(foreign)
+    intake.within(10.0, lambda: checkpoint.write_json(tmp_path / "x.json", {"a": 1}), "the writer")
+    assert checkpoint.read_json(tmp_path / "x.json") == {"a": 1} and foreign.read_text() == "precious"
+    assert not (tmp_path / "x.json").is_symlink() and not building.exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "nowhere"])
+def test_whatever_is_called_keep_keeps_a_checkpoint(original: Path, tmp_path: Path, kind: str) -> None:
+    base = tmp_path / "job"
+    shutil.copytree(original, base)
+    mark = checkpoint.folder_of(base, V) / "keep"
+    os.mkfifo(mark) if kind == "pipe" else mark.symlink_to(tmp_path / ("nowhere" if kind == "nowhere" else "job"))
+    intake.within(10.0, lambda: checkpoint.keep(mark.parent), "the writer")
+    assert [each.kept for each in checkpoint.listing(base)] == [True] and not (tmp_path / "nowhere").exists()
+
+
 # ---- small state ----
 
 STATE = {"a": (1, (2, 3.5)), "b": np.arange(5), "c": 2**70, "d": {(1, 2): 3}, "e": [1, "x", b"y", None]}
