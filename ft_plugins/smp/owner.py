@@ -430,18 +430,20 @@ class SnapshotProcess:
             self.finish(reason)
 
     def finish(self, reason: str) -> None:
-        """Remove the segments; the daemon ends."""
-        self._tier.close()
-        self._asked.forget()
-        self._spare_here.forget()
-        self._aside_storage.stop()
-        self.persister.stop()
-        for segment in self._segments.values():
-            segment.close()
-        self._segments.clear()
-        removed = paths.remove(self._job, self._node)
-        self._events.emit("smp.end", reason=reason, segments=removed)
-        self.ended.set()
+        """Remove the segments; the daemon ends, whatever is in the way."""
+        try:
+            self._tier.close()
+            self._asked.forget()
+            self._spare_here.forget()
+            self._aside_storage.stop()
+            self.persister.stop()
+            for segment in self._segments.values():
+                segment.close()
+            self._segments.clear()
+            removed = paths.remove(self._job, self._node)
+            self._events.emit("smp.end", reason=reason, segments=removed)
+        finally:
+            self.ended.set()
 
 
 def _in_words(name: str, request: dict[str, Any], error: OSError) -> FtError:

@@ -217,7 +217,7 @@ def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any]
 def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> int:
     """Read this rank's file into a slot of `segment` and seal it, as a capture does, but for parity; returns the slot.
 
-    Raises StorageError when a file is missing or damaged (the slot is DIRTY then), ResumeError when it was laid out
+    Raises StorageError when a file is missing or damaged (the slot may be DIRTY then), ResumeError when it was laid out
     otherwise than `segment`, FencedError when `token` is superseded.
     """
     rank = segment.rank
@@ -235,6 +235,11 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     if record.mark == Mark.DIFFERING:
         raise StorageError(f"{folder}: {differed(version, [rank])}")
     head, digests, small = read_head(path, record)
+    if len(small) > shape.small_nbytes:
+        raise StorageError(
+            f"rank {rank}: checkpoint {folder} has small state of {len(small)} bytes, where this job has claimed room "
+            f"for {shape.small_nbytes} at start"
+        )
     start = len(head) + digests.nbytes
     slots = segment.slots()
     same = [slot.index for slot in slots if slot.state is SlotState.CLEAN and slot.version == version]

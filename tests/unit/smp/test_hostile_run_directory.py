@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -30,14 +31,18 @@ from ft_plugins.launcher.watcher import Job, Watcher
 from ft_plugins.recovery import sizes
 from ft_plugins.rig.hostile import altered, damaged
 from ft_plugins.smp import client, liveness
+from ft_plugins.smp.alarms import Alarms
+from ft_plugins.smp.checkpoints import Checkpoints
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.wire import read_secret
-from ft_plugins.snapshot import paths
+from ft_plugins.snapshot import checkpoint, paths, retention
+from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.retention import Storage, Stored
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, slots_for
+from ft_plugins.snapshot.slots import Pin, Version, slots_for
 
 SHAPE = Shape(9000, 2000, 2, 3, slots_for(Pin.NODE, Pin.SOURCE))
 NODE = "n"
@@ -350,6 +355,38 @@ def test_a_segments_place_that_something_else_has_is_refused_by_name(job: str, k
         assert not liveness.held(path)
     finally:
         path.rmdir() if kind is None else path.unlink()
+
+
+def test_what_cannot_be_removed_keeps_neither_the_rest_nor_the_smps_end(smp: Smp, job: str) -> None:
+    in_the_way = paths.path_of(job, NODE, 0)
+    in_the_way.unlink()
+    in_the_way.mkdir()
+    try:
+        with suppress(OSError):
+            smp.process.finish("in order")
+        assert smp.process.ended.is_set()
+        assert paths.segments_of(job, NODE) == [in_the_way]
+    finally:
+        in_the_way.rmdir()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Event] = []
+    events = Events(NODE)
+    events.subscribe(seen.append)
+    old = [Stored(Version(1, at), f"v1-{at}", complete=True, fingerprint="f") for at in (1, 2, 3)]
+    (tmp_path / "v1-1").write_text("no folder")
+    for name in ("v1-2", "v1-3"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(checkpoint, "listing", lambda base: old)
+    monkeypatch.setattr(retention, "surplus", lambda *given: old)
+    found = Checkpoints(tmp_path, NODE, events, 1.0, threading.Event(), Alarms(tmp_path))
+    found._prune(Storage(str(tmp_path), 0, 1, 1, 2), tmp_path, Origin("job", 2, {}))
+    told = {event.name: event.fields for event in seen}
+    assert told["persist.pruned"] == {"removed": ["v1-2", "v1-3"]}
+    assert "v1-1" in told["persist.failed"]["reason"]
 
 
 # ---- what the SMP imports ----

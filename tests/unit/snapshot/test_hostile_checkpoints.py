@@ -9,6 +9,7 @@ import random
 import shutil
 import stat
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,17 @@ def test_whatever_is_called_keep_keeps_a_checkpoint(original: Path, tmp_path: Pa
     os.mkfifo(mark) if kind == "pipe" else mark.symlink_to(tmp_path / ("nowhere" if kind == "nowhere" else "job"))
     intake.within(10.0, lambda: checkpoint.keep(mark.parent), "the writer")
     assert [each.kept for each in checkpoint.listing(base)] == [True] and not (tmp_path / "nowhere").exists()
+
+
+def test_small_state_that_has_no_room_is_passed_over_before_a_slot_is_given_up(original: Path, tmp_path: Path) -> None:
+    segments.create(tmp_path / "narrow", replace(SHAPE, small_nbytes=8), 0, dict(ORIGIN.fingerprint))
+    target = Segment(tmp_path / "narrow")
+    target.ranges, target.token = [(0, 2000), (2000, 1000)], TOKEN
+    before = target.slots()
+    with pytest.raises(StorageError, match=r"rank 0: .* small state of [0-9]+ bytes, .* room for 8 at start"):
+        persist.read_rank(original / "v2-300", target, V, TOKEN)
+    assert target.slots() == before
+    target.close()
 
 
 # ---- small state ----
