@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import sys
 import threading
 import time
@@ -142,10 +143,13 @@ class _Summary:
 
 
 def _append(path: Path, event: Event, limit: int) -> None:
-    """Write one line into `path` (created 0600). Never raises."""
+    """Write one line into the regular file `path` (created 0600); a link or a pipe loses it. Never raises or waits."""
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        fd = os.open(path, how, 0o600)
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return
             os.write(fd, (event.line() + "\n").encode())
             found = os.fstat(fd)
             if found.st_size > limit and os.stat(path).st_ino == found.st_ino:  # no other process was quicker

@@ -42,12 +42,25 @@ class Unfit(ValueError):
     """What came is not what its reader expects."""
 
 
-def read_bytes(path: Path, limit: int = FILE_LIMIT) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Never waits, as for a pipe. Raises OSError, Unfit."""
+def open_regular(path: Path) -> int:
+    """A descriptor to read a regular file with. Never waits, as for a pipe's writer. Raises OSError, Unfit."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Unfit("it is no regular file")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Unfit("it is no regular file")
+    return descriptor
+
+
+def open_new(path: Path) -> int:
+    """A descriptor to write a new file with, for its owner alone. What stood there goes: a pipe would keep the writer
+    waiting, a link lead it to a foreign file. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def read_bytes(path: Path, limit: int = FILE_LIMIT) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Raises OSError, Unfit."""
+    with open(open_regular(path), "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise Unfit(f"it has more than {limit} bytes")

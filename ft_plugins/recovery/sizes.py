@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from ..intake import Count, read_json
+from ..intake import Count, open_new, read_json
 from ..model.topology import Topology
 
 FILE = "sizes.json"  # in the run directory, read by the rendezvous
@@ -89,5 +89,6 @@ def read(run_dir: Path) -> Told:
 def write(run_dir: Path, told: Told) -> None:
     """Tell the rendezvous of this node."""
     building = run_dir / f"{FILE}.new"
-    building.write_text(json.dumps({"sizes": list(told.sizes), "spares_asked": told.spares_asked}))
+    with open(open_new(building), "w") as file:
+        json.dump({"sizes": list(told.sizes), "spares_asked": told.spares_asked}, file)
     building.replace(run_dir / FILE)

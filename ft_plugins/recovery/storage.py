@@ -22,7 +22,7 @@ from typing import Any
 
 import msgpack
 
-from ..errors import FtError, ResumeError, StorageError
+from ..errors import FtError, ResumeError, StorageError, printable
 from ..intake import shown, within
 from ..model.host import resizable
 from ..snapshot import checkpoint, persist, retention
@@ -185,7 +185,7 @@ def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[
     theirs: Mapping[str, Any] = {}
     ignored: list[str] = []
     try:
-        stored = within(LOOK_SECONDS, lambda: _listed(base, ignored.append))
+        stored = within(LOOK_SECONDS, lambda: _listed(base, lambda name: ignored.append(printable(name))))
         others = [each for each in stored if each.complete and each.fingerprint not in (origin.digest, "")]
         newest = max(others, key=lambda each: each.version, default=None)
         if newest is not None:

@@ -274,14 +274,22 @@ class Checkpoints:
             call.answer("failed", **facts_of(version), reason=reason)
 
     def _prune(self, storage: Storage, base: Path, origin: Origin) -> None:
-        """Remove what is older than the checkpoints to be kept."""
-        removed = []
+        """Remove what is older than the checkpoints to be kept; one that cannot be removed does not keep the others."""
+        removed: list[str] = []
+        surplus: Sequence[Stored] = ()
+        failed = ""
         try:
-            for stored in retention.surplus(self._list(base), storage.keep, origin.digest):
+            surplus = retention.surplus(self._list(base), storage.keep, origin.digest)
+        except OSError as error:
+            failed = words(error)
+        for stored in surplus:
+            try:
                 checkpoint.remove(base / stored.name)
                 removed.append(stored.name)
-        except OSError as error:
-            self._events.emit("persist.failed", reason=f"older checkpoints could not be removed: {words(error)}")
+            except OSError as error:
+                failed = failed or f"{base / stored.name}: {words(error)}"
+        if failed:
+            self._events.emit("persist.failed", reason=f"older checkpoints could not be removed: {failed}")
         if removed:
             self._events.emit("persist.pruned", removed=removed)
 

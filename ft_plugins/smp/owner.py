@@ -190,7 +190,7 @@ class SnapshotProcess:
         if "orphan_seconds" in request:  # a new ft-run may have another mind
             self.orphan_seconds = requests.seconds(request, "orphan_seconds")
             # for a sweep after this process's death
-            (self._run_dir / paths.PATIENCE_FILE).write_text(str(self.orphan_seconds))
+            written(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)
         return {}
 
     def _fence(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -430,18 +430,20 @@ class SnapshotProcess:
             self.finish(reason)
 
     def finish(self, reason: str) -> None:
-        """Remove the segments; the daemon ends."""
-        self._tier.close()
-        self._asked.forget()
-        self._spare_here.forget()
-        self._aside_storage.stop()
-        self.persister.stop()
-        for segment in self._segments.values():
-            segment.close()
-        self._segments.clear()
-        removed = paths.remove(self._job, self._node)
-        self._events.emit("smp.end", reason=reason, segments=removed)
-        self.ended.set()
+        """Remove the segments; the daemon ends, whatever is in the way."""
+        try:
+            self._tier.close()
+            self._asked.forget()
+            self._spare_here.forget()
+            self._aside_storage.stop()
+            self.persister.stop()
+            for segment in self._segments.values():
+                segment.close()
+            self._segments.clear()
+            removed = paths.remove(self._job, self._node)
+            self._events.emit("smp.end", reason=reason, segments=removed)
+        finally:
+            self.ended.set()
 
 
 def _in_words(name: str, request: dict[str, Any], error: OSError) -> FtError:

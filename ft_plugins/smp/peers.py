@@ -9,7 +9,6 @@ In: reports and requests. Out: directives; bytes, digests checked.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ProtocolError, SegmentError
-from ..intake import shown
+from ..intake import open_new, shown
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
@@ -290,7 +289,6 @@ def read_report(value: Any) -> Report:
 def written(path: Path, value: Any) -> None:
     """Write a small file whole or not at all, for its owner alone."""
     building = path.with_name(path.name + ".new")
-    fd = os.open(building, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
+    with open(open_new(building), "w") as file:
         json.dump(value, file)
     building.replace(path)

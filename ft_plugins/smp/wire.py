@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events
+from ..intake import read_bytes
 from . import descriptors, protocol, unproven
 from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, Client, Who
 from .places import Place, Places
@@ -58,12 +59,13 @@ _NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 
 def read_secret(path: Path) -> bytes:
-    """The job's secret. Raises ConfigError for a file that others can read, or that holds less than 16 bytes."""
+    """The job's secret. Raises ConfigError for a file that others can read, or that holds less than 16 bytes or more
+    than SECRET_LIMIT."""
     try:
-        found = path.stat()
-        secret = path.read_bytes()[:SECRET_LIMIT].strip()
-    except OSError as error:
-        raise ConfigError(f"--ftp-secret-file {path}: cannot be read ({error.strerror})") from error
+        found, secret = path.stat(), read_bytes(path, SECRET_LIMIT).strip()
+    except (OSError, ValueError) as error:  # ValueError: no regular file, too long, or no path at all
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--ftp-secret-file {path}: cannot be read ({why})") from error
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
             f"--ftp-secret-file {path}: expected mode 0600 and user {os.getuid()}, found mode "

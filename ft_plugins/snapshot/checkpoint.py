@@ -33,7 +33,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from .. import faults
 from ..errors import StorageError
-from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, read_bytes, shown, typed
+from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_new, open_regular, read_bytes, shown, typed
 from .retention import Stored
 from .slots import Mark, Version
 
@@ -48,7 +48,6 @@ _LIKE_A_FOLDER = re.compile(r"v[^.]*-[^.]*(\.partial)?")
 _RECORD = re.compile(r"rank-([0-9]{5,10})\.json")
 _DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors(\.new)?")
 HEAD_LIMIT = 64 << 20  # bytes of the header of a rank's file; one of a thousand buckets has 20 KB
-_FOR_THE_OWNER = 0o600
 
 T = TypeVar("T")
 
@@ -187,7 +186,8 @@ def publish(building: Path, final: Path) -> Path:
 
 def keep(folder: Path) -> None:
     """Have a complete checkpoint stay, durably, until a person removes it. Raises OSError."""
-    os.close(os.open(folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    with suppress(FileExistsError):  # its name counts, whatever it is
+        os.close(os.open(folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     sync_folder(folder)
 
 
@@ -251,7 +251,7 @@ def _stored(folder: Path, version: Version) -> Stored:
     if Version(manifest.lineage, manifest.iteration) != version:
         return Stored(version, folder.name, complete=True, problem=f"{folder}: its manifest is of another version")
     digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest
-    kept = (folder / _KEEP).exists()
+    kept = os.path.lexists(folder / _KEEP)
     return Stored(version, folder.name, complete=True, fingerprint=digest, certified=manifest.certified, kept=kept)
 
 
@@ -266,8 +266,8 @@ def _begun_by(folder: Path) -> str:
                     return _record(folder / name).fingerprint
         for name in filter(_DATA.fullmatch, names):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                with open(folder / name, "rb") as file:
-                    head = file.read(min(HEAD_LIMIT, int.from_bytes(file.read(8), "little")))
+                with open(open_regular(folder / name), "rb") as file:
+                    head = file.read(min(FILE_LIMIT, int.from_bytes(file.read(8), "little")))
                 return str(json_value(head)["__metadata__"]["fingerprint"])
     return ""
 
@@ -329,13 +329,6 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def create(path: Path) -> int:
-    """A descriptor of a new or emptied file, for its owner alone. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FOR_THE_OWNER)
-    os.fchmod(descriptor, _FOR_THE_OWNER)  # also of one that was left behind
-    return descriptor
-
-
 def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -347,7 +340,7 @@ def sync_folder(folder: Path) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Durably, with a digest of itself."""
     building = path.with_name(path.name + ".new")
-    with open(create(building), "w") as file:
+    with open(open_new(building), "w") as file:
         json.dump({**content, "digest": _digest_of(content)}, file)
         file.flush()
         os.fsync(file.fileno())

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..errors import StorageError
-from ..intake import Count, Text, Unfit, Word, read_bytes, typed
+from ..intake import Count, Text, Unfit, Word, open_new, read_bytes, typed
 from ..model.inventory import Inventory, Item
 from . import checkpoint
 from .checkpoint import index_file
@@ -127,7 +127,7 @@ def copy_into(folder: Path, rank: int, kept: Path) -> None:
     except (OSError, ValueError):
         return
     building = folder / f"{index_file(rank)}.new"
-    with open(checkpoint.create(building), "wb") as file:
+    with open(open_new(building), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -89,11 +89,14 @@ def foreign(job: str, node: str) -> str:
 
 def remove(job: str, node: str) -> int:
     """Remove the segments of a job on a node, half-made ones too, and their lock file. Returns how many segments. What
-    is another user's stays."""
+    is another user's stays, and what cannot be removed, as a folder of such a name."""
     own = [path for path, rest in _files(job, node) if _ANY.fullmatch(rest) and is_own(path)]
+    removed = 0
     for path in own:
-        path.unlink(missing_ok=True)
-    return len([path for path in own if path != lock_of(job, node)])
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+            removed += path != lock_of(job, node)
+    return removed
 
 
 def _files(job: str, node: str) -> list[tuple[Path, str]]:

@@ -33,12 +33,12 @@ import xxhash
 
 from .. import faults
 from ..errors import CorruptSlotError, FencedError, ResumeError, StorageError
+from ..intake import Unfit, open_new, open_regular
 from .checkpoint import (
     FORMAT,
     HEAD_LIMIT,
     Origin,
     Record,
-    create,
     data_file,
     differed,
     make_folder,
@@ -180,7 +180,7 @@ def _verified(segment: Segment, index: int, digests: Any) -> Iterator[memoryview
 def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any], None]]:
     """A file that gets its name when it is written and durable; removed when that fails."""
     building = path.with_name(path.name + ".new")
-    descriptor = create(building)
+    descriptor = open_new(building)
     unsynced = 0
 
     def write(piece: Any) -> None:
@@ -217,7 +217,7 @@ def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any]
 def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> int:
     """Read this rank's file into a slot of `segment` and seal it, as a capture does, but for parity; returns the slot.
 
-    Raises StorageError when a file is missing or damaged (the slot is DIRTY then), ResumeError when it was laid out
+    Raises StorageError when a file is missing or damaged (the slot may be DIRTY then), ResumeError when it was laid out
     otherwise than `segment`, FencedError when `token` is superseded.
     """
     rank = segment.rank
@@ -235,6 +235,11 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     if record.mark == Mark.DIFFERING:
         raise StorageError(f"{folder}: {differed(version, [rank])}")
     head, digests, small = read_head(path, record)
+    if len(small) > shape.small_nbytes:
+        raise StorageError(
+            f"rank {rank}: checkpoint {folder} has small state of {len(small)} bytes, where this job has claimed room "
+            f"for {shape.small_nbytes} at start"
+        )
     start = len(head) + digests.nbytes
     slots = segment.slots()
     same = [slot.index for slot in slots if slot.state is SlotState.CLEAN and slot.version == version]
@@ -256,7 +261,7 @@ def read_head(path: Path, record: Record) -> tuple[bytes, Any, bytes]:
     """Of a rank's file: its header, its digest table, behind which the data begins, and its small state, as its seal
     covers them. Raises StorageError."""
     try:
-        with open(path, "rb") as file:  # a mapping would kill us on an I/O error
+        with open(open_regular(path), "rb") as file:  # a mapping would kill us on an I/O error
             found = os.fstat(file.fileno()).st_size
             if found != record.nbytes:
                 raise StorageError(f"{path}: {found} bytes where {record.nbytes} were written")
@@ -268,8 +273,8 @@ def read_head(path: Path, record: Record) -> tuple[bytes, Any, bytes]:
             table = file.read(sizes[0])
             file.seek(record.data_nbytes, os.SEEK_CUR)
             small = file.read(sizes[1])
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+    except (OSError, Unfit) as error:
+        raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     seal = xxhash.xxh3_64(head)
     seal.update(table)
     seal.update(small)
@@ -282,9 +287,9 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
     """The data of a rank's file into a slot, bucket by bucket, each compared with its digest as it lies there."""
     data = segment.data(index)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+        descriptor = open_regular(path)
+    except (OSError, Unfit) as error:
+        raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     with open(descriptor, "rb", buffering=0) as file:
         for number, (offset, nbytes) in enumerate(segment.data_ranges):
             if segment.token != token:

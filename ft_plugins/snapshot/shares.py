@@ -25,7 +25,7 @@ import xxhash
 from pydantic import TypeAdapter
 
 from ..errors import ProtocolError, SegmentError, StorageError
-from ..intake import Count, json_value, shown, typed
+from ..intake import Count, Unfit, json_value, open_regular, shown, typed
 from . import codec, index, manifest
 from .checkpoint import Manifest, Origin, data_file, index_file, read_manifest, read_record
 from .index import Entry, Index
@@ -173,9 +173,10 @@ class Shares:
         while self._cache and held + nbytes > self._room:
             held -= self._cache.popitem(last=False)[1].nbytes
         try:
-            bucket = np.fromfile(path, dtype=np.uint8, count=nbytes, offset=head.start + offset)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+            with open(open_regular(path), "rb") as file:
+                bucket = np.fromfile(file, dtype=np.uint8, count=nbytes, offset=head.start + offset)
+        except (OSError, Unfit) as error:
+            raise StorageError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
         if bucket.nbytes != nbytes or xxhash.xxh3_64_intdigest(bucket.data) != int(head.digests[number]):
             raise StorageError(f"{path}: bucket at {offset} does not match the digest taken when it was captured")
         self._cache[rank, number] = bucket

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,19 +24,25 @@ from hypothesis import strategies as st
 
 from ft_plugins import faults
 from ft_plugins.config import Config
-from ft_plugins.errors import BusyError, FtError, SegmentError
-from ft_plugins.events import Event, Events
+from ft_plugins.errors import BusyError, ConfigError, FtError, SegmentError
+from ft_plugins.events import Event, Events, file_sink
+from ft_plugins.intake import within
 from ft_plugins.launcher.watcher import Job, Watcher
 from ft_plugins.recovery import sizes
 from ft_plugins.rig.hostile import altered, damaged
 from ft_plugins.smp import client, liveness
+from ft_plugins.smp.alarms import Alarms
+from ft_plugins.smp.checkpoints import Checkpoints
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
-from ft_plugins.snapshot import paths
+from ft_plugins.smp.wire import read_secret
+from ft_plugins.snapshot import checkpoint, paths, retention
+from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.retention import Storage, Stored
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.slots import Pin, slots_for
+from ft_plugins.snapshot.slots import Pin, Version, slots_for
 
 SHAPE = Shape(9000, 2000, 2, 3, slots_for(Pin.NODE, Pin.SOURCE))
 NODE = "n"
@@ -186,6 +193,50 @@ def test_a_damaged_token_is_said_and_no_earlier_one_is_given_out_again(
     smp.close()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_stands_at_a_half_made_files_name_is_replaced_and_not_written_to(
+    smp: Smp, tmp_path: Path, kind: str
+) -> None:
+    foreign, run_dir = tmp_path / "foreign", tmp_path / "run"
+    foreign.write_text("precious")
+    for name in ("x.json.new", f"{sizes.FILE}.new", paths.PATIENCE_FILE):
+        (run_dir / name).unlink(missing_ok=True)
+        os.mkfifo(run_dir / name) if kind == "pipe" else (run_dir / name).symlink_to(foreign)
+    within(10.0, lambda: written(run_dir / "x.json", [1]), "the writer")
+    within(10.0, lambda: sizes.write(run_dir, sizes.Told((2,))), "the writer")
+    watch = {"pid": 1, "detect_seconds": 5.0, "orphan_seconds": 7.0}
+    assert within(10.0, lambda: smp.ask("watch", **watch), "the SMP")["ok"]
+    assert (run_dir / "x.json").read_text() == "[1]" and sizes.read(run_dir).sizes == (2,)
+    assert (run_dir / paths.PATIENCE_FILE).read_text() == "7.0" and foreign.read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_an_event_is_lost_where_its_file_is_none_of_ours(tmp_path: Path, kind: str) -> None:
+    foreign, path = tmp_path / "foreign", tmp_path / "events.jsonl"
+    foreign.write_text("precious")
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(foreign)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    events = Events(NODE)
+    events.subscribe(file_sink(path))
+    within(10.0, lambda: events.emit("smp.end"), "the writer")
+    os.set_blocking(reader, True)
+    assert os.read(reader, 100) == (b"" if kind == "pipe" else b"precious")
+    os.close(reader)
+    within(10.0, lambda: events.emit("smp.end"), "the writer")
+    assert foreign.read_text() == "precious"
+
+
+def test_a_secret_that_is_no_file_or_never_ends_is_refused_by_name(tmp_path: Path, secret: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "long").write_bytes(b"x" * 5000)
+    (tmp_path / "long").chmod(0o600)
+    (tmp_path / "linked").symlink_to(secret)
+    for name in ("pipe", "long", "a\0b"):
+        with pytest.raises(ConfigError, match="--ftp-secret-file .*cannot be read"):
+            within(10.0, lambda name=name: read_secret(tmp_path / name), "the reader")  # type: ignore[misc]
+    assert read_secret(tmp_path / "linked") == secret.read_bytes()
+
+
 # ---- requests ----
 
 
@@ -304,6 +355,38 @@ def test_a_segments_place_that_something_else_has_is_refused_by_name(job: str, k
         assert not liveness.held(path)
     finally:
         path.rmdir() if kind is None else path.unlink()
+
+
+def test_what_cannot_be_removed_keeps_neither_the_rest_nor_the_smps_end(smp: Smp, job: str) -> None:
+    in_the_way = paths.path_of(job, NODE, 0)
+    in_the_way.unlink()
+    in_the_way.mkdir()
+    try:
+        with suppress(OSError):
+            smp.process.finish("in order")
+        assert smp.process.ended.is_set()
+        assert paths.segments_of(job, NODE) == [in_the_way]
+    finally:
+        in_the_way.rmdir()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Event] = []
+    events = Events(NODE)
+    events.subscribe(seen.append)
+    old = [Stored(Version(1, at), f"v1-{at}", complete=True, fingerprint="f") for at in (1, 2, 3)]
+    (tmp_path / "v1-1").write_text("no folder")
+    for name in ("v1-2", "v1-3"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(checkpoint, "listing", lambda base: old)
+    monkeypatch.setattr(retention, "surplus", lambda *given: old)
+    found = Checkpoints(tmp_path, NODE, events, 1.0, threading.Event(), Alarms(tmp_path))
+    found._prune(Storage(str(tmp_path), 0, 1, 1, 2), tmp_path, Origin("job", 2, {}))
+    told = {event.name: event.fields for event in seen}
+    assert told["persist.pruned"] == {"removed": ["v1-2", "v1-3"]}
+    assert "v1-1" in told["persist.failed"]["reason"]
 
 
 # ---- what the SMP imports ----

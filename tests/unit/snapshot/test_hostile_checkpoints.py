@@ -9,6 +9,7 @@ import random
 import shutil
 import stat
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ft_plugins import intake
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
 from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier
@@ -146,7 +148,7 @@ def test_damage_of_a_checkpoint_is_found_in_our_own_words(
 
 
 @pytest.mark.parametrize(
-    "name", ["v99999999999999999999999-1", "v1-99999999999999999999999", "v٣-1", "v007-3", "v9-9", "v1-²"]
+    "name", ["v99999999999999999999999-1", "v1-99999999999999999999999", "v٣-1", "v007-3", "v9-9", "v1-²", "v\udcff-1"]
 )
 def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original: Path, tmp_path: Path, name: str) -> None:
     base = tmp_path / "job"
@@ -160,7 +162,8 @@ def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original: Path, t
     tier = StorageTier(tmp_path, "job", Alone(), lambda *event: told.append(event))  # type: ignore[arg-type]
     plan = tier.recover(RecoveryPlan(None, "none", 1, 0, 0, "no version"), "auto", 0, target, TOKEN)
     assert (plan.version, plan.tier, plan.lineage) == (V, "storage", V.lineage + 1)
-    assert [event for event, _ in told] == ["checkpoint.ignored"] and name in told[0][1] and "remove it" in told[0][1]
+    assert [event for event, _ in told] == ["checkpoint.ignored"] and "remove it" in told[0][1]
+    assert name.encode(errors="replace").decode().strip("v?-1") in told[0][1] and told[0][1].isprintable()
     retention_left = retention.surplus(checkpoint.listing(base), 1, ORIGIN.digest)
     assert retention_left == () and (base / name).exists()
 
@@ -200,6 +203,58 @@ def test_a_checkpoint_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(orig
     (tmp_path / "v2-300").symlink_to(tmp_path / "archive")
     checkpoint.remove(tmp_path / "v2-300")
     assert not (tmp_path / "v2-300").is_symlink() and (tmp_path / "archive" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", [checkpoint.data_file(0), checkpoint.record_file(0), checkpoint.index_file(0)])
+def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(original: Path, tmp_path: Path, name: str) -> None:
+    base = tmp_path / "job"
+    shutil.copytree(original, base)
+    folder = checkpoint.folder_of(base, V)
+    record, shares = checkpoint.read_record(folder, 0), Shares(folder)
+    shares.small(0)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    intake.within(10.0, lambda: read_everything(base, folder), "a reader")
+    if name == checkpoint.data_file(0):
+        with pytest.raises(StorageError, match="no regular file"):
+            intake.within(10.0, lambda: persist.read_head(folder / name, record))
+        with pytest.raises(StorageError, match="no regular file"):
+            intake.within(10.0, lambda: shares.whole("w", (0,)))
+    (folder / "manifest.json").unlink()
+    (folder / checkpoint.record_file(0)).unlink()
+    (folder / checkpoint.record_file(1)).unlink()
+    assert len(intake.within(10.0, lambda: checkpoint.listing(base), "the listing")) == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_stands_at_a_half_made_files_name_is_replaced_and_not_written_to(tmp_path: Path, kind: str) -> None:
+    foreign, building = tmp_path / "foreign", tmp_path / "x.json.new"
+    foreign.write_text("precious")
+    os.mkfifo(building) if kind == "pipe" else building.symlink_to(foreign)
+    intake.within(10.0, lambda: checkpoint.write_json(tmp_path / "x.json", {"a": 1}), "the writer")
+    assert checkpoint.read_json(tmp_path / "x.json") == {"a": 1} and foreign.read_text() == "precious"
+    assert not (tmp_path / "x.json").is_symlink() and not building.exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "nowhere"])
+def test_whatever_is_called_keep_keeps_a_checkpoint(original: Path, tmp_path: Path, kind: str) -> None:
+    base = tmp_path / "job"
+    shutil.copytree(original, base)
+    mark = checkpoint.folder_of(base, V) / "keep"
+    os.mkfifo(mark) if kind == "pipe" else mark.symlink_to(tmp_path / ("nowhere" if kind == "nowhere" else "job"))
+    intake.within(10.0, lambda: checkpoint.keep(mark.parent), "the writer")
+    assert [each.kept for each in checkpoint.listing(base)] == [True] and not (tmp_path / "nowhere").exists()
+
+
+def test_small_state_that_has_no_room_is_passed_over_before_a_slot_is_given_up(original: Path, tmp_path: Path) -> None:
+    segments.create(tmp_path / "narrow", replace(SHAPE, small_nbytes=8), 0, dict(ORIGIN.fingerprint))
+    target = Segment(tmp_path / "narrow")
+    target.ranges, target.token = [(0, 2000), (2000, 1000)], TOKEN
+    before = target.slots()
+    with pytest.raises(StorageError, match=r"rank 0: .* small state of [0-9]+ bytes, .* room for 8 at start"):
+        persist.read_rank(original / "v2-300", target, V, TOKEN)
+    assert target.slots() == before
+    target.close()
 
 
 # ---- small state ----
