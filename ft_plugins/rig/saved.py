@@ -37,6 +37,7 @@ from ..errors import FtError
 _ALIGNMENT = 64  # elements: at a multiple of it each parameter begins in a buffer of Megatron's distributed optimizer
 _OF_OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.")
 _BUCKET = re.compile(r"(?:^|\.)optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_.*\.bucket_idx_\d+\.(\w+)$")
+_COMMON = "common_state/shard_0_1"  # the object that took the place of common.pt with megatron-core 0.19
 _OF_THE_START = re.compile(r"/args/(?:save|load|iteration|num_floating_point_operations_so_far)$")
 _SHOWN = 200  # characters of a value in a message
 
@@ -102,7 +103,11 @@ def read(folder: Path) -> Saved:
     objects = planner.objects
     if objects.keys() != wanted.keys() - tensors.keys():
         raise SavedError(f"{folder}: torch's reader passed over some of its objects, expected all")
-    state = {"tensors": tensors, "objects": objects, "common": _load(folder / "common.pt")}
+    legacy = folder / "common.pt"
+    if not legacy.exists() and _COMMON not in objects:
+        raise SavedError(f"{folder}: expected what all ranks have in common, in {legacy.name} or as '{_COMMON}'")
+    common = _load(legacy) if legacy.exists() else objects.pop(_COMMON)
+    state = {"tensors": tensors, "objects": objects, "common": common}
     return Saved(state, {f"/tensors/{key}": mask for key, mask in padding(shapes).items()})
 
 

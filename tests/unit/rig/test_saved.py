@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import io
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -172,3 +173,11 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
     dcp.save({"weight": torch.tensor([1.0, 2.0]), "rng": {"seed": 6}}, checkpoint_id=distributed, no_dist=True)
     torch.save({"iteration": 8}, distributed / "common.pt")
     assert len(compare(first, saved.read(distributed)).differences) == 3
+
+    (distributed / "common.pt").unlink()
+    with pytest.raises(SavedError, match="expected what all ranks have in common"):
+        saved.read(distributed)
+    newer = tmp_path / "newer"
+    dcp.save({"common_state/shard_0_1": io.BytesIO(), "weight": torch.ones(2)}, checkpoint_id=newer, no_dist=True)
+    assert saved.read(newer).state.keys() == {"tensors", "objects", "common"}
+    assert saved.read(newer).state["objects"] == {}
