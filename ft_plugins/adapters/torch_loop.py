@@ -274,7 +274,7 @@ class TorchHost(PlainHost):
     # ---- small state ----
 
     def small_state(self) -> dict[str, Any]:
-        """Everything that is no item, at the version point. Raises StateChangedError."""
+        """All small state, at the version point. Raises StateChangedError."""
         self._require_unchanged()
         self._require_scheduler()
         if self._hooks is not None and self._hooks.iteration > 0:  # before the first: asked for its size alone

@@ -1,4 +1,4 @@
-"""What a torch module has beside tensors, and which objects around it and its optimizer nobody has named.
+"""What a torch module has in addition to tensors, and objects around it and its optimizer that the host was not given.
 
 Invariant: what is read here is plain values for the codec, and setting it makes the module what it was: which
 parameters are trained, which modules are in training mode, and what modules keep by `get_extra_state`.

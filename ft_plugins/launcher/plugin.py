@@ -49,7 +49,7 @@ _OF_TORCH = ("timeout",)  # torch's launcher sets it for back-ends of old
 
 @dataclass(frozen=True)
 class Settings:
-    """What this node was told about the rendezvous. `only_here`: it is to be reached from this machine alone."""
+    """The settings of the rendezvous on this node. `only_here`: it serves loopback alone."""
 
     run: str
     node: str

@@ -68,11 +68,11 @@ class Rendezvous(RendezvousHandler):
         """Open this node's port."""
         self.in_order = False  # to be told to the others at `shutdown`: whether the job has succeeded
         self.over = ""  # why nodes are said to wait, for people
-        self.opened = False  # to be told to the others: whether ranks of this node have captured under this command
+        self.opened = False  # sent to the other nodes: whether ranks of this node have captured under this command
         self.opened_anywhere = False  # of this round: whether those of any of its nodes have
-        self.trained = False  # to be told to the others: whether ranks of this node have completed an iteration
+        self.trained = False  # sent to the other nodes: whether ranks of this node have completed an iteration
         self.trained_anywhere = False  # of this round, when it began
-        self.workers = 0  # to be told to the others: how many this node starts
+        self.workers = 0  # sent to the other nodes: how many this node starts
         self.first_rank, self.all_workers = 0, 0  # of this round: that of the first worker here, how many on all nodes
         self.events = Events(settings.node)  # what comes to the port and is rejected
         self._settings = settings

@@ -129,7 +129,7 @@ class Link:
         return protocol.unpack(self._open(unit, bytes(tag)))
 
     def payload(self, into: Bytes) -> None:
-        """Read a payload right into its place. After a ProtocolError `into` holds what nobody vouches for."""
+        """Read a payload right into its place. After a ProtocolError `into` holds unverified bytes."""
         view, tag = into.data, bytearray(TAG)
         if (found := _fill(self._connection, self._seconds, view, tag)) < len(into) + TAG:
             raise ProtocolError(f"the connection ended after {found} of {len(into)} bytes of a payload and its tag")
