@@ -103,6 +103,7 @@ def test_a_stopped_trainer_that_wakes_writes_one_bucket_at_most_and_is_refused_a
     # the new incarnation restores, trains on and reuses the slot; then the old one wakes, and copies its bucket
     fresh = node.trainer(token, 1000, "update.begin@iteration=8:stop")
     wait_until_stopped(fresh.pid, BOUND)
+    assert segment.slot(touched).version == Version(2, 7), "the new incarnation had sealed the slot again"
     before = segment.data(touched).copy()
     os.kill(stopped.pid, signal.SIGCONT)
     assert stopped.wait(BOUND) != 0, "refused: FencedError at the next bucket edge"
@@ -111,10 +112,9 @@ def test_a_stopped_trainer_that_wakes_writes_one_bucket_at_most_and_is_refused_a
     starts = np.arange(BUCKETS) * (16 << 20)
     buckets = {int(np.searchsorted(starts, offset, side="right")) - 1 for offset in (changed[0], changed[-1])}
     assert buckets == {2}, "only the bucket it was in was written"
-    assert segment.slot(touched).version == Version(2, 7), "the new incarnation had sealed the slot again"
-    assert segment.slot(touched).state is SlotState.DIRTY, (
-        "the seal no longer fits: the late writer's digest is not its"
-    )
+    slot = segment.slot(touched)
+    assert slot.state is SlotState.DIRTY, "the seal no longer fits: the late writer's digest is not its"
+    assert slot.damaged, "the new incarnation had sealed the slot again: it is not one that a writer had begun"
     os.kill(fresh.pid, signal.SIGKILL)
     fresh.wait(BOUND)
     last = node.trainer(node.fence(), 12)

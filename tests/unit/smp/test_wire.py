@@ -1059,10 +1059,13 @@ def test_a_secret_that_could_be_guessed_is_refused(secret_file: Path, held: byte
 
 def test_no_more_is_read_than_a_secret_may_have(secret_file: Path) -> None:
     secret_file.write_bytes(b"s" * (SECRET_LIMIT + 5))
+    with pytest.raises(ConfigError, match=f"{secret_file}: cannot be read .*more than {SECRET_LIMIT} bytes"):
+        read_secret(secret_file)
+    secret_file.write_bytes(b"s" * SECRET_LIMIT)
     assert read_secret(secret_file) == b"s" * SECRET_LIMIT
 
 
 def test_a_secret_that_is_not_there_is_refused(secret_file: Path) -> None:
-    for path, why in [(secret_file.with_name("none"), "No such file"), (secret_file.parent, "Is a directory")]:
+    for path, why in [(secret_file.with_name("none"), "No such file"), (secret_file.parent, "no regular file")]:
         with pytest.raises(ConfigError, match=f"{path}: cannot be read .*{why}"):
             read_secret(path)
