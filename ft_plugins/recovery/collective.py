@@ -2,21 +2,20 @@
 for `start_gather`, which does not wait.
 
 Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order. The
-job's store takes all comers, and gloo's addresses come from it: a word in the store, or a gathered payload, is believed
-only with a proof by a key of this incarnation, which ranks agree on over the process group and which stands nowhere.
-Shares and swapped bytes carry no such proof.
+job's store takes all comers, and gloo's addresses come from it: a word in the store, or bytes of another rank, are
+believed only with a proof by a key of this incarnation, which ranks agree on over the process group and which stands
+nowhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import hmac
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,16 +27,18 @@ import torch
 import torch.distributed as dist
 
 from .. import errors
-from ..errors import ConfigError, FtError, ProtocolError
+from ..errors import ConfigError, FtError
 from ..events import say
+from .proof import TAG, Proofs
 from .stores import BoundedStore
 
 _ANSWER_SECONDS = 2.0  # for a word in the job's store to be looked up
 _DEAF_SECONDS = 60.0
 _NONCE = 32  # bytes
 _SIZE = 8  # bytes before a payload that hold its length
-_TAG = 16  # bytes that authenticate a payload
 ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
+
+Bytes = npt.NDArray[np.uint8]
 
 
 def _impatient(store: dist.Store) -> dist.Store | None:
@@ -63,11 +64,11 @@ def _impatient(store: dist.Store) -> dist.Store | None:
 class Gathering:
     """Payloads on their way: `found` when `work` is done. The tensors live as long as it."""
 
-    rank: int
     found: list[torch.Tensor]
     own: torch.Tensor
     work: dist.Work | None
-    tag: Callable[[int, bytes], bytes]  # of a rank's payload in this gather
+    number: int  # of this gather
+    proofs: Proofs
 
     def result(self) -> list[bytes]:
         """Every rank's payload, by rank. Waits for those that are not here yet. Raises ProtocolError for one that is
@@ -77,13 +78,8 @@ class Gathering:
         return [self._opened(rank, part.numpy().tobytes()) for rank, part in enumerate(self.found)]
 
     def _opened(self, rank: int, part: bytes) -> bytes:
-        payload = part[_SIZE:-_TAG][: int.from_bytes(part[:_SIZE], "little")]
-        if not hmac.compare_digest(part[-_TAG:], self.tag(rank, payload)):
-            raise ProtocolError(
-                f"rank {self.rank}: what rank {rank} sent to all ranks was altered on the way, and is not used. Some "
-                "other process takes part in the job's traffic: see that only the job's nodes reach its ports, then "
-                "start the job again"
-            )
+        payload = part[_SIZE:-TAG][: int.from_bytes(part[:_SIZE], "little")]
+        self.proofs.check("to all", self.number, rank, payload, part[-TAG:])
         return payload
 
 
@@ -108,8 +104,9 @@ class Collective:
             self._group = dist.new_group(backend="gloo")
         self.rank = 0 if not dist.is_initialized() else dist.get_rank()
         self.world_size = 1 if self._alone else dist.get_world_size()
-        self._gathers = itertools.count()  # the same on all ranks: a payload of one is not believed in another
-        self._key = self._agree_on_key(secret)
+        self._gathers = itertools.count()  # the same on all ranks
+        self._passed: Counter[str] = Counter()  # payloads by purpose, the same on all who take part
+        self._proofs = Proofs(self.rank, self._agree_on_key(secret))
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank. Raises ProtocolError for one that was altered on the way."""
@@ -122,16 +119,11 @@ class Collective:
         """Start a gather of payloads of at most `longest` bytes, the same number on every rank, and do not wait."""
         if len(payload) > longest:
             raise ValueError(f"rank {self.rank}: a payload of {len(payload)} bytes, but all agreed on {longest}")
-        tag = functools.partial(self._tag, next(self._gathers))
-        padding = bytes(longest - len(payload))
-        framed = b"".join((len(payload).to_bytes(_SIZE, "little"), payload, padding, tag(self.rank, payload)))
+        number = next(self._gathers)
+        tag = self._proofs.tag("to all", number, self.rank, payload)
+        framed = b"".join((len(payload).to_bytes(_SIZE, "little"), payload, bytes(longest - len(payload)), tag))
         found, own, work = self._send_to_all(framed)
-        return Gathering(self.rank, found, own, work, tag)
-
-    def _tag(self, gather: int, rank: int, payload: bytes) -> bytes:
-        """Proves that `rank` sent `payload` in that gather of this incarnation."""
-        place = gather.to_bytes(8, "little") + rank.to_bytes(8, "little")
-        return hashlib.blake2b(place + payload, digest_size=_TAG, key=self._key).digest()
+        return Gathering(found, own, work, number, self._proofs)
 
     def _send_to_all(self, framed: bytes) -> tuple[list[torch.Tensor], torch.Tensor, dist.Work | None]:
         """Start to gather as many bytes of every rank: where they arrive, where they are sent from, and the work."""
@@ -160,15 +152,12 @@ class Collective:
                 )
         return hmac.digest(secret or b"none", b"".join((b"ft_plugins words", *told)), "sha256")
 
-    def _proof(self, word: str) -> bytes:
-        return hmac.digest(self._key, word.encode(), "sha256")
-
     def tell_all(self, word: str) -> None:
         """Leave `word` where every rank finds it with `told`, without waiting for anyone; for this incarnation only."""
         self._told.add(word)
         with contextlib.suppress(RuntimeError):  # the store is gone with its host: the job is ending anyway
             if self._store is not None:
-                self._store.set(f"ft_plugins/{word}", self._proof(word))
+                self._store.set(f"ft_plugins/{word}", self._proofs.word(word))
 
     def told(self, word: str) -> bool:
         """Whether any rank has said `word`. A question to the job's store, bounded in time; asked behind the step.
@@ -184,7 +173,7 @@ class Collective:
         return word in self._told
 
     def _believe(self, word: str, proof: bytes) -> None:
-        if hmac.compare_digest(proof, self._proof(word)):
+        if hmac.compare_digest(proof, self._proofs.word(word)):
             self._told.add(word)
         elif not self._forged:
             self._forged = True
@@ -212,20 +201,39 @@ class Collective:
         echo.echo = True
         raise echo
 
-    def swap(self, send: Mapping[int, npt.NDArray[np.uint8]], receive: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+    def swap(self, send: Mapping[int, Bytes], receive: Mapping[int, Bytes]) -> None:
         """Send these bytes to these ranks, and have those of others in place when it returns.
 
-        Called by every pair alike, as often and with equal sizes. Nobody else takes part.
+        Called by every pair alike, as often and with equal sizes. Nobody else takes part. Raises ProtocolError for
+        bytes that were altered on the way.
         """
-        pending = [
-            dist.irecv(torch.from_numpy(into), src=rank, group=self._group) for rank, into in sorted(receive.items())
-        ]
-        pending += [
-            dist.isend(torch.from_numpy(data), dst=rank, group=self._group) for rank, data in sorted(send.items())
-        ]
+        arriving = {rank: torch.empty(len(into) + TAG, dtype=torch.uint8) for rank, into in sorted(receive.items())}
+        leaving = {rank: self._with_tag(f"to rank {rank}", data) for rank, data in sorted(send.items())}
+        pending = [dist.irecv(framed, src=rank, group=self._group) for rank, framed in arriving.items()]
+        pending += [dist.isend(framed, dst=rank, group=self._group) for rank, framed in leaving.items()]
         for work in pending:
             if work is not None:  # None: not a member of the group, which all ranks are
                 work.wait()
+        for rank, framed in arriving.items():
+            purpose = f"to rank {self.rank}"
+            number = self._count(f"{purpose} of rank {rank}")
+            receive[rank][:] = self._checked(purpose, number, rank, framed.numpy())
+
+    def _with_tag(self, purpose: str, data: Bytes) -> torch.Tensor:
+        """Bytes of this rank for `purpose`, and their tag."""
+        tag = self._proofs.tag(purpose, self._count(f"{purpose} of rank {self.rank}"), self.rank, data.data)
+        return torch.from_numpy(np.concatenate([data, np.frombuffer(tag, dtype=np.uint8)]))
+
+    def _checked(self, purpose: str, number: int, sender: int, framed: Bytes) -> Bytes:
+        """What `sender` sent, without its tag. Raises ProtocolError."""
+        payload = framed[:-TAG]
+        self._proofs.check(purpose, number, sender, payload.data, framed[-TAG:].data)
+        return payload
+
+    def _count(self, purpose: str) -> int:
+        """Payloads that were sent for that until now."""
+        self._passed[purpose] += 1
+        return self._passed[purpose] - 1
 
     def connect(self, replica_sets: Iterable[Sequence[int]]) -> None:
         """Make the groups for `exchange_shares`, once for each set that any rank names. Every rank of the job calls.
@@ -244,26 +252,29 @@ class Collective:
                 self._groups[replicas] = group
 
     def exchange_shares(
-        self, replicas: Sequence[int], shares: Sequence[tuple[int, int]], own: npt.NDArray[np.uint8]
-    ) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+        self, replicas: Sequence[int], shares: Sequence[tuple[int, int]], own: Bytes
+    ) -> Iterator[tuple[int, Bytes]]:
         """All-gather a replica set's byte stream from its members' shares, in rounds of bounded memory.
 
         `shares[i]` is the range (start, stop) that `replicas[i]` holds, `own` this rank's bytes. Yields (offset in
-        the stream, bytes) until all of it has passed. Members of the set call together, after `connect`.
+        the stream, bytes) until all of it has passed. Members of the set call together, after `connect`. Raises
+        ProtocolError for a share that was altered on the way.
         """
         if len(replicas) == 1:
             yield shares[0][0], own
             return
         group = self._group if len(replicas) == self.world_size else self._groups[tuple(replicas)]
+        purpose = f"shares of ranks {list(replicas)}"
         longest = max(stop - start for start, stop in shares)
         size = max(1, min(ROUND_BYTES, longest))
-        send = torch.zeros(size, dtype=torch.uint8)
-        found = [torch.empty(size, dtype=torch.uint8) for _ in replicas]
+        send = np.zeros(size + TAG, dtype=np.uint8)
+        found = [torch.empty(size + TAG, dtype=torch.uint8) for _ in replicas]
         for at in range(0, longest, size):
-            part = own[at : at + size]
-            send[: len(part)] = torch.from_numpy(part)
-            dist.all_gather(found, send, group=group)
-            for (start, stop), arrived in zip(shares, found, strict=True):
+            part, number = own[at : at + size], self._count(purpose)
+            send[: len(part)] = part
+            send[size:] = np.frombuffer(self._proofs.tag(purpose, number, self.rank, send[:size].data), dtype=np.uint8)
+            dist.all_gather(found, torch.from_numpy(send), group=group)
+            for rank, (start, stop), arrived in zip(replicas, shares, found, strict=True):
                 length = min(size, stop - start - at)
                 if length > 0:
-                    yield start + at, arrived.numpy()[:length]
+                    yield start + at, self._checked(purpose, number, rank, arrived.numpy())[:length]

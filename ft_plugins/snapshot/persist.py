@@ -228,7 +228,7 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
         raise ResumeError(
             f"rank {rank}: checkpoint {folder} was laid out otherwise ({record.data_nbytes} bytes in {record.buckets} "
             f"buckets, now {shape.data_nbytes} in {len(buckets)}: ranks per node, bucket size or model changed); start "
-            "as it was written, or --ftp-resume fresh starts from the beginning"
+            "as it was written; --ftp-resume memory goes on with what memory has, --ftp-resume fresh from the beginning"
         )
     if (record.rank, record.version) != (rank, version):
         raise StorageError(f"{folder / record_file(rank)}: it is of rank {record.rank}, version {record.version}")

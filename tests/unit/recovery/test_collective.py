@@ -171,7 +171,72 @@ def test_a_payload_that_was_altered_on_the_way_is_refused_with_the_rank_that_sen
 ) -> None:
     none, altered, nothing = ranks(_altered, 3, change)
     assert none == nothing == [] and altered
-    assert all(words.startswith("rank 1: what rank 2 sent to all ranks was altered on the way") for words in altered)
+    assert all(words.startswith("rank 1: what rank 2 sent was altered on the way") for words in altered)
+
+
+def _altered_shares(rank: int, world: int, change: str) -> list[str]:
+    """What a rank says of two streams of one round each, which rank 1 gets otherwise than they were sent."""
+    collective = Collective(SECRET)
+    collective.connect([range(world)])
+    if rank == 1:
+        dist.all_gather = _Relay(change).all_gather
+    said = []
+    for stream in range(2):
+        own = np.arange(64, dtype=np.uint8) + rank + stream
+        shares = [(64 * r, 64 * r + 64) for r in range(world)]
+        try:
+            for offset, arrived in collective.exchange_shares(range(world), shares, own):
+                assert arrived.tolist() == [offset // 64 + stream + i for i in range(64)]
+        except ProtocolError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("change", ["a byte of the payload", "an earlier one in its place", "that of another rank"])
+def test_shares_that_were_altered_on_the_way_are_not_taken(ranks: Ranks, change: str) -> None:
+    none, altered, nothing = ranks(_altered_shares, 3, change)
+    assert none == nothing == [] and altered
+    assert all(words.startswith("rank 1: what rank 2 sent was altered on the way") for words in altered)
+
+
+class _Arriving:
+    """A receive of which `change` makes something else."""
+
+    def __init__(self, work: Any, tensor: Any, change: str, before: list[Any]) -> None:
+        self._work, self._tensor, self._change, self._before = work, tensor, change, before
+
+    def wait(self) -> None:
+        self._work.wait()
+        real = self._tensor.clone()
+        if self._change == "a byte":
+            self._tensor[3] ^= 1
+        elif self._change == "the one before" and self._before:
+            self._tensor.copy_(self._before[-1])
+        self._before.append(real)
+
+
+def _swap(rank: int, world: int, change: str) -> list[str]:
+    """What a rank says of two rounds in which each sends its number and the round's to the next."""
+    collective = Collective(SECRET)
+    real, before = dist.irecv, list[Any]()
+    if rank == 1:
+        dist.irecv = lambda tensor, **to: _Arriving(real(tensor, **to), tensor, change, before)
+    into, said = np.zeros(4, dtype=np.uint8), []
+    for number in range(2):
+        sent = np.array([rank, number, 5, 6], dtype=np.uint8)
+        try:
+            collective.swap({(rank + 1) % world: sent}, {(rank - 1) % world: into})
+            assert into.tolist() == [(rank - 1) % world, number, 5, 6]
+        except ProtocolError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("change", ["nothing", "a byte", "the one before"])
+def test_swapped_bytes_arrive_and_those_that_were_altered_on_the_way_are_not_taken(ranks: Ranks, change: str) -> None:
+    none, altered, nothing = ranks(_swap, 3, change)
+    assert none == nothing == [] and bool(altered) == (change != "nothing")
+    assert all(words.startswith("rank 1: what rank 0 sent was altered on the way") for words in altered)
 
 
 def _words(rank: int, world: int, forge: bytes, real: bool) -> tuple[bool, bool]:
