@@ -8,6 +8,7 @@ In: a `JobSpec`. Out: a `RunningJob` with the agent's pid, its log and, when it 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -29,6 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from ..config import Config, run_directory
 from ..events import Event, read
 from ..smp import protocol
@@ -36,8 +39,9 @@ from ..smp import protocol
 _FORK_SECONDS = 60.0  # for the ranks of one incarnation to be forked
 _LOOK_SECONDS = 0.002
 _CLONE_NEWNET = 0x40000000
-_TELL = signal.SIGUSR1  # has an agent write into its log where each of its threads is
-_TELLING_SECONDS = 1.0
+_TELL = signal.SIGUSR1  # has an agent or a rank write into the job's log where its main thread is
+_TELLING_SECONDS = 0.3
+_TOLD_LINES = 12  # of a stack: the innermost calls
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,12 @@ class RunningJob:
         self._pidfd = os.pidfd_open(pid)
 
     def wait(self, seconds: float) -> dict[str, Any]:
-        """The outcome (status, reason, restarts, traceback), {'status': 'killed'} if it was. Raises TimeoutError."""
+        """The outcome (status, reason, restarts, traceback), {'status': 'killed'} if it was. Raises TimeoutError, which
+        leaves it running."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         if not poller.poll(seconds * 1000):
-            self.kill(_TELL)
-            poller.poll(1000 * _TELLING_SECONDS)  # it goes on: only the time to write
-            self.kill()
-            raise TimeoutError(f"{self.spec.name} had not ended after {seconds:.0f} s:\n{self.tail()}")
+            raise TimeoutError(f"{self.spec.name} had not ended after {seconds:.0f} s:\n{self.where()}")
         outcome = _outcome(self.spec)
         return json.loads(outcome.read_text()) if outcome.exists() else {"status": "killed"}
 
@@ -95,6 +97,20 @@ class RunningJob:
             signal.pidfd_send_signal(self._pidfd, number)
         except ProcessLookupError:
             return
+
+    def where(self) -> str:
+        """The end of the job's output, and where its agent and its ranks are."""
+        said = [self.tail()]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent = psutil.Process(self.pid)
+            for process in (agent, *agent.children(recursive=True)):
+                if _would_tell(process.pid):
+                    before = len(self.log.read_bytes())
+                    process.send_signal(_TELL)
+                    time.sleep(_TELLING_SECONDS)  # only the time to write: it goes on
+                    stack = self.log.read_bytes()[before:].decode(errors="replace").splitlines()
+                    said.append("\n".join([f"process {process.pid}:", *stack[:_TOLD_LINES]]))
+        return "\n".join(said)
 
     @property
     def ended(self) -> bool:
@@ -245,6 +261,13 @@ def _run(spec: JobSpec) -> dict[str, Any]:
     return {"status": outcome.status, "reason": outcome.reason, "restarts": outcome.restarts}
 
 
+def _would_tell(pid: int) -> bool:
+    """Whether a process has a handler for `_TELL`, which would end it otherwise."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (_TELL - 1) & 1)
+
+
 def enter(namespace: str) -> None:
     """Join a network namespace, as `ip netns exec` would."""
     with open(f"/run/netns/{namespace}") as found:
@@ -262,7 +285,7 @@ def _job(spec: JobSpec) -> None:
     log = os.open(_log(spec), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
         os.dup2(log, target)
-    faulthandler.register(_TELL, all_threads=True)
+    faulthandler.register(_TELL, all_threads=False)  # its ranks are forked from here, and tell likewise
     os.environ.update(spec.environment)
     if spec.namespace:
         enter(spec.namespace)

@@ -115,6 +115,10 @@ class MultiNodeJob:
 
     def wait(self) -> None:
         """Until every node has ended in order. Raises AssertionError with the output of one that did not."""
-        for job in self.nodes.values():
-            outcome = job.wait(BOUND)
+        for name, job in self.nodes.items():
+            try:
+                outcome = job.wait(BOUND)
+            except TimeoutError as error:
+                others = [f"node {other}:\n{each.where()}" for other, each in self.nodes.items() if other != name]
+                raise TimeoutError("\n\n".join([f"node {name}: {error}", *others])) from error
             assert outcome["status"] == "succeeded", job.tail()
