@@ -19,7 +19,7 @@ from ..intake import Count, Text, Unfit, shown, typed
 from .layout import Layout, pieces_of
 
 REPLICATED, SHARDED, OWN = "replicated", "sharded", "own"
-_LARGEST = 1 << 26  # bytes of a manifest, decompressed; a rank of thousands of tensors needs a hundredth of it
+_LARGEST = 8 << 20  # bytes of a manifest, decompressed: 80,000 pieces of tensors. Read, it takes up to 80 times as much
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,15 @@ def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Mani
 
 
 def write(manifest: Manifest) -> bytes:
-    """As bytes."""
+    """As bytes. Raises SegmentError for more than `read` takes."""
     held = [list(astuple(one)) for one in manifest.held]
-    values = [manifest.rank, manifest.world_size, manifest.place, manifest.ranges, held]
-    return zlib.compress(msgpack.packb(values))
+    plain = msgpack.packb([manifest.rank, manifest.world_size, manifest.place, manifest.ranges, held])
+    if len(plain) > _LARGEST:
+        raise SegmentError(
+            f"rank {manifest.rank}: its {len(held)} pieces of tensors take {len(plain)} bytes to describe, expected at "
+            f"most {_LARGEST}: spread the state over more ranks, or over fewer and larger tensors"
+        )
+    return zlib.compress(plain)
 
 
 def read(encoded: bytes) -> Manifest:
@@ -90,6 +95,8 @@ def read(encoded: bytes) -> Manifest:
     try:
         inflater = zlib.decompressobj()
         plain = inflater.decompress(encoded, _LARGEST)
+        if inflater.unconsumed_tail:
+            raise Unfit(f"it has more than {_LARGEST} bytes")
         rank, world_size, place, ranges, held = msgpack.unpackb(plain, use_list=False)
         rows = [dict(zip(_HELD, one, strict=True)) for one in held]
         block = {"rank": rank, "world_size": world_size, "place": place, "ranges": ranges, "held": rows}

@@ -292,6 +292,18 @@ def test_a_manifest_that_is_read_has_the_types_that_it_promises(source: random.R
         assert type(found.rank) is int and all(type(size) is int for _, size in found.ranges)
 
 
+def test_a_manifest_that_would_take_gigabytes_to_read_is_refused_and_none_is_written() -> None:
+    import zlib
+
+    small = zlib.compress(bytes(9 << 20))  # of zeros: a few kilobytes
+    with pytest.raises(SegmentError, match="more than 8388608 bytes"):
+        manifest.read(small)
+    held = tuple(Held("w" * 4096, "float32", "parameter", "own", 100, 0, 100, 0) for _ in range(2048))
+    with pytest.raises(SegmentError, match="rank 1: its 2048 pieces of tensors take .* expected at most 8388608"):
+        manifest.write(Manifest(1, 2, (0, 0), ((0, 100),), held))
+    assert len(manifest.read(manifest.write(Manifest(1, 2, (0, 0), ((0, 100),), held[:1000]))).held) == 1000
+
+
 @pytest.mark.parametrize("parts", [[b"", 5], [10**12, b""], 1, {"a": b"b", "c": b"d"}, [b"a"], "ab", None])
 def test_what_is_no_pair_of_bytes_is_no_small_state(parts: Any) -> None:
     with pytest.raises(SegmentError, match="two byte strings"):
