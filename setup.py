@@ -13,6 +13,7 @@ EXTRAS = {
     "bench": ["scikit-learn", "torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # last: of dlrover
     "metrics": ["prometheus-client", "tensorboard"],
     "report": ["matplotlib"],
+    "docs": ["mkdocs-material"],
     "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "build", "setuptools"],
 }
 
@@ -20,6 +21,7 @@ setup(
     name="ft_plugins",
     version="0.1.0",
     description="Fault tolerance for large-model pretraining, switched on by flags",
+    license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["ft_plugins", "ft_plugins.*"]),  # ft_plugins/patches is a link to patches/
     install_requires=[
