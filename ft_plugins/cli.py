@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .config import Config, keys, run_root
+from .config.keys import LARGEST
 from .errors import ConfigError, FtError
 from .planner.intervals import Costs, plan_intervals
 from .planner.outlook import PipelineOutlook, Wanted, plan_pipeline
@@ -35,6 +36,14 @@ from .smp.signals import Signal
 from .snapshot.slots import Mark, Version
 
 ASK_SECONDS = 5.0  # an SMP that is alive answers in milliseconds
+_PAGE = f"""# Configuration
+
+Give a key as a command line flag, before or after the script, or in one `ft_plugins` block of JSON (DeepSpeed's
+configuration). A key that is unknown, misspelt or without effect is an error, and so is a number larger than
+{LARGEST:,}. `ft-plugins config -- FLAGS` prints the configuration that flags amount to, `--format json|env|flags`
+in another spelling.
+
+This page is the output of `ft-plugins config --format markdown`; a test compares them."""
 _EXTRA_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
@@ -417,6 +426,11 @@ def _explained() -> Table:
 
 
 def _markdown() -> str:
-    lines = ["| flag | in JSON | default | unit | meaning |", "|---|---|---|---|---|"]
-    lines += [f"| `{flag}` | `{name}` | " + " | ".join(rest) + " |" for flag, name, *rest in _rows()]
+    """The page docs/configuration.md: general keys, then the keys of each system."""
+    head = ["", "| flag | in JSON | default | unit | meaning |", "|---|---|---|---|---|"]
+    lines = [_PAGE, "", "## General", *head]
+    for key, (flag, name, *rest) in zip(keys(), _rows(), strict=True):
+        if key.system:
+            lines += ["", f"## {name.upper()}", *head]
+        lines.append(f"| `{flag}` | `{name}` | " + " | ".join(rest) + " |")
     return "\n".join(lines)

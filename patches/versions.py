@@ -1,4 +1,4 @@
-"""The versions that are tested, as the README's table lists them; patches are declared for these."""
+"""The versions that are tested, as docs/versions.md lists them; patches are declared for these."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ CELLS = "killed_in_forward"  # of the file: one test per mode
 UNPROTECTED = "unprotected"  # the property that a test records once the unprotected run of its mode has succeeded
 COMPARED = "compared"  # the property in which a test says what it has compared, and what not
 REASON = 300  # characters of a reason in a line
-BEGIN, END = "<!-- versions: written by `tests/matrix.sh --readme` -->", "<!-- end of versions -->"
+BEGIN, END = "<!-- versions: written by `tests/matrix.sh --docs` -->", "<!-- end of versions -->"
 HEAD = "| framework | torch | Python | modes that end exactly | run on |\n|---|---|---|---|---|"
 
 
@@ -256,13 +256,13 @@ def merged(old: str, new: Sequence[str]) -> str:
     return "\n".join([HEAD, *sorted([*kept, *new], key=key)])
 
 
-def write(readme: Path, rows: Sequence[str]) -> None:
-    """Put `rows` into the README's table."""
-    before, begin, rest = readme.read_text().partition(BEGIN)
+def write(page: Path, rows: Sequence[str]) -> None:
+    """Put `rows` into the table of docs/versions.md."""
+    before, begin, rest = page.read_text().partition(BEGIN)
     old, end, after = rest.partition(END)
     if not begin or not end:
-        raise RuntimeError(f"{readme} has no lines '{BEGIN}' and '{END}'")
-    readme.write_text(f"{before}{BEGIN}\n{merged(old, rows)}\n{END}{after}")
+        raise RuntimeError(f"{page} has no lines '{BEGIN}' and '{END}'")
+    page.write_text(f"{before}{BEGIN}\n{merged(old, rows)}\n{END}{after}")
 
 
 def main() -> int:
@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument("versions", nargs="*", help=f"default, without --megatron-lm: {' '.join(DEFAULT)}")
     roots = "a folder with a checkout of Megatron-LM per tag, or one checkout; may be repeated"
     parser.add_argument("--megatron-lm", type=Path, action="append", metavar="ROOT", default=[], help=roots)
-    parser.add_argument("--readme", action="store_true", help="write the rows of these versions into README.md")
+    parser.add_argument("--docs", action="store_true", help="write the rows of these versions into docs/versions.md")
     args = parser.parse_args()
     try:
         given = args.versions or (() if args.megatron_lm else DEFAULT)
@@ -283,8 +283,8 @@ def main() -> int:
         version, cells = run(version)
         rows.append(row(version, cells, datetime.date.today().isoformat()))
         failed = failed or any(cell.failed for cell in cells)
-        if args.readme:
-            write(ROOT / "README.md", rows[-1:])
+        if args.docs:
+            write(ROOT / "docs" / "versions.md", rows[-1:])
     print("\n" + merged("", rows))
     return int(failed)
 

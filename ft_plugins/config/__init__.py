@@ -1,9 +1,9 @@
 """One schema for every switch, and the only place that reads environment variables.
 
 Invariant: a key is described once, in its field in `schema`; flags, the `ft_plugins` block of a DeepSpeed JSON file,
-the environment handed to workers, `--help`, the README's table and the printed configuration all derive from it. A key
-that is unknown, misspelt, out of range, contradicted or without effect is a `ConfigError` of one line. No key holds a
-secret: what is secret is a file that only its owner can read.
+the environment handed to workers, `--help`, docs/configuration.md and the printed configuration all derive from it. A
+key that is unknown, misspelt, out of range, contradicted or without effect is a `ConfigError` of one line. No key holds
+a secret: what is secret is a file that only its owner can read.
 
     schema    the keys: `Config` and one block per system
     keys      a field of the schema in all its spellings, and the words for what it expects

@@ -1,4 +1,4 @@
-"""What tests/matrix.py makes of pytest's report, and of the README's table."""
+"""What tests/matrix.py makes of pytest's report, and of the table in docs/versions.md."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def test_rows_of_other_versions_stay_and_those_of_the_same_are_replaced(tmp_path
     def line(version: str, torch: str, day: str) -> str:
         return f"| {version} | {torch} | 3.11.7 | 8 of 8 | {day} |"
 
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{matrix.BEGIN}\n{matrix.END}\nafter\n")
-    matrix.write(readme, [line("deepspeed 0.19.8", "2.13.0", "old"), line("deepspeed 0.9.1", "2.13.0", "old")])
+    page = tmp_path / "versions.md"
+    page.write_text(f"before\n{matrix.BEGIN}\n{matrix.END}\nafter\n")
+    matrix.write(page, [line("deepspeed 0.19.8", "2.13.0", "old"), line("deepspeed 0.9.1", "2.13.0", "old")])
     new = [line("deepspeed 0.19.8", "2.13.0", "new"), line("deepspeed 0.19.8", "2.10.0", "new")]
-    matrix.write(readme, new)
-    assert readme.read_text().splitlines() == [
+    matrix.write(page, new)
+    assert page.read_text().splitlines() == [
         *("before", matrix.BEGIN, *matrix.HEAD.splitlines(), line("deepspeed 0.9.1", "2.13.0", "old")),
         *(new[1], new[0], matrix.END, "after"),
     ]
@@ -127,15 +127,15 @@ def test_a_tag_and_a_folder_of_the_same_number_have_a_row_each() -> None:
     ]
 
 
-def test_the_readme_has_a_row_for_every_version_that_runs_by_default() -> None:
-    told = (FILE.parents[1] / "README.md").read_text()
-    table = told.partition(matrix.BEGIN)[2].partition(matrix.END)[0]
+def test_the_table_has_a_row_for_every_version_that_runs_by_default() -> None:
+    page = (FILE.parents[1] / "docs" / "versions.md").read_text()
+    table = page.partition(matrix.BEGIN)[2].partition(matrix.END)[0]
     pins = (FILE.parents[1] / "launch" / "constraints.txt").read_text()
     for text in matrix.DEFAULT:
         version = matrix.Version.of(text)
         numbers = [version.number] if version.number else re.findall(rf"(?m)^{version.name}==([\w.]+)", pins)
         rows = [f"\n| {version.name} {number} |" in table for number in numbers]  # pins may differ by Python version
-        assert any(rows), f"run tests/matrix.sh --readme {text}"
+        assert any(rows), f"run tests/matrix.sh --docs {text}"
     series = [*(f"0.{minor}." for minor in range(14, 20)), "0.20.0-HEAD"]
     absent = [one for one in series if f"\n| Megatron-LM {one}" not in table]
-    assert not absent, f"run tests/matrix.sh --readme --megatron-lm with the checkouts of {absent}"
+    assert not absent, f"run tests/matrix.sh --docs --megatron-lm with the checkouts of {absent}"
