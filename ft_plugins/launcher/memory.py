@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import ProtocolError
 from ..events import say
 from ..intake import json_value, read_bytes
-from ..recovery import sizes
+from ..recovery.resize import sizes
 from .bounds import REMEMBERED, read
 from .gathering import Roster
 

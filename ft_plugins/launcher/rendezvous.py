@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ..errors import ConfigError, ProtocolError
 from ..events import Events, say
-from ..recovery.sizes import Told
+from ..recovery.resize.sizes import Told
 from . import endpoint as places
 from . import line, store
 from .bounds import read

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import ProtocolError
-from ..recovery.sizes import Told
+from ..recovery.resize.sizes import Told
 from .bounds import read
 from .gathering import Gathering, Phase, Place, Roster
 from .requests import (

@@ -31,15 +31,15 @@ from ..snapshot.slots import SlotState, void
 from . import liveness, protocol, requests
 from .alarms import Alarms
 from .attaching import plain, require_same_job, shape_of
-from .former import Former
-from .former_storage import FormerStorage
 from .node import NodeTier
 from .peers import read_maybe, read_version, written
 from .persister import Persister
 from .protection import Protection
+from .resize.previous_segments import Former
+from .resize.previous_storage import FormerStorage
+from .resize.spares import Asked, Spare
+from .resize.transition import Sizes
 from .signals import Signal, signal
-from .sizes import Sizes
-from .spare import Asked, Spare
 from .turns import REQUEST
 
 _TOKEN = TypeAdapter(Count)

@@ -27,9 +27,9 @@ from ..snapshot.slots import SlotState, Version
 from . import protocol
 from .channel import Who
 from .exchange import copy_of, slot_of
-from .former import Former
 from .frames import Data, Parity
 from .pins import Directive, Epoch, Report, decide
+from .resize.previous_segments import Former
 from .vault import Vault
 from .wire import Bytes, Peer, limit_in_kernel
 

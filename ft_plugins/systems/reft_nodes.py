@@ -19,11 +19,11 @@ from ..errors import ConfigError, FtError, ResumeError
 from ..events import Events, say
 from ..model.host import Host
 from ..model.topology import Topology
-from ..recovery import sizes
 from ..recovery.collective import Collective
 from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
-from ..recovery.refill import refill
-from ..recovery.takeover import FormerJob, Takeover
+from ..recovery.resize import sizes
+from ..recovery.resize.previous_job import FormerJob, Takeover
+from ..recovery.resize.refill import refill
 from ..redundancy import neighbour
 from ..redundancy.plan import unprotected
 from ..snapshot.double import told, with_parity

@@ -17,16 +17,16 @@ import msgpack
 import numpy as np
 import xxhash
 
-from .. import faults
-from ..errors import FtError, SegmentError
-from ..snapshot import codec, manifest
-from ..snapshot.manifest import Manifest
-from ..snapshot.segment import NOT_COMPUTED, Segment
-from ..snapshot.slots import Mark, SlotState, Version, choose
-from .collective import Collective
+from ... import faults
+from ...errors import FtError, SegmentError
+from ...snapshot import codec, manifest
+from ...snapshot.manifest import Manifest
+from ...snapshot.segment import NOT_COMPUTED, Segment
+from ...snapshot.slots import Mark, SlotState, Version, choose
+from ..collective import Collective
+from .previous_job import Takeover, open_former
 from .pull import Bytes, Wanted, pull
 from .reshard import plan_moves
-from .takeover import Takeover, open_former
 
 Merge = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 

@@ -18,9 +18,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..errors import ResumeError
-from ..model.inventory import Role
-from ..snapshot.manifest import OWN, Held, Manifest
+from ...errors import ResumeError
+from ...model.inventory import Role
+from ...snapshot.manifest import OWN, Held, Manifest
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from ..intake import Count, open_new, read_json
-from ..model.topology import Topology
+from ...intake import Count, open_new, read_json
+from ...model.topology import Topology
 
 FILE = "sizes.json"  # in the run directory, read by the rendezvous
 _MOST = 1024  # nodes

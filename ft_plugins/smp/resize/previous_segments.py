@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..errors import SegmentError
-from ..snapshot import manifest, paths
-from ..snapshot import segment as segments
-from ..snapshot.paths import path_of, set_aside
-from ..snapshot.segment import Segment
-from ..snapshot.shape import Shape
-from ..snapshot.slots import SlotState, Version
+from ...errors import SegmentError
+from ...snapshot import manifest, paths
+from ...snapshot import segment as segments
+from ...snapshot.paths import path_of, set_aside
+from ...snapshot.segment import Segment
+from ...snapshot.shape import Shape
+from ...snapshot.slots import SlotState, Version
 
 
 class Former:

@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import FtError
-from ..events import Events
-from ..snapshot.retention import Storage
-from ..snapshot.slots import SlotState
-from .alarms import Alarms
-from .former import Former
-from .persister import Persister
+from ...errors import FtError
+from ...events import Events
+from ...snapshot.retention import Storage
+from ...snapshot.slots import SlotState
+from ..alarms import Alarms
+from ..persister import Persister
+from .previous_segments import Former
 
 
 class FormerStorage:

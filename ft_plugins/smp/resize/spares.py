@@ -24,16 +24,16 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ..errors import FtError, ProtocolError
-from ..events import Events
-from ..intake import Count, read_json
-from ..snapshot.segment import Segment
-from . import liveness, protocol
-from .former import Former
-from .node import NodeTier
-from .peers import written
-from .requests import ENDPOINTS
-from .wire import Peer
+from ...errors import FtError, ProtocolError
+from ...events import Events
+from ...intake import Count, read_json
+from ...snapshot.segment import Segment
+from .. import liveness, protocol
+from ..node import NodeTier
+from ..peers import written
+from ..requests import ENDPOINTS
+from ..wire import Peer
+from .previous_segments import Former
 
 REQUESTS = frozenset({"spare", "release"})
 _ASKED = "spares.json"  # in the run directory: whom this node has asked

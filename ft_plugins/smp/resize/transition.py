@@ -12,13 +12,13 @@ from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ..events import Events
-from ..snapshot.segment import Segment
-from ..snapshot.slots import SlotState, Version
-from .former import Former
-from .former_storage import FormerStorage
-from .node import NodeTier
-from .spare import Asked
+from ...events import Events
+from ...snapshot.segment import Segment
+from ...snapshot.slots import SlotState, Version
+from ..node import NodeTier
+from .previous_segments import Former
+from .previous_storage import FormerStorage
+from .spares import Asked
 
 _RELEASE_SECONDS = 10.0  # for a spare to answer that it has dropped what it held
 

@@ -28,7 +28,7 @@ from ft_plugins.errors import BusyError, ConfigError, FtError, SegmentError
 from ft_plugins.events import Event, Events, file_sink
 from ft_plugins.intake import within
 from ft_plugins.launcher.watcher import Job, Watcher
-from ft_plugins.recovery import sizes
+from ft_plugins.recovery.resize import sizes
 from ft_plugins.rig.hostile import altered, damaged
 from ft_plugins.smp import client, liveness
 from ft_plugins.smp.alarms import Alarms

@@ -21,9 +21,9 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.smp import checks, protocol
-from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.resize.previous_segments import Former
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.double import gathered, told, with_parity
 from ft_plugins.snapshot.layout import Layout, plan_layout

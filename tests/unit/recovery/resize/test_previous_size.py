@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.model.host import resizable
-from ft_plugins.recovery import pull as pulling
 from ft_plugins.recovery.plan import NodeFacts, Way
-from ft_plugins.recovery.pull import Wanted, pull
-from ft_plugins.recovery.takeover import Takeover, own_version, place, plan_size, read_sizes
+from ft_plugins.recovery.resize import pull as pulling
+from ft_plugins.recovery.resize.previous_job import Takeover, own_version, place, plan_size, read_sizes
+from ft_plugins.recovery.resize.pull import Wanted, pull
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Mark, Version

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError, SegmentError
 from ft_plugins.model.inventory import Inventory, Item, Role, Span
-from ft_plugins.recovery.reshard import plan_moves
+from ft_plugins.recovery.resize.reshard import plan_moves
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.layout import Layout, plan_layout
 from ft_plugins.snapshot.manifest import OWN, REPLICATED, Manifest, manifest_of

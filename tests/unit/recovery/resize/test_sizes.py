@@ -11,8 +11,8 @@ import pytest
 from ft_plugins.launcher.memory import Memory
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.model.topology import Topology
-from ft_plugins.recovery import sizes
-from ft_plugins.recovery.sizes import Told, admissible
+from ft_plugins.recovery.resize import sizes
+from ft_plugins.recovery.resize.sizes import Told, admissible
 from ft_plugins.redundancy.neighbour import pipelines, unplaced
 from ft_plugins.redundancy.plan import unprotected
 

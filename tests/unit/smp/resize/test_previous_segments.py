@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from ft_plugins.events import Events
-from ft_plugins.smp.former import Former
 from ft_plugins.smp.frames import Data
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.peers import Local
+from ft_plugins.smp.resize.previous_segments import Former
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
 from ft_plugins.snapshot.paths import former_segments_of, jobs, path_of, remove, segments_of, set_aside

@@ -19,8 +19,8 @@ import xxhash
 from ft_plugins.events import Event, Events
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import ensure
-from ft_plugins.smp.former import Former
-from ft_plugins.smp.former_storage import FormerStorage
+from ft_plugins.smp.resize.previous_segments import Former
+from ft_plugins.smp.resize.previous_storage import FormerStorage
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot.paths import former_segments_of, path_of, remove, set_aside
 from ft_plugins.snapshot.retention import Storage

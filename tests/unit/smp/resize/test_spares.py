@@ -14,9 +14,10 @@ import xxhash
 
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import liveness, spare
+from ft_plugins.smp import liveness
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.resize import spares as spare
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
 from ft_plugins.snapshot.paths import former_segments_of, path_of, remove, segments_of, set_aside, vault_of
