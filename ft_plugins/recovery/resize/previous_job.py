@@ -25,7 +25,7 @@ from ...errors import FtError, ResumeError
 from ...model.host import resizable
 from ...redundancy.plan import ExchangePlan
 from ...smp.protection import Protection
-from ...snapshot.paths import set_aside
+from ...snapshot.paths import previous_path_of
 from ...snapshot.segment import Segment
 from ...snapshot.slots import Mark, Slot, SlotState, Version
 from ..collective import Collective
@@ -347,4 +347,4 @@ def _beside(node: int | None, rank: int, nodes: int) -> int:
 
 def open_former(run_dir: Path, world_size: int, rank: int) -> Segment:
     """Map a segment that is set aside on this node. Raises SegmentError."""
-    return Segment(set_aside(run_dir.parent.name, run_dir.name, rank, world_size))
+    return Segment(previous_path_of(run_dir.parent.name, run_dir.name, rank, world_size))

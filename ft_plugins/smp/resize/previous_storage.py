@@ -1,17 +1,16 @@
-"""To storage with what is set aside for another size of the job, where nobody may come any more who takes it over.
+"""Write state of previous sizes to storage when a job ends before it has restored that state at its current size.
 
-Invariant: it becomes a checkpoint of the job at its own size, as any other: complete or not there, loaded by that size
-alone, and older than all that a job which took it over captures. Only at the end of protection and never by its turn:
-what runs now has the interval. It is left off when what is set aside is about to change.
+Invariant: the result is an ordinary checkpoint of the job at its previous size. Only a job of that size loads it, and
+it is older than any version that the job captures after the resize. It is written only when protection ends, never at a
+checkpoint interval, which belongs to the current size. Writing is abandoned before the segments change.
 
-In: what is set aside, where the job's storage is. Out: what a `Persister` does, one for each size.
+In: segments of previous sizes, the job's storage settings. Out: checkpoints, by one `Persister` for each size.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,58 +21,60 @@ from ...snapshot.retention import Storage
 from ...snapshot.slots import SlotState
 from ..alarms import Alarms
 from ..persister import Persister
-from .previous_segments import Former
+from .previous_segments import PreviousSegments
 
 
-class FormerStorage:
-    """Of one node. Guards the persisters; what is set aside changes only after `stop`."""
+class PreviousStorage:
+    """The storage tier of one node for previous sizes. Call `stop` before their segments change."""
 
     def __init__(
         self,
         run_dir: Path,
         job: str,
         node: str,
-        former: Former,
-        storage: Callable[[], Storage | None],
+        previous: PreviousSegments,
+        persister: Persister,
         events: Events,
         alarms: Alarms | None = None,
     ) -> None:
-        """`storage` tells where the checkpoints of the job go, None for nowhere."""
+        """`persister` is that of the current size; checkpoints of previous sizes go to the same place."""
         self._run_dir = run_dir
         self._job = job
         self._node = node
-        self._former = former
-        self._storage = storage
+        self._previous = previous
+        self._persister = persister
         self._events = events
         self._alarms = alarms or Alarms(run_dir)
         self._lock = threading.Lock()
         self._running: dict[int, Persister] = {}
 
     def request(self, reason: str, seconds: float) -> dict[str, Any]:
-        """Have the newest version of each size written, and wait up to `seconds`; the outcome as of a `Persister`, that
-        of the newest lineage. A size that cannot be read is an event, and ends nothing else."""
-        storage, deadline = self._storage(), time.monotonic() + seconds
+        """Have the newest version of each size written, and wait up to `seconds`.
+
+        Returns the outcome of the newest lineage, as `Persister.request` does. A size that cannot be read emits an
+        event; the others are still written."""
+        storage, deadline = self._persister.storage, time.monotonic() + seconds
         if storage is None:
             return {"state": "off"}
-        found: dict[str, Any] = {"state": "nothing"}
+        newest: dict[str, Any] = {"state": "nothing"}
         with self._lock:
-            for size in sorted(self._former.sizes()):
+            for size in sorted(self._previous.by_size()):
                 try:
                     if size not in self._running and self._has_version(size):
                         self._running[size] = self._begin(replace(storage, interval=0, world_size=size))
                 except (FtError, OSError) as error:
-                    found = {"state": "failed", "reason": f"what {size} ranks left cannot be read: {error}"}
-                    self._events.emit("persist.failed", reason=found["reason"])
+                    newest = {"state": "failed", "reason": f"state of {size} ranks cannot be read: {error}"}
+                    self._events.emit("persist.failed", reason=newest["reason"])
             running = list(self._running.values())
         for persister in running:
             outcome = persister.request(reason, max(0.0, deadline - time.monotonic()))
-            if outcome["state"] != "nothing" and outcome.get("lineage", 0) >= found.get("lineage", 0):
-                found = outcome
-        return found
+            if outcome["state"] != "nothing" and outcome.get("lineage", 0) >= newest.get("lineage", 0):
+                newest = outcome
+        return newest
 
     def _has_version(self, size: int) -> bool:
-        held = self._former.sizes()[size].values()
-        return any(slot.state is SlotState.CLEAN for found in held for slot in found.slots())
+        segments = self._previous.by_size()[size].values()
+        return any(slot.state is SlotState.CLEAN for segment in segments for slot in segment.slots())
 
     def _begin(self, storage: Storage) -> Persister:
         size = storage.world_size
@@ -81,16 +82,16 @@ class FormerStorage:
             self._run_dir, self._job, f"{self._node}.of{size}", self._events, memory=f"storage-of{size}.json",
             alarms=self._alarms,
         )  # fmt: skip
-        persister.write_for(storage, {rank: found.path for rank, found in self._former.sizes()[size].items()})
+        persister.write_for(storage, {rank: one.path for rank, one in self._previous.by_size()[size].items()})
         return persister
 
     @property
     def busy(self) -> bool:
-        """Whether something is being written, completed or was called for."""
+        """Whether a checkpoint is requested, being written or being completed."""
         return any(persister.busy for persister in list(self._running.values()))
 
     def stop(self) -> None:
-        """What is set aside is about to change, or the SMP ends: what is being written is left off."""
+        """Abandon what is being written."""
         with self._lock:
             running, self._running = self._running, {}
         for persister in running.values():

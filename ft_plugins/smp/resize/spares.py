@@ -1,24 +1,24 @@
-"""A node that has no part in the job as it is now, but state of it at another size: asked by SMPs of nodes that have.
+"""Restore state from spares: nodes that hold state of a previous size and take no part in the job at its current size.
 
-Invariant: what such a node holds is a source like any other as long as the job may need it, and is dropped only when
-the job has said that a newer lineage counts without it. Once it was asked, nothing of an incarnation here is exchanged
-or counts any more. A node whose trainers live is no spare, whatever others think: it hands out nothing and drops
-nothing; nor does it drop anything once it has begun an incarnation since it was asked. What was dropped stays known by
-its lineage, so that none is opened twice and nothing begins from nothing unasked.
+Invariant: a spare keeps its state as long as the job may need it, and drops it only when the job reports that a newer
+lineage is safe without it. A node with live trainers is not a spare: it reports nothing and drops nothing. Nor does it
+drop anything if an incarnation has begun on it since it was asked. Once asked, a spare exchanges and commits nothing
+more. It remembers the lineage that released it, so that no lineage is opened twice and no job silently starts from
+nothing.
 
-    spare    what do you hold of other sizes than this one?
-    release  the job goes on in that lineage: drop what is older
+    spare    report your state of sizes other than this one
+    release  the job is safe in this lineage: drop what is older
 
-In: requests of other nodes' SMPs; on their side, where the spares are (`spares.json` in the run directory, for an SMP
-that takes over). Out: facts as of `former`; memory given back; `spare.asked`, `spare.released` events.
+In: requests from SMPs of other nodes; there, the spares' endpoints (`spares.json` in the run directory, for a
+replacement SMP). Out: reports; memory freed; `spare.asked`, `spare.released`, `spare.unreached` events.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,129 +33,108 @@ from ..node import NodeTier
 from ..peers import written
 from ..requests import ENDPOINTS
 from ..wire import Peer
-from .previous_segments import Former
+from .context import ResizeContext
 
-REQUESTS = frozenset({"spare", "release"})
-_ASKED = "spares.json"  # in the run directory: whom this node has asked
-_BY = "asked.json"  # likewise: the token under which this one was asked
-_AGAIN_SECONDS = 0.2  # between two calls of a spare whose SMP is not there: it is being replaced
+_ASKED = "spares.json"  # in the run directory: endpoints of the spares that this node has to release
+_ASKED_UNDER = "asked.json"  # in the run directory: the token under which this node was asked as a spare
+_RETRY_SECONDS = 0.2  # between two calls to a spare whose SMP is being replaced
 _TOKEN = TypeAdapter(Count)
-_TRIES, _PAUSE_SECONDS = 10, 3.0  # of a spare that is told that it may drop what it holds
+_RELEASE_TRIES, _RELEASE_PAUSE_SECONDS = 10, 3.0
 
 Endpoint = tuple[str, int]
 
 
-class Spare:
-    """This node, as far as it is one. `lock` is the SMP's, under which `segments` and `former` change."""
+class SpareServer:
+    """Answers for this node while it is a spare."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        node: str,
-        token: Callable[[], int],
-        segments: MutableMapping[int, Segment],
-        former: Former,
-        tier: NodeTier,
-        lock: AbstractContextManager[Any],
-        events: Events,
-        let_go: Callable[[Sequence[int]], None],
-        let_go_aside: Callable[[], None],
-    ) -> None:
-        """`token` is the SMP's; `let_go` is told of the ranks whose segments leave, `let_go_aside` before what is set
-        aside does."""
-        self._by = run_dir / _BY
+    def __init__(self, run_dir: Path, node: str, smp: ResizeContext) -> None:
+        self._asked_under_file = run_dir / _ASKED_UNDER
         self._node = node
-        self._token = token
-        self._segments = segments
-        self._former = former
-        self._tier = tier
-        self._lock = lock
-        self._events = events
-        self._let_go = let_go
-        self._let_go_aside = let_go_aside
+        self._smp = smp
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a request of `REQUESTS`. Raises ProtocolError."""
-        with self._lock:
-            alive = [rank for rank, found in self._segments.items() if _has_trainer(found)]
+        """The reply to `spare` or `release`. Raises ProtocolError."""
+        with self._smp.lock:
+            alive = [rank for rank, segment in self._smp.segments.items() if _has_trainer(segment)]
             if alive:
                 return {"busy": sorted(alive)}
             if message["do"] == "spare":
                 if (wanted := protocol.field(message, "node", str)) != self._node:
-                    raise ProtocolError(f"node {wanted} was asked; this is {self._node}")
-                return self._hand_out(protocol.number(message, "world_size"))
+                    raise ProtocolError(f"this is node {self._node}; the request is for node {wanted}")
+                return self._report(protocol.number(message, "world_size"))
             return self._release(protocol.number(message, "lineage"))
 
-    def _hand_out(self, world_size: int) -> dict[str, Any]:
-        self._tier.suspend()
-        written(self._by, self._token())
-        own = {rank: found for rank, found in self._segments.items() if found.world_size not in (0, world_size)}
-        held = [*own.values(), *(one for held in self._former.sizes().values() for one in held.values())]
-        self._events.emit("spare.asked", ranks=world_size, segments=len(held))
+    def _report(self, world_size: int) -> dict[str, Any]:
+        smp = self._smp
+        smp.tier.suspend()
+        written(self._asked_under_file, smp.token)
+        own = smp.segments_of_other_sizes(world_size)
+        reported = [*own, *smp.previous.all()]
+        smp.events.emit("spare.asked", ranks=world_size, segments=len(reported))
         return {
-            "sizes": self._former.facts(own.values()),
-            "fingerprints": self._former.fingerprints(own.values()),
-            "marks": self._former.marks(own.values()),
-            "damaged": self._former.damaged(own.values()),
-            "lineage": max((found.newest_lineage for found in held), default=0),
-            **self._tier.parity(),
+            **smp.previous.report(own),
+            "lineage": max((segment.newest_lineage for segment in reported), default=0),
+            **smp.tier.parity(),
         }
 
     def _release(self, lineage: int) -> dict[str, Any]:
-        newest = max([self._former.lineage, *(found.newest_lineage for found in self._segments.values())])
-        if newest >= lineage or self._asked_under() != self._token():
-            return {"dropped": 0}  # it takes part again
-        left = sorted(self._segments)
-        self._let_go(left)
+        smp = self._smp
+        newest = max([smp.previous.lineage, *(segment.newest_lineage for segment in smp.segments.values())])
+        if newest >= lineage or self._asked_under() != smp.token:
+            return {"dropped": 0}  # this node takes part in the job again
+        left = sorted(smp.segments)
+        smp.persister.let_go(left)
         for rank in left:
-            found = self._segments.pop(rank)
-            found.path.unlink(missing_ok=True)
-            found.close()
-        self._let_go_aside()
-        dropped = len(left) + self._former.drop()
-        self._tier.release(lineage)
-        self._by.unlink(missing_ok=True)
+            segment = smp.segments.pop(rank)
+            segment.path.unlink(missing_ok=True)
+            segment.close()
+        smp.previous_storage.stop()
+        dropped = len(left) + smp.previous.drop()
+        smp.tier.release(lineage)
+        self.forget()
         if dropped:
-            self._events.emit("spare.released", segments=dropped, lineage=lineage)
+            smp.events.emit("spare.released", segments=dropped, lineage=lineage)
         return {"dropped": dropped}
 
     def forget(self) -> None:
-        """The end of the SMP."""
-        self._by.unlink(missing_ok=True)
+        """Remove the file in which this node remembers that it was asked."""
+        self._asked_under_file.unlink(missing_ok=True)
 
     def _asked_under(self) -> int | None:
         try:
-            return read_json(self._by, _TOKEN)
+            return read_json(self._asked_under_file, _TOKEN)
         except (OSError, ValueError):
             return None
 
 
-def _has_trainer(found: Segment) -> bool:
-    pid, began = found.owner
+def _has_trainer(segment: Segment) -> bool:
+    pid, began = segment.owner
     return bool(began) and liveness.started(pid) == began
 
 
-class Asked:
-    """The spares of which this job has taken state over, as one node that takes part knows them."""
+class SpareClient:
+    """Asks spares for their state, and releases those that the job has restored from."""
 
     def __init__(self, run_dir: Path, tier: NodeTier, events: Events) -> None:
-        """Go on with what an SMP before this one was told."""
+        """Continue with the spares that an earlier SMP of this node had to release."""
         self._path = run_dir / _ASKED
         self._tier = tier
         self._events = events
         self._lock = threading.Lock()
-        self._telling: set[Endpoint] = set()
+        self._releasing: set[Endpoint] = set()
         try:
-            self._where = {*read_json(self._path, ENDPOINTS)}
+            self._to_release = {*read_json(self._path, ENDPOINTS)}
         except (OSError, ValueError):
-            self._where = set()
+            self._to_release = set()
 
     def __bool__(self) -> bool:
-        return bool(self._where)
+        return bool(self._to_release)
 
     def ask(self, node: str, where: Endpoint, world_size: int, timeout: float) -> dict[str, Any]:
-        """What the SMP of `node` at `where` has of other sizes than this one, or `busy`. Where it is not there it is
-        called again for `timeout` seconds. Raises ProtocolError, or what it refused with."""
+        """The report of the SMP of `node` at `where` on sizes other than `world_size`, or `busy`.
+
+        Retries for `timeout` seconds while that SMP cannot be reached. Raises ProtocolError, or the error with which
+        it refused."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -165,57 +144,57 @@ class Asked:
             except ProtocolError as error:
                 if not isinstance(error.__cause__, ConnectionError) or time.monotonic() > deadline:
                     raise
-            time.sleep(_AGAIN_SECONDS)
+            time.sleep(_RETRY_SECONDS)
 
-    def keep(self, where: Sequence[Endpoint]) -> None:
-        """These are to be released when the job can do without them."""
+    def release_later(self, endpoints: Sequence[Endpoint]) -> None:
+        """Remember spares to release when the job is safe without their state."""
         with self._lock:
-            self._where |= set(where)
+            self._to_release |= set(endpoints)
             self._remember()
 
     def _remember(self) -> None:
-        """Who is to be told, for a successor."""
-        left = self._where | self._telling
+        """Write the spares still to be released, for a replacement SMP."""
+        left = self._to_release | self._releasing
         if left:
             written(self._path, sorted(left))
         else:
             self._path.unlink(missing_ok=True)
 
     def release(self, lineage: int, timeout: float) -> None:
-        """The job goes on in `lineage`: tell them, in the background."""
+        """The job is safe in `lineage`: release the spares in the background."""
         with self._lock:
-            where, self._where = sorted(self._where), set()
-            self._telling |= set(where)
-        if where:
+            endpoints, self._to_release = sorted(self._to_release), set()
+            self._releasing |= set(endpoints)
+        if endpoints:
             threading.Thread(
-                target=self._tell, args=(where, lineage, timeout), name="smp-release", daemon=True
+                target=self._release, args=(endpoints, lineage, timeout), name="smp-release", daemon=True
             ).start()
 
-    def _tell(self, where: Sequence[Endpoint], lineage: int, timeout: float) -> None:
-        """The thread. A spare that cannot be told keeps what it has until it takes part again, or ends."""
-        told, reason = set(where), ""
-        for _ in range(_TRIES):
-            left = []
-            for one in where:
-                peer: Peer = self._tier.peer(one, timeout)
+    def _release(self, endpoints: Sequence[Endpoint], lineage: int, timeout: float) -> None:
+        """The thread. A spare that cannot be reached keeps its state until it takes part in the job again, or ends."""
+        done, reason = set(endpoints), ""
+        for _ in range(_RELEASE_TRIES):
+            unreached = []
+            for endpoint in endpoints:
+                peer: Peer = self._tier.peer(endpoint, timeout)
                 try:
                     with closing(peer):
                         peer.ask("release", lineage=lineage)
                 except FtError as error:
                     reason = str(error)
-                    left.append(one)
-            where = left
-            if not where:
+                    unreached.append(endpoint)
+            endpoints = unreached
+            if not endpoints:
                 break
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_RELEASE_PAUSE_SECONDS)
         else:
-            self._events.emit("spare.unreached", spares=[list(one) for one in where], reason=reason)
+            self._events.emit("spare.unreached", spares=[list(one) for one in endpoints], reason=reason)
         with self._lock:
-            self._telling -= told
+            self._releasing -= done
             self._remember()
 
     def forget(self) -> None:
-        """The end of the SMP."""
+        """Remove the list of spares to release: the job ends."""
         with self._lock:
-            self._where, self._telling = set(), set()
+            self._to_release, self._releasing = set(), set()
             self._remember()

@@ -1,114 +1,93 @@
-"""The job at another size: what this node has of others is set aside, handed out, and dropped when nothing needs it.
+"""Keep, report and drop a node's state of previous sizes as the job changes its number of ranks.
 
-Invariant: nothing that was set aside goes before the state is safe without it, or before the job has said which version
-of it is taken over; what is on its way to storage of it is left off first.
+Invariant: state of a previous size is removed only when the job is safe without it, or when the ranks have agreed which
+version they restore. A checkpoint being written from it is abandoned first.
 
-In: the SMP's segments, the number of ranks that the job has now. Out: segments set aside, brought back or removed.
+In: the job's number of ranks, the version that the ranks restore. Out: segments moved out of the SMP's own, moved back,
+or removed; `smp.resize` and `smp.settled` events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
-from ...events import Events
-from ...snapshot.segment import Segment
 from ...snapshot.slots import SlotState, Version
-from ..node import NodeTier
-from .previous_segments import Former
-from .previous_storage import FormerStorage
-from .spares import Asked
+from .context import ResizeContext
+from .spares import SpareClient
 
-_RELEASE_SECONDS = 10.0  # for a spare to answer that it has dropped what it held
+_RELEASE_SECONDS = 10.0  # for a spare to answer that it has dropped its state
 
 
-class Sizes:
-    """Of one node. `lock` is the SMP's, under which `segments` and `former` change."""
+class ResizeTransition:
+    """The resizes of one node that takes part in the job."""
 
-    def __init__(
-        self,
-        token: Callable[[], int],
-        segments: MutableMapping[int, Segment],
-        former: Former,
-        tier: NodeTier,
-        lock: AbstractContextManager[Any],
-        events: Events,
-        let_go: Callable[[Sequence[int]], None],
-        storage: FormerStorage,
-        asked: Asked,
-    ) -> None:
-        """`token` is the SMP's; `let_go` is told of the ranks whose segments leave; `asked` are other nodes' SMPs."""
-        self._token = token
-        self._segments = segments
-        self._former = former
-        self._tier = tier
-        self._lock = lock
-        self._events = events
-        self._let_go = let_go
-        self._storage = storage
-        self._asked = asked
-        self._world_size = max((found.world_size for found in segments.values()), default=0)  # as trainers said last
+    def __init__(self, smp: ResizeContext, spares: SpareClient) -> None:
+        self._smp = smp
+        self._spares = spares
+        self._world_size = max((segment.world_size for segment in smp.segments.values()), default=0)
 
     def resize(self, world_size: int) -> bool:
-        """The job has so many ranks now: what is of another size is set aside. Whether anything is."""
-        self._storage.stop()
-        with self._lock:
+        """The job has `world_size` ranks now: move segments of other sizes out of the way.
+
+        Returns whether this node has state of a previous size."""
+        smp = self._smp
+        smp.previous_storage.stop()
+        with smp.lock:
             self._world_size = world_size
-            left = self._former.exchange(self._segments, world_size)
-            self._let_go(left)
+            left = smp.previous.switch(smp.segments, world_size)
+            smp.persister.let_go(left)
         if left:
-            self._events.emit("smp.resize", ranks=world_size, set_aside=sorted(left))
-        return bool(self._former)
+            smp.events.emit("smp.resize", ranks=world_size, set_aside=sorted(left))
+        return bool(smp.previous)
 
-    def told(self) -> dict[str, Any]:
-        """What of other sizes this node can hand out, and the parity that belongs to it."""
-        with self._lock:
-            told = {"sizes": self._former.facts(), "fingerprints": self._former.fingerprints()}
-            told["marks"] = self._former.marks()
-            told["damaged"] = self._former.damaged()
-            return {**told, **self._tier.parity()}
+    def report(self) -> dict[str, Any]:
+        """The state of previous sizes on this node (`PreviousSegments.report`), and the parity that belongs to it."""
+        with self._smp.lock:
+            return {**self._smp.previous.report(), **self._smp.tier.parity()}
 
-    def settle(self, taken: tuple[int, Version] | None) -> None:
-        """Of what is set aside keep that version of that size alone, which is taken over; nothing, if none is."""
-        self._storage.stop()
-        with self._lock:
-            if taken is None:
-                self._former.drop()
+    def keep_only(self, size_and_version: tuple[int, Version] | None) -> None:
+        """Drop all state of previous sizes but that version of the job of that many ranks; None: drop everything."""
+        self._smp.previous_storage.stop()
+        with self._smp.lock:
+            if size_and_version is None:
+                self._smp.previous.drop()
             else:
-                self._former.keep(*taken)
+                self._smp.previous.keep_only(*size_and_version)
 
     def drop_if_safe(self) -> None:
-        """Remove what was set aside once the state is safe without it: on several nodes when a version counts, on one
-        when every rank holds two versions of its own, the first of which all ranks must have."""
-        if not (self._former or self._asked) or self._safe() is None:
+        """Remove state of previous sizes once the job is safe without it.
+
+        Where nodes protect each other, that is when a version is committed. Otherwise it is when every rank of this
+        node holds two versions of this incarnation: all ranks of the job have the older one."""
+        smp = self._smp
+        if not (smp.previous or self._spares) or self._safe_version() is None:
             return
-        self._storage.stop()
-        with self._lock:
-            counted = self._safe()  # asked again: stopping takes seconds, another incarnation may have begun
-            if counted is None:
+        smp.previous_storage.stop()
+        with smp.lock:
+            safe = self._safe_version()  # again: stopping takes seconds, another incarnation may have begun
+            if safe is None:
                 return
-            self._events.emit("smp.settled", segments=self._former.drop())
-            if not self._protected:  # at this size nodes do not protect each other: parity of the other one is left
-                self._tier.unprotect()
-        self._asked.release(counted.lineage, _RELEASE_SECONDS)
+            smp.events.emit("smp.settled", segments=smp.previous.drop())
+            if not self._protected:  # nodes do not protect each other at this size: parity of the previous one is left
+                smp.tier.unprotect()
+        self._spares.release(safe.lineage, _RELEASE_SECONDS)
 
     @property
     def _protected(self) -> bool:
-        """Whether what the tier tells is of this very incarnation."""
-        return self._tier.token == self._token() and self._tier.ranks == self._world_size
+        """Whether the node tier's state is of this incarnation."""
+        return self._smp.tier.token == self._smp.token and self._smp.tier.ranks == self._world_size
 
-    def _safe(self) -> Version | None:
-        """The version of this incarnation by which its state is safe without what was set aside."""
-        return self._tier.counted if self._protected else self._went_on()
+    def _safe_version(self) -> Version | None:
+        """A version of this incarnation that makes the job safe without its state of previous sizes."""
+        return self._smp.tier.counted if self._protected else self._oldest_where_all_have_two()
 
-    def _went_on(self) -> Version | None:
-        """The oldest version of this incarnation, where every rank has a newer one as well."""
+    def _oldest_where_all_have_two(self) -> Version | None:
+        """The oldest version of this incarnation, if every rank of this node has a newer one as well."""
         held = [
-            [slot.version for slot in found.slots()
-             if slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == found.lineage]
-            for found in list(self._segments.values()) if found.lineage_token == self._token()
+            [slot.version for slot in segment.slots()
+             if slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == segment.lineage]
+            for segment in list(self._smp.segments.values()) if segment.lineage_token == self._smp.token
         ]  # fmt: skip
-        if len(held) < max(1, len(self._segments)) or min(map(len, held)) < 2:
+        if len(held) < max(1, len(self._smp.segments)) or min(map(len, held)) < 2:
             return None
         return min(version for versions in held for version in versions)

@@ -147,7 +147,7 @@ def use_everything(job: str, run_dir: Path, secret: Path) -> None:
             smp.ask(name)
         if where["ok"]:
             smp.ask("protect", protection=smp.protection(where).block())
-        smp.process._spare_here.answer({"do": "release", "lineage": 0})
+        smp.process._spare_server.answer({"do": "release", "lineage": 0})
     finally:
         smp.close()
     Watcher(Job(Config(), job, NODE, run_dir), Events()).lost(1)
@@ -318,7 +318,7 @@ def test_what_is_removed_of_a_job_is_of_that_job_alone(job: str, tmp_path: Path)
     pairs = [(job, "n"), (f"{job}-a", "n"), (job, "n-r1"), (job, "n.lock"), (job, "n-parity"), (f"{job}.b", "n")]
     made = {}
     for name, node in pairs:
-        own = [paths.path_of(name, node, 0), paths.set_aside(name, node, 1, 4), paths.vault_of(name, node)]
+        own = [paths.path_of(name, node, 0), paths.previous_path_of(name, node, 1, 4), paths.vault_of(name, node)]
         made[name, node] = {*own, own[0].with_name(f"{own[0].name}.new"), paths.lock_of(name, node)}
         for path in made[name, node]:
             path.touch(mode=0o600)
