@@ -1,10 +1,10 @@
-"""Bytes of former segments, brought from the node that has them to the ranks that need them, over the ranks' own group.
+"""Copy byte ranges of previous segments from the ranks that can read them to the ranks that need them.
 
-Invariant: every rank knows all that is asked of whom, so that messages between two ranks need no words: in each round a
-rank sends and receives one frame for each of its partners, in the order in which they were asked for. The memory that
-this takes is a frame for each partner. What is on the own node is read there, without a message.
+Invariant: every rank knows the requests of all ranks, so messages need no headers. In each round a rank sends and
+receives one frame per partner, in the order of the requests. That bounds the memory: one frame per partner. Ranges on
+the rank's own node are copied without a message.
 
-In: `Wanted`s of each rank, who reads them out. Out: bytes in place.
+In: the `PullRange`s of each rank, a function that reads a segment of this node. Out: bytes in place.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """`nbytes` at `offset` of what `holder`, a rank of this job, can read of a former rank; to lie at `target` here."""
+class PullRange:
+    """`nbytes` at `offset` of the state of `previous_rank`, read by rank `reader` of this job, go to `target` here."""
 
-    holder: int
-    former: int
+    reader: int
+    previous_rank: int
     offset: int
     nbytes: int
     target: int
 
 
 def pull(
-    collective: Collective, wanted: Sequence[Wanted], read: Callable[[int], Bytes], into: Bytes
+    collective: Collective, ranges: Sequence[PullRange], read: Callable[[int], Bytes], into: Bytes
 ) -> None:
-    """Have all that is `wanted` in `into`. `read(former)` gives the bytes of a former rank that this rank holds.
+    """Copy all `ranges` to `into`. `read(previous_rank)` returns the bytes of a previous rank that this rank can read.
 
     Every rank of the job calls.
     """
     own = collective.rank
-    for one in wanted:
-        if one.holder == own:
-            into[one.target : one.target + one.nbytes] = read(one.former)[one.offset : one.offset + one.nbytes]
-    frames = [frame for one in wanted if one.holder != own for frame in _frames(one)]
-    asked = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([astuple(one) for one in frames]))]
-    receive: dict[int, list[Wanted]] = {}
+    for one in ranges:
+        if one.reader == own:
+            into[one.target : one.target + one.nbytes] = read(one.previous_rank)[one.offset : one.offset + one.nbytes]
+    frames = [frame for one in ranges if one.reader != own for frame in _frames(one)]
+    requests = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([astuple(one) for one in frames]))]
+    receive: dict[int, list[PullRange]] = {}
     for one in frames:
-        receive.setdefault(one.holder, []).append(one)
-    send: dict[int, list[Wanted]] = {}
-    longest = 0
-    for rank, theirs in enumerate(asked):
+        receive.setdefault(one.reader, []).append(one)
+    send: dict[int, list[PullRange]] = {}
+    rounds = 0
+    for rank, requested in enumerate(requests):
         counts: dict[int, int] = {}
-        for entry in theirs:
-            one = Wanted(*entry)
-            counts[one.holder] = counts.get(one.holder, 0) + 1
-            if one.holder == own:
+        for entry in requested:
+            one = PullRange(*entry)
+            counts[one.reader] = counts.get(one.reader, 0) + 1
+            if one.reader == own:
                 send.setdefault(rank, []).append(one)
-        longest = max([longest, *counts.values()])
-    for number in range(longest):
+        rounds = max([rounds, *counts.values()])
+    for number in range(rounds):
         _round(collective, number, send, receive, read, into)
 
 
-def _frames(one: Wanted) -> list[Wanted]:
+def _frames(one: PullRange) -> list[PullRange]:
     return [
-        Wanted(one.holder, one.former, one.offset + at, min(FRAME_BYTES, one.nbytes - at), one.target + at)
+        PullRange(one.reader, one.previous_rank, one.offset + at, min(FRAME_BYTES, one.nbytes - at), one.target + at)
         for at in range(0, one.nbytes, FRAME_BYTES)
     ]
 
@@ -74,20 +74,22 @@ def _frames(one: Wanted) -> list[Wanted]:
 def _round(
     collective: Collective,
     number: int,
-    send: Mapping[int, Sequence[Wanted]],
-    receive: Mapping[int, Sequence[Wanted]],
+    send: Mapping[int, Sequence[PullRange]],
+    receive: Mapping[int, Sequence[PullRange]],
     read: Callable[[int], Bytes],
     into: Bytes,
 ) -> None:
     outgoing = {
-        rank: np.array(read(theirs[number].former)[theirs[number].offset :][: theirs[number].nbytes])
-        for rank, theirs in send.items()
-        if number < len(theirs)
+        rank: np.array(read(frames[number].previous_rank)[frames[number].offset :][: frames[number].nbytes])
+        for rank, frames in send.items()
+        if number < len(frames)
     }
     incoming = {
-        rank: np.empty(mine[number].nbytes, dtype=np.uint8) for rank, mine in receive.items() if number < len(mine)
+        rank: np.empty(frames[number].nbytes, dtype=np.uint8)
+        for rank, frames in receive.items()
+        if number < len(frames)
     }
     collective.swap(outgoing, incoming)
-    for rank, arrived in incoming.items():
+    for rank, received in incoming.items():
         one = receive[rank][number]
-        into[one.target : one.target + one.nbytes] = arrived
+        into[one.target : one.target + one.nbytes] = received

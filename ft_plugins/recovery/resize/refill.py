@@ -1,9 +1,9 @@
-"""Fills a rank's slot with state of another data-parallel size: from former segments on all nodes, through the ranks.
+"""Fill a rank's slot with state of a previous size, from segments on all nodes, sent between the ranks.
 
-Invariant: the slot is DIRTY until all of it is there, then sealed with digests of its own, as any captured version; the
-former segments are only read. The small state is the former replicas', merged by the host.
+Invariant: the slot is DIRTY until it is complete, then sealed with digests of its own like any captured version. The
+segments of the previous size are only read. The host merges the small states of the previous ranks.
 
-In: a `Takeover`, what lies where in this rank's slot. Out: a CLEAN slot of version `Takeover.now`.
+In: a `ResizePlan`, the manifest of this rank's slot. Out: a CLEAN slot of version `ResizePlan.now`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ from ...snapshot.manifest import Manifest
 from ...snapshot.segment import NOT_COMPUTED, Segment
 from ...snapshot.slots import Mark, SlotState, Version, choose
 from ..collective import Collective
-from .previous_job import Takeover, open_former
-from .pull import Bytes, Wanted, pull
+from .previous_job import open_previous
+from .previous_size import ResizePlan
+from .pull import Bytes, PullRange, pull
 from .reshard import plan_moves
 
 Merge = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
-class _Former:
-    """The former segments of this node, opened as they are needed."""
+class _PreviousSlots:
+    """The planned version in the segments of this node, opened when they are needed."""
 
-    def __init__(self, run_dir: Path, found: Takeover) -> None:
+    def __init__(self, run_dir: Path, plan: ResizePlan) -> None:
         self._run_dir = run_dir
-        self._found = found
+        self._plan = plan
         self._open: dict[int, tuple[Segment, int]] = {}
 
     def _slot(self, rank: int) -> tuple[Segment, int]:
         if rank not in self._open:
-            segment = open_former(self._run_dir, self._found.world_size, rank)
+            segment = open_previous(self._run_dir, self._plan.world_size, rank)
             clean = [slot for slot in segment.slots() if slot.state is SlotState.CLEAN]
-            indices = [slot.index for slot in clean if slot.version == self._found.version]
+            indices = [slot.index for slot in clean if slot.version == self._plan.version]
             if not indices:
-                raise SegmentError(f"former rank {rank}: version {self._found.version} is not in memory any more")
+                raise SegmentError(
+                    f"rank {rank} of {self._plan.world_size}: version {self._plan.version} is no longer in memory"
+                )
             self._open[rank] = segment, indices[0]
         return self._open[rank]
 
@@ -64,65 +67,70 @@ class _Former:
 
 
 def refill(
-    found: Takeover,
+    plan: ResizePlan,
     segment: Segment,
     now: Manifest,
     members: Sequence[Sequence[int]],
     collective: Collective,
     run_dir: Path,
     token: int,
-    merged: Merge,
+    merge: Merge,
 ) -> int:
-    """Take the state over into a slot of `segment`; returns the bytes. `members` are the ranks of each node.
+    """Restore the planned state into a slot of `segment`, as `now` describes it. `members` are the ranks of each node.
 
-    Every rank of the job calls. Raises ResumeError, SegmentError, on all ranks alike.
+    Returns the bytes of tensors. Every rank of the job calls. Raises ResumeError, SegmentError on all ranks.
     """
     own = collective.rank
-    mine = {former for former, node in found.holders.items() if own in members[node]}
+    readable = {rank for rank, node in plan.holders.items() if own in members[node]}
 
-    def holder(former: int) -> int:
-        on_node = members[found.holders[former]]
-        return own if former in mine else on_node[(former + own) % len(on_node)]
+    def reader(rank: int) -> int:
+        """The rank of this job that reads the slot of `rank` for this one; the ranks of a node share the reads."""
+        on_node = members[plan.holders[rank]]
+        return own if rank in readable else on_node[(rank + own) % len(on_node)]
 
-    with closing(_Former(run_dir, found)) as former:
-        sizes = _sizes(found, mine, members, former, collective)
-        ranks = found.of_place(now.place)
+    with closing(_PreviousSlots(run_dir, plan)) as slots:
+        sizes = _small_sizes(plan, readable, members, slots, collective)
+        ranks = plan.ranks_of(now.place)
         starts = np.cumsum([0, *(sizes[rank] for rank in ranks)]).tolist()
-        smalls: Bytes = np.empty(starts[-1], dtype=np.uint8)
-        wanted = [Wanted(holder(r), r, 0, sizes[r], at) for r, at in zip(ranks, starts, strict=False)]
-        pull(collective, wanted, former.small, smalls)
-        told = [manifest.split(smalls[at : at + sizes[r]].tobytes()) for r, at in zip(ranks, starts, strict=False)]
+        joined: Bytes = np.empty(starts[-1], dtype=np.uint8)
+        ranges = [PullRange(reader(r), r, 0, sizes[r], at) for r, at in zip(ranks, starts, strict=False)]
+        pull(collective, ranges, slots.small, joined)
+        smalls = [manifest.split(joined[at : at + sizes[r]].tobytes()) for r, at in zip(ranks, starts, strict=False)]
         failure: FtError | None = None
         moves: tuple[Any, ...] = ()
         try:
-            moves = plan_moves([manifest.read(encoded) for encoded, _ in told], now)
+            moves = plan_moves([manifest.read(encoded) for encoded, _ in smalls], now)
         except FtError as error:
             failure = error
         collective.agree(failure)
         index = choose(segment.slots())
-        segment.dirty(index, found.now, token)
+        segment.dirty(index, plan.now, token)
         faults.reach("resize.filling", rank=own)
-        wanted = [Wanted(holder(move.rank), move.rank, move.source, move.nbytes, move.target) for move in moves]
-        pull(collective, wanted, former.data, segment.data(index))
-    small = manifest.join(manifest.write(now), codec.encode(merged([codec.decode(state) for _, state in told])))
-    _seal(segment, index, found.now, token, small)
+        ranges = [PullRange(reader(move.rank), move.rank, move.source, move.nbytes, move.target) for move in moves]
+        pull(collective, ranges, slots.data, segment.data(index))
+    small = manifest.join(manifest.write(now), codec.encode(merge([codec.decode(state) for _, state in smalls])))
+    _seal(segment, index, plan.now, token, small)
     for version in [slot.version for slot in segment.slots() if slot.version is not None]:
-        # what was certified at this size before is older, and goes first no more
-        segment.mark(version, found.mark if version == found.now else Mark.NONE)
-    segment.completed = found.completed
-    collective.barrier()  # all have it: only then may what it was made of be given up
+        # versions that were certified at this size before are older: they must not be preferred to the restored one
+        segment.mark(version, plan.mark if version == plan.now else Mark.NONE)
+    segment.completed = plan.completed
+    collective.barrier()  # all ranks have their state: only then may the previous segments be removed
     return sum(move.nbytes for move in moves)
 
 
-def _sizes(
-    found: Takeover, mine: set[int], members: Sequence[Sequence[int]], former: _Former, collective: Collective
+def _small_sizes(
+    plan: ResizePlan,
+    readable: set[int],
+    members: Sequence[Sequence[int]],
+    slots: _PreviousSlots,
+    collective: Collective,
 ) -> dict[int, int]:
-    """Bytes of every former rank's small state; one rank of each node says so."""
-    firsts = {rank for rank in mine if members[found.holders[rank]][0] == collective.rank}
+    """Bytes of the small state of every rank of the previous job, read by the first rank of its node."""
+    mine = {rank for rank in readable if members[plan.holders[rank]][0] == collective.rank}
     failure: FtError | None = None
     own: list[list[int]] = []
     try:
-        own = [[rank, len(former.small(rank))] for rank in sorted(firsts)]
+        own = [[rank, len(slots.small(rank))] for rank in sorted(mine)]
     except FtError as error:
         failure = error
     collective.agree(failure)
@@ -130,7 +138,7 @@ def _sizes(
 
 
 def _seal(segment: Segment, index: int, version: Version, token: int, small: bytes) -> None:
-    """As a slot that was read from storage: without the parity of other ranks' shares, which the trainer computes."""
+    """Seal like a slot read from storage: without parity of other ranks' shares, which the trainer computes later."""
     data, table = segment.data(index), np.full(segment.shape.digests, NOT_COMPUTED, dtype=np.uint64)
     for number, (offset, nbytes) in enumerate(segment.data_ranges):
         table[number] = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data)

@@ -1,15 +1,15 @@
-"""Which bytes of a job of one size become a rank's slot in a job of another one: the state re-partitioned. Pure.
+"""Plan which bytes of the previous ranks' slots make up a rank's slot at the current data-parallel size. Pure; no I/O.
 
-Invariant: every byte of the new slot comes from exactly one byte of a former one, of the same version; what data
-parallelism shards is followed by its elements in the whole, unpadded tensor, so padding that depends on the size never
-travels. Only the data-parallel size may differ: a rank takes over from ranks of its own place in the model.
+Invariant: every byte of the new slot comes from exactly one byte of a previous slot of the same version. Sharded state
+is located by its elements in the whole, unpadded tensor, so padding, which depends on the size, is never copied. Only
+the data-parallel size may differ: a rank restores from ranks at its own place in the model.
 
-    replicated   the shares of all former ranks of the place make up the whole
-    sharded      likewise, by `Item.piece`
-    buffers      each rank's own: those of the first former rank, as frameworks keep them in their checkpoints
-    other state that each rank has of its own is refused: nobody knows whose it should be at another size
+    replicated   the shares of all previous ranks at that place make up the whole
+    sharded      the same, by `Item.piece`
+    buffers      each rank has its own: the first previous rank's are used, as frameworks do in their checkpoints
+    other state that each rank has of its own is refused: there is no rule which rank should have it at another size
 
-In: the manifests of the former ranks of one place, the new rank's manifest. Out: `Move`s.
+In: the manifests of the previous ranks at one place, the manifest of the current rank. Out: `Move`s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...snapshot.manifest import OWN, Held, Manifest
 
 @dataclass(frozen=True)
 class Move:
-    """`nbytes` at `source` of the former slot of `rank` come to lie at `target` of the new one."""
+    """`nbytes` at `source` of the previous slot of `rank` go to `target` of the new slot."""
 
     rank: int
     source: int
@@ -35,44 +35,44 @@ class Move:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A tensor of the former job: who holds which part of it, by ascending start."""
+    """A tensor of the previous job and its parts, by ascending start."""
 
     dtype: str
     nbytes: int
-    parts: tuple[tuple[int, Held], ...]  # former rank, what it holds
+    parts: tuple[tuple[int, Held], ...]  # previous rank, its part
     starts: tuple[int, ...]
 
 
-def plan_moves(former: Sequence[Manifest], now: Manifest) -> tuple[Move, ...]:
-    """What the slot of `now` is made of, in the order of its bytes, neighbours joined.
+def plan_moves(previous: Sequence[Manifest], now: Manifest) -> tuple[Move, ...]:
+    """The moves that fill the slot of `now`, in the order of its bytes; adjacent ones are joined.
 
-    Raises ResumeError where the former job did not have it, or had it otherwise.
+    Raises ResumeError for a tensor that the previous job did not have, or had in another form.
     """
-    tensors = _tensors(former)
+    tensors = _tensors(previous)
     moves: list[Move] = []
     for held in sorted(now.held, key=lambda one: one.offset):
         whole = tensors.get(held.name)
         if whole is None or (whole.dtype, whole.nbytes) != (held.dtype, held.whole):
-            found = f"{whole.nbytes} bytes of {whole.dtype}" if whole else "nothing of that name"
+            saved = f"has {whole.nbytes} bytes of {whole.dtype}" if whole else "has no tensor of that name"
             raise ResumeError(
-                f"rank {now.rank}: '{held.name}' has {held.whole} bytes of {held.dtype}, in the state in memory there "
-                f"is {found}: it is not of this model; --ftp-resume fresh starts from the beginning"
+                f"rank {now.rank}: '{held.name}' has {held.whole} bytes of {held.dtype}, but the state in memory "
+                f"{saved}: it belongs to another model; start from the beginning with --ftp-resume fresh"
             )
         if held.role != Role.BUFFER.value and held.kind == OWN == whole.parts[0][1].kind:
             raise ResumeError(
-                f"rank {now.rank}: '{held.name}' is each rank's own, it cannot be taken over at another data-parallel "
-                "size; start with the former number of ranks, or --ftp-resume fresh starts from the beginning"
+                f"rank {now.rank}: '{held.name}' is each rank's own and cannot be restored at another data-parallel "
+                "size; start with the previous number of ranks, or from the beginning with --ftp-resume fresh"
             )
         moves.extend(_moves(held, whole, now.rank))
     return tuple(_joined(moves))
 
 
-def _tensors(former: Sequence[Manifest]) -> dict[str, _Whole]:
-    found: dict[str, list[tuple[int, Held]]] = {}
-    for manifest in sorted(former, key=lambda one: one.rank):
+def _tensors(previous: Sequence[Manifest]) -> dict[str, _Whole]:
+    parts_by_name: dict[str, list[tuple[int, Held]]] = {}
+    for manifest in sorted(previous, key=lambda one: one.rank):
         for held in manifest.held:
-            found.setdefault(held.name, []).append((manifest.rank, held))
-    return {name: _whole(name, parts) for name, parts in found.items()}
+            parts_by_name.setdefault(held.name, []).append((manifest.rank, held))
+    return {name: _whole(name, parts) for name, parts in parts_by_name.items()}
 
 
 def _whole(name: str, parts: list[tuple[int, Held]]) -> _Whole:
@@ -84,9 +84,9 @@ def _whole(name: str, parts: list[tuple[int, Held]]) -> _Whole:
     for rank, held in ordered:
         if (held.dtype, held.whole) != (first.dtype, first.whole) or held.start != end:
             raise ResumeError(
-                f"'{name}': what the ranks of the former job hold of it does not make up a whole (rank {rank} has "
-                f"bytes {held.start} to {held.stop} of {held.whole}, {end} were found before): it cannot be taken over "
-                "at another data-parallel size; start with the former number of nodes"
+                f"'{name}': its parts on the ranks of the previous job do not make up a whole (rank {rank} has bytes "
+                f"{held.start} to {held.stop} of {held.whole}, the ranks before it end at {end}): it cannot be "
+                "restored at another data-parallel size; start with the previous number of nodes"
             )
         end = held.stop
     return _Whole(first.dtype, first.whole, tuple(ordered), tuple(held.start for _, held in ordered))
@@ -94,17 +94,17 @@ def _whole(name: str, parts: list[tuple[int, Held]]) -> _Whole:
 
 def _moves(held: Held, whole: _Whole, rank: int) -> Iterable[Move]:
     at = held.start
-    place = max(0, bisect_right(whole.starts, at) - 1)
-    for former_rank, part in whole.parts[place:]:
+    first = max(0, bisect_right(whole.starts, at) - 1)
+    for previous_rank, part in whole.parts[first:]:
         stop = min(held.stop, part.stop)
         if at >= held.stop or not part.start <= at < stop:
             break
-        yield Move(former_rank, part.offset + at - part.start, held.offset + at - held.start, stop - at)
+        yield Move(previous_rank, part.offset + at - part.start, held.offset + at - held.start, stop - at)
         at = stop
     if at < held.stop:
         raise ResumeError(
-            f"rank {rank}: bytes {at} to {held.stop} of '{held.name}' are nowhere in the state in memory; "
-            "start with the former number of nodes"
+            f"rank {rank}: bytes {at} to {held.stop} of '{held.name}' are missing in the state in memory; start with "
+            "the previous number of nodes"
         )
 
 

@@ -1,9 +1,10 @@
-"""With how many nodes the job could go on: the sizes at which its state can be taken over and the batch divided. Pure.
+"""Compute the numbers of nodes with which the job can continue, and report them to the rendezvous.
 
-Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks of a node stay as they are. Where
-a lost node has to be survivable it is at every size that is admitted; else the sizes at which it is not are named.
+Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks per node do not change. A number
+of nodes is admissible if the model's replicas fill them, the host accepts that number of replicas and, where a lost
+node must be survivable, it is.
 
-In: the topology as it is, the host's word on the number of replicas. Out: numbers of nodes, ascending.
+In: the current topology, what the host and the redundancy allow. Out: numbers of nodes, ascending; `sizes.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...intake import Count, open_new, read_json
 from ...model.topology import Topology
 
 FILE = "sizes.json"  # in the run directory, read by the rendezvous
-_MOST = 1024  # nodes
+_MAX_NODES = 1024
 
 
 def admissible(
@@ -29,66 +30,69 @@ def admissible(
     admits: Callable[[int], bool],
     impossible: Callable[[Topology, Sequence[str]], str],
 ) -> tuple[int, ...]:
-    """The admissible numbers of nodes. () where nodes have unequal ranks.
+    """The admissible numbers of nodes; () where nodes have different numbers of ranks, or experts are parallel. Pure.
 
-    `nodes[rank]` is the node of each rank now; `impossible` says why a topology on such nodes cannot be protected.
+    `nodes[rank]` is the current node of each rank. `admits` says whether the host accepts a number of replicas,
+    `impossible` why a topology on given nodes cannot be protected ('' where it can).
     """
     names = set(nodes)
     per_node = len(nodes) // len(names)
     if any(nodes.count(name) != per_node for name in names) or topology.ep > 1:
         return ()
     model = topology.tp * topology.pp * topology.cp
-    found = []
-    for count in range(1, max(_MOST, len(names)) + 1):
+    counts = []
+    for count in range(1, max(_MAX_NODES, len(names)) + 1):
         ranks = count * per_node
         if ranks % model or not admits(ranks // model):
             continue
-        if count <= len(names) and _cannot(topology, ranks, per_node, impossible):
+        if count <= len(names) and _unprotected(topology, ranks, per_node, impossible):
             continue
-        found.append(count)
-    return tuple(found)
+        counts.append(count)
+    return tuple(counts)
 
 
-def _cannot(
+def _unprotected(
     topology: Topology, ranks: int, per_node: int, impossible: Callable[[Topology, Sequence[str]], str]
 ) -> bool:
-    """Whether a lost node could not be survived with so many ranks. More nodes than now can only help."""
+    """Whether a lost node could not be survived with that many ranks. Asked up to the current number of nodes: more
+    nodes never make it worse."""
     model = topology.tp * topology.pp * topology.cp
     resized = replace(topology, dp=ranks // model, nodes=())
     return bool(impossible(resized, [f"node{rank // per_node}" for rank in range(ranks)]))
 
 
-def words(sizes: Sequence[int], now: int, protected: Collection[int]) -> str:
-    """For people: the sizes around the present one. At those that are not `protected` a lost node is not survived."""
-    bare = now in protected  # where it is not now either, that was said
-    fewer = [f"{size}{'' if size in protected or not bare else ' (unprotected)'}" for size in sizes if size < now][-4:]
+def describe(sizes: Sequence[int], now: int, protected: Collection[int]) -> str:
+    """A message on the sizes around the current one; those not in `protected` do not survive a lost node."""
+    warn = now in protected  # else the start has already said that the job is unprotected
+    fewer = [f"{size}{' (unprotected)' if warn and size not in protected else ''}" for size in sizes if size < now][-4:]
     more = [str(size) for size in sizes if size > now][:4]
     shown = ", ".join([*fewer, str(now), *more])
-    return f"with {now} nodes now; it could go on with {shown} nodes (--nnodes MIN:MAX says which are wanted)"
+    return f"the job has {now} nodes and can continue with {shown} nodes (choose a range with --nnodes MIN:MAX)"
 
 
 @dataclass(frozen=True)
-class Told:
-    """What ranks tell the rendezvous: numbers of nodes, () for any, and whether the job can have what a spare holds."""
+class SizeReport:
+    """What ranks report to the rendezvous: admissible numbers of nodes, () for any number, and whether the job can
+    restore from spares."""
 
     sizes: tuple[Count, ...] = ()
     spares_asked: Annotated[bool, Field(strict=True)] = False
 
 
-_TOLD = TypeAdapter(Told)
+_REPORT = TypeAdapter(SizeReport)
 
 
-def read(run_dir: Path) -> Told:
-    """What the ranks of this node have told; nothing while they have not."""
+def read(run_dir: Path) -> SizeReport:
+    """The report of this node's ranks; an empty one if there is none."""
     try:
-        return read_json(run_dir / FILE, _TOLD)
+        return read_json(run_dir / FILE, _REPORT)
     except (OSError, ValueError):
-        return Told()
+        return SizeReport()
 
 
-def write(run_dir: Path, told: Told) -> None:
-    """Tell the rendezvous of this node."""
+def write(run_dir: Path, report: SizeReport) -> None:
+    """Report to the rendezvous of this node."""
     building = run_dir / f"{FILE}.new"
     with open(open_new(building), "w") as file:
-        json.dump({"sizes": list(told.sizes), "spares_asked": told.spares_asked}, file)
+        json.dump({"sizes": list(report.sizes), "spares_asked": report.spares_asked}, file)
     building.replace(run_dir / FILE)

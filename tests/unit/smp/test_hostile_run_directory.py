@@ -120,7 +120,7 @@ def left(job: str, tmp_path: Path, segments: None, secret: Path) -> Path:
     written(run_dir / "lost.json", {"token": 1, "lost": ["node m"]})
     for name, value in (("counted", [1, 4]), ("released", 3), ("asked", 1), ("spares", [["127.0.0.1", 9]])):
         written(run_dir / f"{name}.json", value)
-    sizes.write(run_dir, sizes.Told((2, 4), True))
+    sizes.write(run_dir, sizes.SizeReport((2, 4), True))
     for name in ("smp.lock", "lock", paths.PATIENCE_FILE):
         (run_dir / name).write_text("12")
     smp.close()
@@ -203,7 +203,7 @@ def test_what_stands_at_a_half_made_files_name_is_replaced_and_not_written_to(
         (run_dir / name).unlink(missing_ok=True)
         os.mkfifo(run_dir / name) if kind == "pipe" else (run_dir / name).symlink_to(foreign)
     within(10.0, lambda: written(run_dir / "x.json", [1]), "the writer")
-    within(10.0, lambda: sizes.write(run_dir, sizes.Told((2,))), "the writer")
+    within(10.0, lambda: sizes.write(run_dir, sizes.SizeReport((2,))), "the writer")
     watch = {"pid": 1, "detect_seconds": 5.0, "orphan_seconds": 7.0}
     assert within(10.0, lambda: smp.ask("watch", **watch), "the SMP")["ok"]
     assert (run_dir / "x.json").read_text() == "[1]" and sizes.read(run_dir).sizes == (2,)

@@ -192,7 +192,7 @@ def test_a_size_that_cannot_be_read_is_an_event_and_the_others_go_to_storage(
     assert "state of 2 ranks cannot be read" in failed and node.path.name in failed
 
 
-def test_writing_is_abandoned_before_previous_segments_change(pair: list[ResizedNode], tmp_path: Path, job: str) -> None:
+def test_writing_is_abandoned_before_the_segments_change(pair: list[ResizedNode], tmp_path: Path, job: str) -> None:
     pair[0].storage.request("orphaned", 0.0)  # the other node is silent: it is waited for
     assert pair[0].storage.busy
     pair[0].storage.stop()
