@@ -115,7 +115,7 @@ class PlainHost:
             torch.cuda.set_rng_state_all(small["cuda"])
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """That of the first former rank: the caller's state must not depend on the rank."""
+        """That of the first previous rank: the caller's state must not depend on the rank."""
         return dict(parts[0])
 
     def admits(self, replicas: int) -> bool:

@@ -32,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from ..config import Config
 from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Event, Events, file_sink, say
-from ..recovery import sizes
+from ..recovery.resize import sizes
 from ..smp import client as smp
 from ..smp import descriptors
 from . import plugin, worker

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import ProtocolError
 from ..events import say
 from ..intake import json_value, read_bytes
-from ..recovery import sizes
+from ..recovery.resize import sizes
 from .bounds import REMEMBERED, read
 from .gathering import Roster
 
@@ -47,9 +47,9 @@ class Memory:
                 json.dump({"run": self._run, "roster": asdict(roster)}, file)
             building.replace(self._path)
 
-    def sizes(self) -> sizes.Told:
-        """With how many nodes the job can be trained, as its ranks have told; nothing while they have not."""
-        return sizes.read(self._path.parent) if self._path else sizes.Told()
+    def sizes(self) -> sizes.SizeReport:
+        """With how many nodes the job can be trained, as its ranks report; empty until they do."""
+        return sizes.read(self._path.parent) if self._path else sizes.SizeReport()
 
     def _found(self) -> Roster:
         """What a former process of this node has written; a file that makes no sense is set aside."""

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ..errors import ConfigError, ProtocolError
 from ..events import Events, say
-from ..recovery.sizes import Told
+from ..recovery.resize.sizes import SizeReport
 from . import endpoint as places
 from . import line, store
 from .bounds import read
@@ -98,7 +98,7 @@ class Rendezvous(RendezvousHandler):
             self._station.tick,
             self.events,
         )
-        self._sizes = Told()  # as the job's ranks have told
+        self._sizes = SizeReport()  # of the job's ranks
         self._line: Line | None = None
         self._lead: Lead | None = None
         self._round, self._size = 0, 0  # in which this node takes part

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import ProtocolError
-from ..recovery.sizes import Told
+from ..recovery.resize.sizes import SizeReport
 from .bounds import read
 from .gathering import Gathering, Phase, Place, Roster
 from .requests import (
@@ -79,10 +79,10 @@ class Station:
 
     # ---- this node's own part ----
 
-    def allow(self, told: Told) -> None:
-        """The job can be trained with these numbers of nodes, as its ranks say."""
+    def allow(self, report: SizeReport) -> None:
+        """The job can be trained with these numbers of nodes, as its ranks report."""
         with self._lock:
-            self._rules = self._given.among(told.sizes, told.spares_asked)
+            self._rules = self._given.among(report.sizes, report.spares_asked)
             if self._rounds:
                 self._rounds.allow(self._rules)
 

@@ -283,6 +283,6 @@ class Watcher:
 def _empty(status: dict[str, Any]) -> bool:
     """Whether the SMP with this `status` has nothing that a job could be resumed from."""
     held = any(slot["state"] == "CLEAN" for segment in status["segments"] for slot in segment["slots"])
-    # what cannot be read may be of use to another version of ft_plugins, what is set aside to another size
-    kept = status["refused"] or status["set_aside"] or status["node_tier"].get("released")
+    # what cannot be read may be of use to another version of ft_plugins, a previous size to a job of that size
+    kept = status["refused"] or status["previous_sizes"] or status["node_tier"].get("released")
     return not held and not kept

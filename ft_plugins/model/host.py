@@ -89,7 +89,7 @@ class Host(Protocol):
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The small state of a rank that takes over from ranks of another data-parallel size: `parts` are the small
-        states of all former ranks at its place in the model, by rank."""
+        states of all previous ranks at its place in the model, by rank."""
         ...
 
     def admits(self, replicas: int) -> bool:

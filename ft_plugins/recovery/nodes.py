@@ -116,15 +116,15 @@ class SeenNodes:
         """Nothing can be rebuilt. Raises ProtocolError."""
         raise ProtocolError(f"rank {self._collective.rank}: nodes do not protect each other, yet '{plan.table()}'")
 
-    def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
-        """Nobody can be asked."""
+    def spares(self, previous: Protection, report: Callable[[FtError], None]) -> list[Spare]:
+        """None: these nodes reach no SMP but their own."""
         return []
 
-    def rebuild_former(
+    def rebuild_previous(
         self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any],
         spare: Endpoint | None, spares: Sequence[Endpoint],
     ) -> None:  # fmt: skip
-        """Likewise."""
+        """Nothing can be rebuilt. Raises ProtocolError."""
         self.rebuild(plan)
 
 
@@ -138,19 +138,19 @@ class LinkedNodes(SeenNodes):
         told = self.ask(lambda client: list(client.endpoint(_address(config), config.secret_file, config.encrypt)))
         self._endpoints = tuple((str(host), int(port)) for host, port in told)
 
-    def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
-        """What the SMPs of the `former` job say that have no part in this one: those of spares, and of nodes that come
-        too late. One that does not answer is lost. Every rank of the job calls."""
-        names = former.plan().nodes
+    def spares(self, previous: Protection, report: Callable[[FtError], None]) -> list[Spare]:
+        """The spares among the nodes that `previous` protected, and nodes that joined too late to take part, with the
+        reports of their SMPs. One that does not answer is lost. Every rank of the job calls."""
+        names = previous.plan().nodes
         absent = [at for at, name in enumerate(names) if name not in self._names]
         mine = absent[self._position :: len(self._names)]
 
         def ask(client: Client) -> list[Any]:
-            answers = [[at, self._ask_spare(client, names[at], former.endpoints[at], report)] for at in mine]
+            answers = [[at, self._ask_spare(client, names[at], previous.endpoints[at], report)] for at in mine]
             return [answer for answer in answers if answer[1] is not None]
 
         found = {at: told for answers in self.ask(ask) for at, told in answers}
-        return [Spare(names[at], former.endpoints[at], told) for at, told in sorted(found.items())]
+        return [Spare(names[at], previous.endpoints[at], told) for at, told in sorted(found.items())]
 
     def _ask_spare(
         self, client: Client, name: str, where: Endpoint, report: Callable[[FtError], None]
@@ -173,11 +173,11 @@ class LinkedNodes(SeenNodes):
                 return None
             time.sleep(_BUSY_SECONDS)
 
-    def rebuild_former(
+    def rebuild_previous(
         self, rank: int, plan: RecoveryPlan, protection: Protection, fingerprint: Mapping[str, Any],
         spare: Endpoint | None, spares: Sequence[Endpoint],
     ) -> None:  # fmt: skip
-        """Have the slot of a rank of the former job, which `protection` tells of, put together on this node.
+        """Rebuild the slot of a rank of the previous job, which `protection` describes, on this node.
 
         It is fetched from `spare`, or decoded from parity. Nodes of `plan` beyond those of this job are `spares`.
         """

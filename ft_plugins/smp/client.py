@@ -172,11 +172,11 @@ class Client:
         source: tuple[str, int] | None,
         holders: Mapping[int, tuple[str, int]],
         lost: Collection[int],
-        former: Mapping[str, Any] | None = None,
+        previous: Mapping[str, Any] | None = None,
     ) -> None:
         """Put this rank's slot back together: from the node at `source`, or (None) from parity, without the positions
-        `lost`; `holders` are the endpoints of those that can be read. `former` is the fingerprint of the job at the
-        size that `protection` tells of, where that is another one: then it becomes a segment that is set aside."""
+        `lost`; `holders` are the endpoints of those that can be read. `previous` is the fingerprint of the job at the
+        size that `protection` describes, if that is a previous one: the slot is rebuilt in a segment of that size."""
         self._ask(
             "rebuild",
             extra_seconds=protection.shapes[rank].nbytes / _REBUILT_BYTES_PER_SECOND,
@@ -187,23 +187,23 @@ class Client:
             source=list(source) if source else None,
             holders=[[position, *where] for position, where in sorted(holders.items())],
             lost=sorted(lost),
-            former=former is not None,
-            fingerprint=dict(former or {}),
+            former=previous is not None,
+            fingerprint=dict(previous or {}),
         )
 
     def resize(self, rank: int, token: int, world_size: int) -> bool:
-        """The job has `world_size` ranks; whether this node has state of it at another size."""
+        """The job has `world_size` ranks; whether this node has state of a previous size."""
         return bool(self._ask("resize", rank=rank, token=token, world_size=world_size)["former"])
 
-    def former(self) -> dict[str, Any]:
-        """What this node has of the job at other sizes: `sizes`, `fingerprints`, `parity`, `position`, `plan`,
-        `protection`."""
+    def previous_sizes(self) -> dict[str, Any]:
+        """The state of previous sizes of the job on this node (`PreviousSegments.report`), with its `parity`,
+        `position`, `plan` and `protection`."""
         return self._ask("former")
 
     def spare(
         self, rank: int, token: int, world_size: int, node: str, where: tuple[str, int], timeout: float
     ) -> dict[str, Any]:
-        """As `former`, of the SMP of `node` at `where`, which has no part in the job of `world_size` ranks.
+        """As `previous_sizes`, of the SMP of `node` at `where`, which has no part in the job of `world_size` ranks.
 
         `busy` where it has trainers. Raises ProtocolError where that one does not answer in `timeout` seconds.
         """
@@ -217,9 +217,9 @@ class Client:
         self, rank: int, token: int, world_size: int, version: Version | None,
         spares: Sequence[tuple[str, int]] = (),
     ) -> None:  # fmt: skip
-        """Of the state at other sizes keep `version` of the job of `world_size` ranks alone; nothing, if it is None.
+        """Of state of previous sizes, keep only `version` of the job of `world_size` ranks; nothing, if it is None.
 
-        `spares` are to be released when the job can do without what they hold."""
+        `spares` are released when the job is safe without their state."""
         kept = [version.lineage, version.iteration] if version else None
         told = [list(where) for where in spares]
         self._ask("settle", rank=rank, token=token, world_size=world_size, version=kept, spares=told)

@@ -36,13 +36,13 @@ from .alarms import Alarms
 from .answers import Answers
 from .channel import Who
 from .exchange import Exchange, RatePacer
-from .former import Former
 from .kept import Kept
 from .pace import Pace
 from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, told, written
 from .pins import Directive, Report
 from .protection import Protection
 from .rebuild import Reader, decode, fetch
+from .resize.previous_segments import PreviousSegments
 from .vault import Vault, shape_of
 from .wire import Peer, Server
 
@@ -75,7 +75,7 @@ class NodeTier:
         job: str,
         node: str,
         segments: Mapping[int, Segment],
-        former: Former,
+        former: PreviousSegments,
         events: Events,
         alarms: Alarms | None = None,
     ) -> None:

@@ -31,15 +31,16 @@ from ..snapshot.slots import SlotState, void
 from . import liveness, protocol, requests
 from .alarms import Alarms
 from .attaching import plain, require_same_job, shape_of
-from .former import Former
-from .former_storage import FormerStorage
 from .node import NodeTier
 from .peers import read_maybe, read_version, written
 from .persister import Persister
 from .protection import Protection
+from .resize.context import ResizeContext
+from .resize.previous_segments import PreviousSegments
+from .resize.previous_storage import PreviousStorage
+from .resize.spares import SpareClient, SpareServer
+from .resize.transition import ResizeTransition
 from .signals import Signal, signal
-from .sizes import Sizes
-from .spare import Asked, Spare
 from .turns import REQUEST
 
 _TOKEN = TypeAdapter(Count)
@@ -82,24 +83,21 @@ class SnapshotProcess:
             self._segments[adopted.rank] = adopted
             self.token = max(self.token, adopted.token)
         self.adopted = len(self._segments)
-        self._aside = Former(job, node)
+        self._previous = PreviousSegments(job, node)
         self._alarms = Alarms(run_dir)
         self._alarms.forget()  # what an SMP before this one wanted to say
-        self._tier = NodeTier(run_dir, job, node, self._segments, self._aside, events, self._alarms)
+        self._tier = NodeTier(run_dir, job, node, self._segments, self._previous, events, self._alarms)
         self.persister = Persister(run_dir, job, node, events, alarms=self._alarms)
-        self._aside_storage = FormerStorage(
-            run_dir, job, node, self._aside, lambda: self.persister.storage, events, self._alarms
+        self._previous_storage = PreviousStorage(
+            run_dir, job, node, self._previous, self.persister, events, self._alarms
         )
-        self._asked = Asked(run_dir, self._tier, events)
-        self._spare_here = Spare(
-            run_dir, node, lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
-            self.persister.let_go, self._aside_storage.stop,
-        )  # fmt: skip
-        self._sizes = Sizes(
-            lambda: self.token, self._segments, self._aside, self._tier, self._lock, events,
-            self.persister.let_go, self._aside_storage, self._asked,
-        )  # fmt: skip
-        self._tier.serve_outside(self._spare_here.answer)
+        context = ResizeContext(
+            self, self._segments, self._previous, self._previous_storage, self.persister, self._tier, self._lock, events
+        )
+        self._spare_client = SpareClient(run_dir, self._tier, events)
+        self._spare_server = SpareServer(run_dir, node, context)
+        self._transition = ResizeTransition(context, self._spare_client)
+        self._tier.serve_outside(self._spare_server.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self._segments:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
@@ -142,7 +140,7 @@ class SnapshotProcess:
             "watched_pid": self.watched[0],
             "signal": self._signal().value,
             "refused": [path for path in self._refused if Path(path).exists()],
-            "set_aside": {str(size): sorted(held) for size, held in self._aside.sizes().items() if held},
+            "previous_sizes": {str(size): sorted(ranks) for size, ranks in self._previous.by_size().items() if ranks},
             "node_tier": self._tier.status(),
             "storage": self.persister.status(),
             "segments": [
@@ -330,37 +328,37 @@ class SnapshotProcess:
             if rank >= len(told.shapes):
                 raise ProtocolError(f"rank {rank} was not in the former job of {len(told.shapes)} ranks")
             fingerprint = plain(rank, protocol.field(request, "fingerprint", dict))
-            into = self._aside.make(len(told.shapes), rank, told.shapes[rank], fingerprint)
+            into = self._previous.create(len(told.shapes), rank, told.shapes[rank], fingerprint)
         self._tier.rebuild(rank, self.token, told, request, into)
         return {}
 
     # ---- the job at another size ----
 
     def _resize(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The job has so many ranks now: what is of another size is set aside."""
+        """The job has so many ranks now: segments of other sizes are moved out of the way."""
         self._check_token(request)
-        return {"former": self._sizes.resize(protocol.number(request, "world_size", _RANKS))}
+        return {"former": self._transition.resize(protocol.number(request, "world_size", _RANKS))}
 
     def _former(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What of other sizes this node can hand out, and the parity that belongs to it."""
-        return self._sizes.told()
+        """The state of previous sizes on this node, and the parity that belongs to it."""
+        return self._transition.report()
 
     def _spare(self, request: dict[str, Any]) -> dict[str, Any]:
         """What another node has of other sizes, which has no part in the job."""
         self._check_token(request)
         seconds, where = requests.seconds(request, "seconds"), requests.field(requests.ENDPOINT, request, "where")
         world_size, node = protocol.number(request, "world_size", _RANKS), protocol.field(request, "node", str)
-        return {"told": self._asked.ask(node, where, world_size, seconds)}
+        return {"told": self._spare_client.ask(node, where, world_size, seconds)}
 
     def _settle(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Of what is set aside keep that version of that size alone; nothing, if none is named."""
+        """Keep only that version of that previous size; nothing, if none is named."""
         self._check_token(request)
         spares = requests.field(requests.ENDPOINTS, request, "spares")
         taken = None
         if request.get("version") is not None:
             taken = protocol.number(request, "world_size", _RANKS), read_version(request["version"])
-        self._asked.keep(spares)
-        self._sizes.settle(taken)
+        self._spare_client.release_later(spares)
+        self._transition.keep_only(taken)
         return {}
 
     def _protect(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -382,19 +380,19 @@ class SnapshotProcess:
     def to_storage(
         self, reason: str, seconds: float = 0.0, only_due: bool = False, keep: bool = False
     ) -> dict[str, Any]:
-        """`Persister.request`; at the end of protection also for what is set aside, and not taken over yet."""
+        """`Persister.request`; at the end of protection also for state of previous sizes that was not restored."""
         if only_due or reason == REQUEST:
             return self.persister.request(reason, seconds, only_due, keep)
         deadline = time.monotonic() + seconds
         found = self.persister.request(reason, seconds)
-        nothing = found["state"] == "nothing"  # of this size: what is aside is the newest
-        aside = self._aside_storage.request(reason, max(0.0, deadline - time.monotonic()) if nothing else 0.0)
-        return aside if nothing else found
+        nothing = found["state"] == "nothing"  # of this size: the state of a previous one is the newest
+        previous = self._previous_storage.request(reason, max(0.0, deadline - time.monotonic()) if nothing else 0.0)
+        return previous if nothing else found
 
     @property
     def storing(self) -> bool:
         """Whether something is on its way to storage."""
-        return self.persister.busy or self._aside_storage.busy
+        return self.persister.busy or self._previous_storage.busy
 
     def _end(self, request: dict[str, Any]) -> dict[str, Any]:
         self.finish("in order")
@@ -402,7 +400,7 @@ class SnapshotProcess:
 
     def look_at_trainers(self) -> None:
         """A trainer that has been stopped for too long is lost: its peers wait for it in a collective."""
-        self._sizes.drop_if_safe()
+        self._transition.drop_if_safe()
         now = time.monotonic()
         stopped = {}
         for rank, segment in list(self._segments.items()):
@@ -433,9 +431,9 @@ class SnapshotProcess:
         """Remove the segments; the daemon ends, whatever is in the way."""
         try:
             self._tier.close()
-            self._asked.forget()
-            self._spare_here.forget()
-            self._aside_storage.stop()
+            self._spare_client.forget()
+            self._spare_server.forget()
+            self._previous_storage.stop()
             self.persister.stop()
             for segment in self._segments.values():
                 segment.close()

@@ -27,9 +27,9 @@ from ..snapshot.slots import SlotState, Version
 from . import protocol
 from .channel import Who
 from .exchange import copy_of, slot_of
-from .former import Former
 from .frames import Data, Parity
 from .pins import Directive, Epoch, Report, decide
+from .resize.previous_segments import PreviousSegments
 from .vault import Vault
 from .wire import Bytes, Peer, limit_in_kernel
 
@@ -76,10 +76,12 @@ class Local:
 
     over_wire = False
 
-    def __init__(self, segments: Mapping[int, Segment], former: Former, vault: Callable[[], Vault | None]) -> None:
-        """`former` is looked at for what `segments` do not have: no version is of two sizes of the job."""
+    def __init__(
+        self, segments: Mapping[int, Segment], previous: PreviousSegments, vault: Callable[[], Vault | None]
+    ) -> None:
+        """`previous` is searched for versions that `segments` do not have. A version is of one size of the job."""
         self._segments = segments
-        self._former = former
+        self._previous = previous
         self._vault = vault
         # the slot that was read last, looked at first; it keeps no mapping of a segment that has left
         self._found: tuple[int, Version, weakref.ref[Segment], int] | None = None
@@ -115,10 +117,10 @@ class Local:
                 raise SegmentError(f"rank {rank} has no segment on this node")
             found = own, slot_of(own, version)
         except SegmentError:
-            aside = self._former.find(rank, version)
-            if aside is None:
+            previous = self._previous.find(rank, version)
+            if previous is None:
                 raise
-            found = aside, slot_of(aside, version)
+            found = previous, slot_of(previous, version)
         self._found = (rank, version, weakref.ref(found[0]), found[1])
         return found
 

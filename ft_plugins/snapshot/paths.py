@@ -1,6 +1,6 @@
 """What the files in shared memory are called, and which there are: segments of ranks, a node's vault, its lock.
 
-    ftp-JOB@NODE@UID-rR         the segment of rank R     ftp-JOB@NODE@UID-rRofN      one of a job of N ranks, set aside
+    ftp-JOB@NODE@UID-rR         the segment of rank R     ftp-JOB@NODE@UID-rRofN      that of a previous size, N ranks
     ftp-JOB@NODE@UID-parity     the vault                 ftp-JOB@NODE@UID.lock       the lock of the node's SMP
     ... .new                    half-made ones of these
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from .room import SHM
 
 _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+)@(?P<uid>[0-9]+)(?P<rest>[^@]+)")
-_SEGMENT, _ASIDE = re.compile(r"-r(0|[1-9][0-9]{0,9})"), re.compile(r"-r[0-9]{1,10}of[0-9]{1,10}")
+_SEGMENT, _PREVIOUS = re.compile(r"-r(0|[1-9][0-9]{0,9})"), re.compile(r"-r[0-9]{1,10}of[0-9]{1,10}")
 _ANY = re.compile(r"(-r[0-9]{1,10}(of[0-9]{1,10})?|-parity)(\.new)?|\.lock")
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long its segments are to outlive a job
 
@@ -35,8 +35,8 @@ def path_of(job: str, node: str, rank: int) -> Path:
     return SHM / f"{_of(job, node)}-r{rank}"
 
 
-def set_aside(job: str, node: str, rank: int, world_size: int) -> Path:
-    """The file of a segment of the job as it was with another number of ranks, kept until its state is taken over."""
+def previous_path_of(job: str, node: str, rank: int, world_size: int) -> Path:
+    """The file of a rank's segment of the job at a previous size, of `world_size` ranks."""
     return SHM / f"{_of(job, node)}-r{rank}of{world_size}"
 
 
@@ -56,9 +56,9 @@ def segments_of(job: str, node: str) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("-r")[2]))
 
 
-def former_segments_of(job: str, node: str) -> list[Path]:
-    """The segments that are set aside on a node."""
-    return sorted(path for path, rest in _files(job, node) if _ASIDE.fullmatch(rest))
+def previous_segments_of(job: str, node: str) -> list[Path]:
+    """The segments of previous sizes of a job on a node."""
+    return sorted(path for path, rest in _files(job, node) if _PREVIOUS.fullmatch(rest))
 
 
 def jobs() -> list[tuple[str, str]]:

@@ -19,11 +19,12 @@ from ..errors import ConfigError, FtError, ResumeError
 from ..events import Events, say
 from ..model.host import Host
 from ..model.topology import Topology
-from ..recovery import sizes
 from ..recovery.collective import Collective
 from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
-from ..recovery.refill import refill
-from ..recovery.takeover import FormerJob, Takeover
+from ..recovery.resize import sizes
+from ..recovery.resize.previous_job import PreviousJob
+from ..recovery.resize.previous_size import ResizePlan
+from ..recovery.resize.refill import refill
 from ..redundancy import neighbour
 from ..redundancy.plan import unprotected
 from ..snapshot.double import told, with_parity
@@ -67,7 +68,7 @@ class ReftNodes:
         self._groups = tuple(host.topology().sharding_groups().values())
         self._copied = self._config.redundancy in ("neighbour", "both")
         self._encoded = self._config.redundancy in ("raim5", "raim6", "both")
-        self._takeover: Takeover | None = None
+        self._resize_plan: ResizePlan | None = None
         self.lineage = 0  # the newest that the nodes know of when they begin, also of other sizes of the job
         self.losses = self._survivable(nodes)
 
@@ -141,8 +142,8 @@ class ReftNodes:
         )  # fmt: skip
 
     def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:
-        """The nodes as a takeover needs them: with each other within reach, also where they do not protect each other
-        at this size but did at another one."""
+        """The nodes as a resize needs them: their SMPs reach each other, also where they do not protect each other at
+        this size but did at a previous one."""
         if self.losses:
             return self.of_job(shape, layout)
         if self._job.secret_file is None:
@@ -152,7 +153,7 @@ class ReftNodes:
     def look_back(
         self, mode: str, shape: Shape, layout: Layout, report: Callable[[FtError], None]
     ) -> None:
-        """Find state of this job at another data-parallel size, to be taken over by `take_over`.
+        """Find state of this job at a previous data-parallel size, for `take_over` to restore.
 
         Every rank of the job calls, before any claims memory. `mode` is `--ftp-resume`: what it passes over is left
         alone, `fresh` removes it. Raises ResumeError, ProtectionError, on all ranks alike.
@@ -160,26 +161,26 @@ class ReftNodes:
         rank, token = self._host.rank, self._token
         seen = SeenNodes(self._collective, self._nodes, self._run_dir)
         size = self._collective.world_size
-        former = any(seen.ask(lambda client: client.resize(rank, token, size)))
+        resized = any(seen.ask(lambda client: client.resize(rank, token, size)))
         self.lineage = max(node.lineage for node in seen.facts())
-        if not former or mode == "storage":
+        if not resized or mode == "storage":
             return
         nodes = seen if mode == "fresh" else self._reachable(seen, shape, layout)
-        job = FormerJob(self._collective, nodes, token, self._run_dir, report)
+        previous = PreviousJob(self._collective, nodes, token, self._run_dir, report)
         if mode == "fresh":
-            job.drop()
+            previous.drop()
             return
         if self._host.topology().ep > 1:
             error = ResumeError(
-                "state of another data-parallel size cannot be taken over where experts are parallel (ep > 1); start "
-                "with the former number of nodes, or --ftp-resume fresh starts from the beginning"
+                "state of another data-parallel size cannot be restored where experts are parallel (ep > 1); start "
+                "with the previous number of nodes, or from the beginning with --ftp-resume fresh"
             )
             error.echo = rank != 0
             raise error
-        self._takeover = job.find(self._host.fingerprint())
-        if self._takeover is not None:
-            self.lineage = max(self.lineage, self._takeover.now.lineage - 1)
-            job.settle(self._takeover)
+        self._resize_plan = previous.plan_resize(self._host.fingerprint())
+        if self._resize_plan is not None:
+            self.lineage = max(self.lineage, self._resize_plan.now.lineage - 1)
+            previous.keep_only(self._resize_plan)
 
     def tell_sizes(self) -> str:
         """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node.
@@ -194,31 +195,31 @@ class ReftNodes:
         if not self._named:
             found = sizes.admissible(topology, self._nodes, admits, lambda resized, nodes: "")
         if self.leads:
-            sizes.write(self._run_dir, sizes.Told(found, spares_asked=self.losses > 0))
+            sizes.write(self._run_dir, sizes.SizeReport(found, spares_asked=self.losses > 0))
         count = len(set(self._nodes))
-        return sizes.words(found, count, protected) if count > 1 and found else ""
+        return sizes.describe(found, count, protected) if count > 1 and found else ""
 
     def take_over(self, segment: Segment, manifest: Manifest) -> None:
-        """Fill a slot with the state of another size, if `look_back` has found such. Every rank of the job calls.
+        """Fill a slot with state of a previous size, if `look_back` found any. Every rank of the job calls.
 
         Raises ResumeError.
         """
-        found = self._takeover
-        if found is None:
+        plan = self._resize_plan
+        if plan is None:
             return
         began = time.perf_counter()
         members = SeenNodes(self._collective, self._nodes, self._run_dir).ranks
         moved = refill(
-            found, segment, manifest, members, self._collective, self._run_dir, self._token,
+            plan, segment, manifest, members, self._collective, self._run_dir, self._token,
             self._host.merged,
         )  # fmt: skip
         seconds = time.perf_counter() - began
         self._events.emit(
-            "restore.resized", ranks=found.world_size, iteration=found.version.iteration,
-            lineage=found.version.lineage, bytes=moved, seconds=seconds,
+            "restore.resized", ranks=plan.world_size, iteration=plan.version.iteration,
+            lineage=plan.version.lineage, bytes=moved, seconds=seconds,
         )  # fmt: skip
         if self._host.rank == 0:
             say(
-                f"iteration {found.version.iteration} of {found.world_size} ranks taken over by "
-                f"{self._collective.world_size}, {seconds:.1f} s"
+                f"iteration {plan.version.iteration} of {plan.world_size} ranks restored on "
+                f"{self._collective.world_size} ranks, {seconds:.1f} s"
             )

@@ -19,7 +19,7 @@ from ft_plugins.rig.gpt_runs import Configuration, GptRun
 from ft_plugins.rig.journal import wait_for
 from ft_plugins.rig.multinode import BOUND, MultiNodeJob, Spec
 from ft_plugins.rig.nodes import Place, network
-from ft_plugins.snapshot.paths import former_segments_of, segments_of
+from ft_plugins.snapshot.paths import previous_segments_of, segments_of
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp", "--global-batch", "24")
@@ -59,7 +59,7 @@ def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
     assert event(spare, "spare.asked")["segments"] == PER_NODE
     assert event(spare, "spare.released")["segments"] == PER_NODE
     name = (spare.spec.run_dir.parent.name, spare.spec.run_dir.name)
-    assert not segments_of(*name) and not former_segments_of(*name), "its memory is given back while the job trains"
+    assert not segments_of(*name) and not previous_segments_of(*name), "its memory is given back while the job trains"
     assert int(str(event(spare, "spare.released")["lineage"])) > 1
     if again:
         fresh = job.start("s", places[before])

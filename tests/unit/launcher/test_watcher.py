@@ -38,7 +38,7 @@ class Snapshots:
         self.hangs = 0  # the pid that lives and does not answer
         self.fence_error: Exception | None = None
         self.slots = [{"state": "CLEAN", "lineage": 1, "iteration": 4}]
-        self.set_aside: dict[str, list[int]] = {}
+        self.previous_sizes: dict[str, list[int]] = {}
         self.released = 0
 
     def ensure(self, run_dir: Path, job: str, node: str, orphan: float, faults: str, timeout: float, watch: int) -> int:
@@ -73,7 +73,7 @@ class Snapshots:
 
     def status(self) -> dict[str, Any]:
         return {
-            "refused": [], "set_aside": self.set_aside, "node_tier": {"released": self.released},
+            "refused": [], "previous_sizes": self.previous_sizes, "node_tier": {"released": self.released},
             "segments": [{"attached": True, "slots": self.slots}],
         }  # fmt: skip
 
@@ -263,7 +263,7 @@ def test_a_refusal_that_the_job_went_on_without_this_node_is_kept_like_state(sto
     assert story.watcher.empty()
     story.smp.released = 3
     assert not story.watcher.empty()
-    story.smp.released, story.smp.set_aside = 0, {"4": [0]}
+    story.smp.released, story.smp.previous_sizes = 0, {"4": [0]}
     assert not story.watcher.empty()
 
 

@@ -28,7 +28,7 @@ from ft_plugins.errors import BusyError, ConfigError, FtError, SegmentError
 from ft_plugins.events import Event, Events, file_sink
 from ft_plugins.intake import within
 from ft_plugins.launcher.watcher import Job, Watcher
-from ft_plugins.recovery import sizes
+from ft_plugins.recovery.resize import sizes
 from ft_plugins.rig.hostile import altered, damaged
 from ft_plugins.smp import client, liveness
 from ft_plugins.smp.alarms import Alarms
@@ -120,7 +120,7 @@ def left(job: str, tmp_path: Path, segments: None, secret: Path) -> Path:
     written(run_dir / "lost.json", {"token": 1, "lost": ["node m"]})
     for name, value in (("counted", [1, 4]), ("released", 3), ("asked", 1), ("spares", [["127.0.0.1", 9]])):
         written(run_dir / f"{name}.json", value)
-    sizes.write(run_dir, sizes.Told((2, 4), True))
+    sizes.write(run_dir, sizes.SizeReport((2, 4), True))
     for name in ("smp.lock", "lock", paths.PATIENCE_FILE):
         (run_dir / name).write_text("12")
     smp.close()
@@ -147,7 +147,7 @@ def use_everything(job: str, run_dir: Path, secret: Path) -> None:
             smp.ask(name)
         if where["ok"]:
             smp.ask("protect", protection=smp.protection(where).block())
-        smp.process._spare_here.answer({"do": "release", "lineage": 0})
+        smp.process._spare_server.answer({"do": "release", "lineage": 0})
     finally:
         smp.close()
     Watcher(Job(Config(), job, NODE, run_dir), Events()).lost(1)
@@ -203,7 +203,7 @@ def test_what_stands_at_a_half_made_files_name_is_replaced_and_not_written_to(
         (run_dir / name).unlink(missing_ok=True)
         os.mkfifo(run_dir / name) if kind == "pipe" else (run_dir / name).symlink_to(foreign)
     within(10.0, lambda: written(run_dir / "x.json", [1]), "the writer")
-    within(10.0, lambda: sizes.write(run_dir, sizes.Told((2,))), "the writer")
+    within(10.0, lambda: sizes.write(run_dir, sizes.SizeReport((2,))), "the writer")
     watch = {"pid": 1, "detect_seconds": 5.0, "orphan_seconds": 7.0}
     assert within(10.0, lambda: smp.ask("watch", **watch), "the SMP")["ok"]
     assert (run_dir / "x.json").read_text() == "[1]" and sizes.read(run_dir).sizes == (2,)
@@ -318,7 +318,7 @@ def test_what_is_removed_of_a_job_is_of_that_job_alone(job: str, tmp_path: Path)
     pairs = [(job, "n"), (f"{job}-a", "n"), (job, "n-r1"), (job, "n.lock"), (job, "n-parity"), (f"{job}.b", "n")]
     made = {}
     for name, node in pairs:
-        own = [paths.path_of(name, node, 0), paths.set_aside(name, node, 1, 4), paths.vault_of(name, node)]
+        own = [paths.path_of(name, node, 0), paths.previous_path_of(name, node, 1, 4), paths.vault_of(name, node)]
         made[name, node] = {*own, own[0].with_name(f"{own[0].name}.new"), paths.lock_of(name, node)}
         for path in made[name, node]:
             path.touch(mode=0o600)

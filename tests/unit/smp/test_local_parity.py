@@ -21,9 +21,9 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.smp import checks, protocol
-from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.double import gathered, told, with_parity
 from ft_plugins.snapshot.layout import Layout, plan_layout
@@ -134,7 +134,7 @@ class Cluster:
         events = Events(name)
         events.subscribe(self.events[name].append)
         segments = {rank: self.trainers[rank].segment for rank in self.ranks(position)}
-        return NodeTier(self.folder / name, self.job, name, segments, Former(self.job, name), events)
+        return NodeTier(self.folder / name, self.job, name, segments, PreviousSegments(self.job, name), events)
 
     def _endpoints(self) -> tuple[tuple[str, int], ...]:
         return tuple(tier.endpoint("127.0.0.1", str(self.secret)) for tier in self.tiers)

@@ -28,10 +28,10 @@ from ft_plugins.events import Event, Events
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
 from ft_plugins.smp.channel import Who
-from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.wire import PURPOSE, Peer
 from ft_plugins.snapshot.paths import path_of, remove, vault_of
 from ft_plugins.snapshot.segment import Segment, create
@@ -71,8 +71,8 @@ class Node:
     def _start(self) -> NodeTier:
         events = Events(self.name)
         events.subscribe(self.seen.append)
-        former = Former(self.cluster.job, self.name)
-        return NodeTier(self.run_dir, self.cluster.job, self.name, self.segments, former, events)
+        previous = PreviousSegments(self.cluster.job, self.name)
+        return NodeTier(self.run_dir, self.cluster.job, self.name, self.segments, previous, events)
 
     def write(self, iteration: int, lineage: int = 1) -> None:
         """What a capture of each rank leaves."""

@@ -16,10 +16,10 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.pins import Directive
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
@@ -50,8 +50,8 @@ class Node:
     def _start(self) -> NodeTier:
         events = Events(self.name)
         events.subscribe(self.seen.append)
-        former = Former(self.job, self.name)
-        return NodeTier(self.run_dir, self.job, self.name, {self.position: self.segment}, former, events)
+        previous = PreviousSegments(self.job, self.name)
+        return NodeTier(self.run_dir, self.job, self.name, {self.position: self.segment}, previous, events)
 
     def write(self, iteration: int, lineage: int = 1) -> None:
         """What a capture leaves."""

@@ -1,4 +1,4 @@
-"""State taken over at another data-parallel size: every byte of the new slots is the right one."""
+"""State restored at another data-parallel size: every byte of the new slots is the right one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError, SegmentError
 from ft_plugins.model.inventory import Inventory, Item, Role, Span
-from ft_plugins.recovery.reshard import plan_moves
+from ft_plugins.recovery.resize.reshard import plan_moves
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.layout import Layout, plan_layout
 from ft_plugins.snapshot.manifest import OWN, REPLICATED, Manifest, manifest_of
@@ -75,11 +75,11 @@ def test_every_byte_of_a_slot_comes_from_where_it_was(
     generator = np.random.default_rng(7)
     tensors = {name: generator.integers(0, 256, count * WIDTH, dtype=np.uint8) for name, count in whole.items()}
     tensors["buffer"] = generator.integers(0, 256, 5, dtype=np.uint8)
-    former = job(before, data.draw(st.integers(1, before)), whole, sharded, padding)
-    slots = {found.rank: slot(layout, tensors) for layout, found in former}
+    previous = job(before, data.draw(st.integers(1, before)), whole, sharded, padding)
+    slots = {found.rank: slot(layout, tensors) for layout, found in previous}
     for layout, mine in job(now, data.draw(st.integers(1, now)), whole, sharded, other_padding):
         made = np.zeros(layout.nbytes, dtype=np.uint8)
-        moves = plan_moves([found for _, found in former], mine)
+        moves = plan_moves([found for _, found in previous], mine)
         for move in moves:
             made[move.target : move.target + move.nbytes] = slots[move.rank][move.source : move.source + move.nbytes]
         assert np.array_equal(made, slot(layout, tensors))
@@ -92,30 +92,30 @@ def test_neighbouring_moves_are_one() -> None:
     assert [move.nbytes for move in plan_moves([alone], second) if move.nbytes > 5] == [256]
 
 
-def test_a_buffer_is_that_of_the_first_former_rank() -> None:
+def test_a_buffer_is_that_of_the_first_previous_rank() -> None:
     whole = {"a": 8}
-    former = [found for _, found in job(2, 2, whole, set(), 0)]
+    previous = [found for _, found in job(2, 2, whole, set(), 0)]
     (_, mine), = job(1, 1, whole, set(), 0)
-    assert {move.rank for move in plan_moves(former, mine) if move.nbytes == 5} == {0}
+    assert {move.rank for move in plan_moves(previous, mine) if move.nbytes == 5} == {0}
 
 
 def test_another_model_is_refused_by_name() -> None:
-    former = [found for _, found in job(2, 2, {"a": 8}, set(), 0)]
+    previous = [found for _, found in job(2, 2, {"a": 8}, set(), 0)]
     (_, mine), = job(1, 1, {"a": 9}, set(), 0)
     with pytest.raises(ResumeError, match="'a' has 36 bytes of float32.*32 bytes"):
-        plan_moves(former, mine)
+        plan_moves(previous, mine)
     (_, mine), = job(1, 1, {"b": 8}, set(), 0)
-    with pytest.raises(ResumeError, match="nothing of that name"):
-        plan_moves(former, mine)
+    with pytest.raises(ResumeError, match="no tensor of that name"):
+        plan_moves(previous, mine)
 
 
-def test_a_missing_rank_is_told() -> None:
-    former = [found for _, found in job(3, 3, {"a": 300}, {"a"}, 0)]
+def test_a_missing_rank_is_an_error() -> None:
+    previous = [found for _, found in job(3, 3, {"a": 300}, {"a"}, 0)]
     (_, mine), = job(1, 1, {"a": 300}, {"a"}, 0)
-    with pytest.raises(ResumeError, match="does not make up a whole"):
-        plan_moves([former[0], former[2]], mine)
-    with pytest.raises(ResumeError, match="nowhere"):
-        plan_moves(former[:2], mine)
+    with pytest.raises(ResumeError, match="do not make up a whole"):
+        plan_moves([previous[0], previous[2]], mine)
+    with pytest.raises(ResumeError, match="are missing"):
+        plan_moves(previous[:2], mine)
 
 
 def own(found: Manifest) -> Manifest:
@@ -124,10 +124,10 @@ def own(found: Manifest) -> Manifest:
     return replace(found, held=tuple(held))
 
 
-def test_unique_state_of_which_nothing_is_known_is_not_taken_over() -> None:
+def test_unique_state_without_a_rule_is_not_restored() -> None:
     """Two ranks hold different things under one name: neither is the whole. And one rank's is not for two."""
     two, one = ([found for _, found in job(size, size, {"a": 64}, set(), 0)] for size in (2, 1))
-    with pytest.raises(ResumeError, match="does not make up a whole"):
+    with pytest.raises(ResumeError, match="do not make up a whole"):
         plan_moves([own(found) for found in two], one[0])
     kinds = [{held.kind for held in found.held if held.name == "a"} for found in (two[0], one[0])]
     assert kinds == [{REPLICATED}, {OWN}]
@@ -136,7 +136,7 @@ def test_unique_state_of_which_nothing_is_known_is_not_taken_over() -> None:
         plan_moves(one, own(two[1]))
 
 
-def test_a_manifest_that_is_none_is_refused() -> None:
+def test_bytes_that_are_no_manifest_are_refused() -> None:
     for wrong in (b"", b"nothing", manifest.write(job(1, 1, {"a": 1}, set(), 0)[0][1])[:-9]):
         with pytest.raises(SegmentError):
             manifest.read(wrong)

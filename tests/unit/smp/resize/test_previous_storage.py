@@ -1,4 +1,4 @@
-"""What is set aside for another size of the job goes to storage when the SMP is orphaned before it was taken over."""
+"""State of a previous size goes to storage when the SMP is orphaned before the state was restored."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ import xxhash
 from ft_plugins.events import Event, Events
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import ensure
-from ft_plugins.smp.former import Former
-from ft_plugins.smp.former_storage import FormerStorage
+from ft_plugins.smp.resize.previous_segments import PreviousSegments
+from ft_plugins.smp.resize.previous_storage import PreviousStorage
 from ft_plugins.snapshot import checkpoint, persist
-from ft_plugins.snapshot.paths import former_segments_of, path_of, remove, set_aside
+from ft_plugins.snapshot.paths import path_of, previous_path_of, previous_segments_of, remove
 from ft_plugins.snapshot.retention import Storage
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
@@ -57,7 +58,7 @@ def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
 
 
 def assert_loads(folder: Path, path: Path, rank: int, version: Version) -> None:
-    """A rank of the job at its former size reads its share of the checkpoint, verified."""
+    """A rank of the job at its previous size reads its share of the checkpoint, verified."""
     create(path, SHAPE, rank, FINGERPRINT, 2)
     with closing(Segment(path)) as fresh:
         fresh.ranges = RANGES
@@ -73,7 +74,7 @@ def storage(tmp_path: Path) -> Storage:
 
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("patience", [600, 0])
-def test_an_orphaned_smp_writes_what_was_not_taken_over(
+def test_an_orphaned_smp_writes_state_that_was_not_restored(
     node: SmpNode, storage: Storage, tmp_path: Path, replaced: bool, patience: int
 ) -> None:
     watched = os.fork()
@@ -90,8 +91,8 @@ def test_an_orphaned_smp_writes_what_was_not_taken_over(
                 capture(segment, V4, V5)
                 segment.owner = (0, 0)
         token = client.fence()
-        assert client.resize(0, token, 4), "the job begins anew with four ranks, of which none gets as far as to attach"
-    assert [path.name for path in former_segments_of(node.job, node.name)]
+        assert client.resize(0, token, 4), "the job starts again with four ranks, none of which attaches"
+    assert [path.name for path in previous_segments_of(node.job, node.name)]
     if replaced:
         node.kill()
         node.pids.append(ensure(node.run_dir, node.job, node.name, patience, watch=watched))
@@ -106,7 +107,7 @@ def test_an_orphaned_smp_writes_what_was_not_taken_over(
         assert_loads(base / "v1-5", tmp_path / f"r{rank}", rank, V5)
     if not patience:  # its memory goes when it is in storage
         until(lambda: not liveness.held(node.run_dir / "smp.lock"), lambda: str(node.events()))
-        assert not former_segments_of(node.job, node.name)
+        assert not previous_segments_of(node.job, node.name)
 
 
 def test_without_storage_or_at_the_orderly_end_nothing_is_written(node: SmpNode, storage: Storage) -> None:
@@ -130,8 +131,8 @@ def test_without_storage_or_at_the_orderly_end_nothing_is_written(node: SmpNode,
         assert client.checkpoint("ft-run was told to end", SECONDS) == {"ok": True, "state": "off"}
 
 
-class Aside:
-    """A node on which segments of a two-rank job are set aside; the job has four ranks now."""
+class ResizedNode:
+    """A node with segments of a two-rank job; the job has four ranks now."""
 
     def __init__(self, folder: Path, job: str, name: str, rank: int, storage: Storage, *versions: Version) -> None:
         self.run_dir = folder / name
@@ -142,17 +143,18 @@ class Aside:
         create(path_of(job, name, rank), SHAPE, rank, FINGERPRINT, 2)
         segment = Segment(path_of(job, name, rank))
         capture(segment, *versions)
-        self.former = Former(job, name)
-        self.former.exchange({rank: segment}, 4)
-        self.path = set_aside(job, name, rank, 2)
-        self.storage = FormerStorage(self.run_dir, job, name, self.former, lambda: storage, events)
+        self.previous = PreviousSegments(job, name)
+        self.previous.switch({rank: segment}, 4)
+        self.path = previous_path_of(job, name, rank, 2)
+        persister: Any = SimpleNamespace(storage=storage)
+        self.storage = PreviousStorage(self.run_dir, job, name, self.previous, persister, events)
 
 
 @pytest.fixture
-def pair(tmp_path: Path, job: str, storage: Storage) -> Iterator[list[Aside]]:
+def pair(tmp_path: Path, job: str, storage: Storage) -> Iterator[list[ResizedNode]]:
     told = replace(storage, world_size=4)
     found = [
-        Aside(tmp_path, job, "a", 0, told, V4, V5), Aside(tmp_path, job, "b", 1, told, Version(1, 3), V4),
+        ResizedNode(tmp_path, job, "a", 0, told, V4, V5), ResizedNode(tmp_path, job, "b", 1, told, Version(1, 3), V4),
     ]  # fmt: skip
     yield found
     for node in found:
@@ -162,7 +164,7 @@ def pair(tmp_path: Path, job: str, storage: Storage) -> Iterator[list[Aside]]:
 
 
 def test_several_nodes_write_the_newest_version_that_all_of_them_have(
-    pair: list[Aside], tmp_path: Path, job: str
+    pair: list[ResizedNode], tmp_path: Path, job: str
 ) -> None:
     for node in pair:
         node.storage.request("orphaned", 0.0)
@@ -177,24 +179,24 @@ def test_several_nodes_write_the_newest_version_that_all_of_them_have(
 
 
 def test_a_size_that_cannot_be_read_is_an_event_and_the_others_go_to_storage(
-    pair: list[Aside], tmp_path: Path, job: str
+    pair: list[ResizedNode], tmp_path: Path, job: str
 ) -> None:
-    """Somebody has removed the file; besides there is what one rank was put together of."""
+    """The file of one size was removed; a rebuilt segment of another size is there."""
     node = pair[0]
     node.path.unlink()
-    capture(node.former.make(1, 0, SHAPE, FINGERPRINT), V4)
+    capture(node.previous.create(1, 0, SHAPE, FINGERPRINT), V4)
     found = node.storage.request("orphaned", SECONDS)
     assert (found["state"], found["iteration"]) == ("done", 4), found
     assert checkpoint.read_manifest(tmp_path / "ck" / job / "v1-4").world_size == 1
     [failed] = [event.fields["reason"] for event in node.seen if event.name == "persist.failed"]
-    assert "what 2 ranks left cannot be read" in failed and node.path.name in failed
+    assert "state of 2 ranks cannot be read" in failed and node.path.name in failed
 
 
-def test_it_is_left_off_when_what_is_set_aside_is_about_to_change(pair: list[Aside], tmp_path: Path, job: str) -> None:
+def test_writing_is_abandoned_before_the_segments_change(pair: list[ResizedNode], tmp_path: Path, job: str) -> None:
     pair[0].storage.request("orphaned", 0.0)  # the other node is silent: it is waited for
     assert pair[0].storage.busy
     pair[0].storage.stop()
     assert not pair[0].storage.busy
-    pair[0].former.drop()
+    pair[0].previous.drop()
     assert pair[0].storage.request("orphaned", 0.0) == {"state": "nothing"}
     assert not (tmp_path / "ck" / job / "v1-5").exists()

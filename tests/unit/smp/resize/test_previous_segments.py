@@ -1,4 +1,4 @@
-"""Segments of another size of the job: set aside whole, found again by a new SMP, brought back or given up."""
+"""Segments of previous sizes: kept whole, found by a replacement SMP, used again at their size, or dropped."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from ft_plugins.events import Events
-from ft_plugins.smp.former import Former
 from ft_plugins.smp.frames import Data
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.peers import Local
+from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
-from ft_plugins.snapshot.paths import former_segments_of, jobs, path_of, remove, segments_of, set_aside
+from ft_plugins.snapshot.paths import jobs, path_of, previous_path_of, previous_segments_of, remove, segments_of
 from ft_plugins.snapshot.room import SHM
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import PAGE, Shape
@@ -51,70 +51,71 @@ def files(job: str) -> set[str]:
     return {"".join(re.split(r"@\d+", path.name.split("@", 1)[1])) for path in SHM.glob(f"ftp-{job}@*")}
 
 
-def test_what_is_of_another_size_leaves_and_what_is_of_this_one_stays(job: str) -> None:
+def test_segments_of_another_size_leave_and_those_of_this_size_stay(job: str) -> None:
     own = {0: segment(job, 0, 16, Version(1, 4)), 1: segment(job, 1, 12)}
-    former = Former(job, NODE)
-    assert not former and former.exchange(own, 12) == [0]
-    assert set(own) == {1} and former and former.lineage == 1
+    previous = PreviousSegments(job, NODE)
+    assert not previous and previous.switch(own, 12) == [0]
+    assert set(own) == {1} and previous and previous.lineage == 1
     assert files(job) == {"n0-r0of16", "n0-r1"}
-    assert former_segments_of(job, NODE) == [set_aside(job, NODE, 0, 16)] and segments_of(job, NODE) == [own[1].path]
-    found = former.find(0, Version(1, 4))
-    assert found is not None and found.path == set_aside(job, NODE, 0, 16) and (found.data(0) == 1).all()
-    assert former.find(0, Version(1, 5)) is None and former.find(1, Version(1, 4)) is None
+    assert previous_segments_of(job, NODE) == [previous_path_of(job, NODE, 0, 16)]
+    assert segments_of(job, NODE) == [own[1].path]
+    found = previous.find(0, Version(1, 4))
+    assert found is not None and found.path == previous_path_of(job, NODE, 0, 16) and (found.data(0) == 1).all()
+    assert previous.find(0, Version(1, 5)) is None and previous.find(1, Version(1, 4)) is None
 
 
-def test_a_new_smp_finds_it(job: str) -> None:
+def test_a_replacement_smp_finds_them(job: str) -> None:
     own = {0: segment(job, 0, 16, Version(2, 4), place=(1, 0))}
     own[0].open_lineage(2, Version(2, 4), [])
-    Former(job, NODE).exchange(own, 12)
-    again = Former(job, NODE)
-    assert again.facts() == [[16, [[0, [1, 0], 2, 4, False, [[2, 4]]]]]] and again.lineage == 2
+    PreviousSegments(job, NODE).switch(own, 12)
+    again = PreviousSegments(job, NODE)
+    assert again.report()["sizes"] == [[16, [[0, [1, 0], 2, 4, False, [[2, 4]]]]]] and again.lineage == 2
     assert jobs().count((job, NODE)) == 1
-    set_aside(job, NODE, 3, 16).write_bytes(b"not a segment")
-    assert again.facts() == Former(job, NODE).facts()
+    previous_path_of(job, NODE, 3, 16).write_bytes(b"not a segment")
+    assert again.report()["sizes"] == PreviousSegments(job, NODE).report()["sizes"]
     assert remove(job, NODE) == 2 and not files(job)
 
 
-def test_it_is_brought_back_when_the_job_has_its_size_again(job: str) -> None:
+def test_they_are_used_again_when_the_job_returns_to_their_size(job: str) -> None:
     own = {0: segment(job, 0, 16, Version(1, 4), Version(1, 5))}
-    former = Former(job, NODE)
-    former.exchange(own, 12)
+    previous = PreviousSegments(job, NODE)
+    previous.switch(own, 12)
     own[0] = segment(job, 0, 12, Version(2, 5))
-    former.keep(16, Version(1, 5))
-    assert former.exchange(own, 16) == [0]
+    previous.keep_only(16, Version(1, 5))
+    assert previous.switch(own, 16) == [0]
     assert files(job) == {"n0-r0of12", "n0-r0"} and own[0].world_size == 16
     assert [slot.version for slot in own[0].slots() if slot.state is SlotState.CLEAN] == [Version(1, 5)]
     fresh = Segment(own[0].path)
     assert fresh.resident_bytes == SHAPE.total and (fresh.data(1) == 2).all()
     put(own[0], 0, Version(3, 6))
     assert own[0].slot(0).state is SlotState.CLEAN
-    assert former.find(0, Version(2, 5)) is not None
+    assert previous.find(0, Version(2, 5)) is not None
 
 
-def test_only_what_is_taken_over_keeps_its_memory(job: str) -> None:
+def test_only_the_restored_version_keeps_its_memory(job: str) -> None:
     own = {0: segment(job, 0, 16, Version(1, 4), Version(1, 5)), 1: segment(job, 1, 8, Version(1, 2))}
-    former = Former(job, NODE)
-    former.exchange(own, 12)
-    before = set_aside(job, NODE, 0, 16).stat().st_blocks * 512
-    former.keep(16, Version(1, 4))
-    left = set_aside(job, NODE, 0, 16).stat().st_blocks * 512
+    previous = PreviousSegments(job, NODE)
+    previous.switch(own, 12)
+    before = previous_path_of(job, NODE, 0, 16).stat().st_blocks * 512
+    previous.keep_only(16, Version(1, 4))
+    left = previous_path_of(job, NODE, 0, 16).stat().st_blocks * 512
     assert before == SHAPE.total and left == before - 2 * (SHAPE.slot_room - PAGE), "all but the headers"
     assert files(job) == {"n0-r0of16"}
-    found = former.find(0, Version(1, 4))
-    assert found is not None and (found.data(0) == 1).all() and former.find(0, Version(1, 5)) is None
-    assert former.drop() == 1 and not files(job) and not former
+    found = previous.find(0, Version(1, 4))
+    assert found is not None and (found.data(0) == 1).all() and previous.find(0, Version(1, 5)) is None
+    assert previous.drop() == 1 and not files(job) and not previous
 
 
-def test_a_lost_rank_of_the_former_job_has_room_for_one_version(job: str) -> None:
-    former = Former(job, NODE)
-    made = former.make(16, 7, SHAPE, {"job": 1})
+def test_a_lost_rank_of_the_previous_job_has_room_for_one_version(job: str) -> None:
+    previous = PreviousSegments(job, NODE)
+    made = previous.create(16, 7, SHAPE, {"job": 1})
     assert (made.rank, made.world_size, made.shape.slots, made.fingerprint) == (7, 16, 1, {"job": 1})
     put(made, 0, Version(1, 4), place=(0, 1))
-    assert former.facts() == [[16, [[7, [0, 1], 0, 0, False, [[1, 4]]]]]]
+    assert previous.report()["sizes"] == [[16, [[7, [0, 1], 0, 0, False, [[1, 4]]]]]]
     own: dict[int, Segment] = {}
-    former.exchange(own, 16)
+    previous.switch(own, 16)
     assert not own, "it has no slots for capture"
-    again = former.make(16, 7, SHAPE, {})
+    again = previous.create(16, 7, SHAPE, {})
     assert again.slot(0).state is SlotState.EMPTY and files(job) == {"n0-r7of16"}
 
 
@@ -123,9 +124,9 @@ def test_a_slot_that_does_not_say_what_it_holds_has_no_place(job: str) -> None:
     own[0].dirty(0, Version(1, 1), 1)
     own[0].write_small(0, b"old")
     own[0].seal(0, Version(1, 1), 1, b"old", np.zeros(1, dtype=np.uint64))
-    former = Former(job, NODE)
-    former.exchange(own, 12)
-    assert former.facts() == [[16, [[0, None, 0, 0, False, [[1, 1]]]]]]
+    previous = PreviousSegments(job, NODE)
+    previous.switch(own, 12)
+    assert previous.report()["sizes"] == [[16, [[0, None, 0, 0, False, [[1, 1]]]]]]
 
 
 @pytest.fixture(autouse=True)
@@ -135,20 +136,20 @@ def gone(job: str) -> None:
     assert not path_of(job, NODE, 0).exists()
 
 
-def test_what_was_read_last_is_not_kept_in_memory_when_it_is_dropped(job: str) -> None:
+def test_the_segment_read_last_is_unmapped_when_it_is_dropped(job: str) -> None:
     own = {3: segment(job, 3, 16, Version(1, 1))}
-    former = Former(job, NODE)
-    former.exchange(own, 12)
-    memory = Local({}, former, lambda: None)
+    previous = PreviousSegments(job, NODE)
+    previous.switch(own, 12)
+    memory = Local({}, previous, lambda: None)
     assert memory.read(Data(3, Version(1, 1), 0, 8)).tolist() == [1] * 8
     mapped = f"ftp-{job}@"
     assert mapped in Path("/proc/self/maps").read_text()
-    former.drop()
+    previous.drop()
     assert mapped not in Path("/proc/self/maps").read_text()
 
 
-def test_what_another_incarnation_counted_does_not_remove_what_is_set_aside(job: str, tmp_path: Path) -> None:
-    """The tier still tells of the size that runs now, from before: its word is not about this incarnation."""
+def test_a_version_that_another_incarnation_committed_does_not_remove_them(job: str, tmp_path: Path) -> None:
+    """The node tier still reports an earlier incarnation at the current size."""
     segment(job, 0, 1, Version(3, 9))
     process = SnapshotProcess(tmp_path, job, NODE, Events(NODE))
     process.token = 5
@@ -158,15 +159,15 @@ def test_what_another_incarnation_counted_does_not_remove_what_is_set_aside(job:
     tier._kept.counted = Version(2, 7)
     process.look_at_trainers()
     assert files(job) == {"n0-r0of1"}
-    tier.token, stop = 5, process._aside_storage.stop
+    tier.token, stop = 5, process._previous_storage.stop
 
     def begun_over_it() -> None:
-        process._aside_storage.stop = stop  # type: ignore[method-assign]
+        process._previous_storage.stop = stop  # type: ignore[method-assign]
         assert process.answer({"do": "fence"})["ok"]
 
-    process._aside_storage.stop = begun_over_it  # type: ignore[method-assign]
+    process._previous_storage.stop = begun_over_it  # type: ignore[method-assign]
     process.look_at_trainers()
-    assert process.token == 6 and files(job) == {"n0-r0of1"}, "the next one has not counted anything yet"
+    assert process.token == 6 and files(job) == {"n0-r0of1"}, "the next one has not committed anything yet"
     tier.token = 6
     process.look_at_trainers()
-    assert not files(job), "what counts in this one takes its place"
+    assert not files(job), "a version that this one committed replaces them"

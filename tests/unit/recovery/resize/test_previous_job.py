@@ -1,4 +1,4 @@
-"""A takeover with a spare that does not keep what it said: planned anew as with a lost node, or refused."""
+"""A resize with a spare that fails after its report: planned again as with a lost node, or refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ft_plugins.errors import FencedError, FtError, ProtocolError, ResumeError, 
 from ft_plugins.recovery import nodes as job_nodes
 from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
 from ft_plugins.recovery.plan import RecoveryPlan
-from ft_plugins.recovery.takeover import FormerJob
+from ft_plugins.recovery.resize.previous_job import PreviousJob
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
@@ -20,7 +20,7 @@ from ft_plugins.snapshot.slots import Version
 V4 = Version(1, 4)
 WHERE = ("10.0.0.2", 700)
 FINGERPRINT = {"seed": 1, "world_size": 2}
-FORMER = {"seed": 1, "world_size": 4}
+PREVIOUS = {"seed": 1, "world_size": 4}
 
 
 def protection(position: int, losses: int = 1) -> Protection:
@@ -37,7 +37,7 @@ def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
     told = protection(rank, losses)
     return {
         "sizes": [[4, [[rank, [0, 0], lineage, 5, False, [[1, 4]]]]]],
-        "fingerprints": [[4, FORMER]],
+        "fingerprints": [[4, PREVIOUS]],
         "parity": [[1, 4]],
         "counted": [1, 4],
         "position": rank,
@@ -49,7 +49,7 @@ def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
 
 
 class Nodes:
-    """Members `ranks` of the former job, all asked through this one rank; node 2 is a spare as long as it `lives`."""
+    """Members `ranks` of the previous job, all asked through this one rank; node 2 is a spare as long as it `lives`."""
 
     exchange = None
     digest = 0
@@ -72,15 +72,15 @@ class Nodes:
     def facts(self) -> list[Any]:
         return []
 
-    def spares(self, former: Protection, report: Callable[[FtError], None]) -> list[Spare]:
-        assert former.nodes == ("n0", "n1", "n2", "n3")
+    def spares(self, previous: Protection, report: Callable[[FtError], None]) -> list[Spare]:
+        assert previous.nodes == ("n0", "n1", "n2", "n3")
         return [Spare("n2", WHERE, answer(2, 7, self.losses))] if self.lives else []
 
-    def rebuild_former(
+    def rebuild_previous(
         self, rank: int, plan: RecoveryPlan, told: Protection, fingerprint: Mapping[str, Any],
         spare: tuple[str, int] | None, spares: Sequence[tuple[str, int]],
     ) -> None:  # fmt: skip
-        assert fingerprint == FORMER, "it is a rank of the job as it was: in storage it is told by that"
+        assert fingerprint == PREVIOUS, "a rank of the previous job: storage identifies it by that fingerprint"
         assert spare in (None, WHERE) and list(spares) in ([WHERE], [])
         assert max(plan.holders.values(), default=0) < len(self.members) + len(spares), "nobody else can be read"
         self.asked.append((rank, spare is not None))
@@ -93,7 +93,7 @@ class Client:
     def __init__(self, nodes: Nodes, at: int) -> None:
         self.nodes, self.at = nodes, at
 
-    def former(self) -> dict[str, Any]:
+    def previous_sizes(self) -> dict[str, Any]:
         return self.nodes.members[self.at]
 
     def settle(self, *told: Any) -> None:
@@ -110,10 +110,10 @@ class OneRank:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nodes], FormerJob]:
-    monkeypatch.setattr(FormerJob, "_verify", lambda *_: None)
-    monkeypatch.setattr(FormerJob, "_places", lambda self, where, *_: dict.fromkeys(where, (0, 0)))
-    return lambda nodes: FormerJob(OneRank(), nodes, 1, Path("/nowhere/job/n"), lambda error: None)  # type: ignore[arg-type]
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nodes], PreviousJob]:
+    monkeypatch.setattr(PreviousJob, "_verify", lambda *_: None)
+    monkeypatch.setattr(PreviousJob, "_places", lambda self, where, *_: dict.fromkeys(where, (0, 0)))
+    return lambda nodes: PreviousJob(OneRank(), nodes, 1, Path("/nowhere/job/n"), lambda error: None)  # type: ignore[arg-type]
 
 
 def never(rank: int, fetched: bool) -> bool:
@@ -121,58 +121,58 @@ def never(rank: int, fetched: bool) -> bool:
 
 
 def test_what_the_spare_holds_is_fetched_and_what_is_lost_is_decoded_with_its_help(
-    job: Callable[[Nodes], FormerJob],
+    job: Callable[[Nodes], PreviousJob],
 ) -> None:
     nodes = Nodes((0, 1), never, lives_on=True)
-    former = job(nodes)
-    found = former.find(FINGERPRINT)
+    previous = job(nodes)
+    found = previous.plan_resize(FINGERPRINT)
     assert found is not None and found.version == V4 and nodes.asked == [(2, True), (3, False)]
     assert set(found.holders.values()) == {0, 1}, "all of it is on nodes of the job now"
-    assert found.now == Version(8, 4), "newer than any lineage that the spare knows"
-    former.settle(found)
-    assert [told[-1] for told in nodes.settled] == [[WHERE], [WHERE]], "each member knows whom to release"
+    assert found.now == Version(8, 4), "newer than any lineage that the spare reports"
+    previous.keep_only(found)
+    assert [told[-1] for told in nodes.settled] == [[WHERE], [WHERE]], "each member knows which spares to release"
 
 
-def test_a_spare_lost_before_its_part_was_fetched_is_a_lost_node(job: Callable[[Nodes], FormerJob]) -> None:
+def test_a_spare_lost_before_its_part_was_fetched_is_a_lost_node(job: Callable[[Nodes], PreviousJob]) -> None:
     nodes = Nodes((0, 1, 3), lambda rank, fetched: fetched, lives_on=False)
-    found = job(nodes).find(FINGERPRINT)
+    found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and found.version == V4
     assert nodes.asked == [(2, True), (2, False)], "decoded from the parity of the others"
 
 
 def test_one_lost_over_the_decoding_that_needs_it_is_more_than_parity_makes_up_for(
-    job: Callable[[Nodes], FormerJob],
+    job: Callable[[Nodes], PreviousJob],
 ) -> None:
     for refuses in (lambda rank, fetched: rank == 3, lambda rank, fetched: fetched):
         nodes = Nodes((0, 1), refuses, lives_on=False)
-        with pytest.raises(ResumeError, match="4 ranks is damaged .*RAIM5 makes up for 1.*former number"):
-            job(nodes).find(FINGERPRINT)
+        with pytest.raises(ResumeError, match="4 ranks is damaged .*RAIM5 makes up for 1.*previous number"):
+            job(nodes).plan_resize(FINGERPRINT)
         assert not nodes.lives
 
 
 def test_one_lost_over_the_decoding_is_done_without_where_parity_makes_up_for_both(
-    job: Callable[[Nodes], FormerJob],
+    job: Callable[[Nodes], PreviousJob],
 ) -> None:
     nodes = Nodes((0, 1), lambda rank, fetched: rank == 3, lives_on=False, losses=2)
-    found = job(nodes).find(FINGERPRINT)
+    found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and found.version == V4
     assert nodes.asked == [(2, True), (3, False), (3, False)], "what was fetched in time stays"
 
 
-def test_what_a_living_spare_cannot_hand_out_whole_is_decoded(job: Callable[[Nodes], FormerJob]) -> None:
+def test_what_a_living_spare_cannot_hand_out_whole_is_decoded(job: Callable[[Nodes], PreviousJob]) -> None:
     nodes = Nodes((0, 1, 3), lambda rank, fetched: fetched, lives_on=True)
-    found = job(nodes).find(FINGERPRINT)
+    found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and nodes.asked == [(2, True), (2, False)] and nodes.lives
 
 
 def test_state_of_another_job_on_the_spare_is_refused(
-    job: Callable[[Nodes], FormerJob], monkeypatch: pytest.MonkeyPatch
+    job: Callable[[Nodes], PreviousJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes((0, 1), never, lives_on=True)
     told = {**answer(2), "fingerprints": [[4, {"seed": 2}]]}
     monkeypatch.setattr(nodes, "spares", lambda *_: [Spare("n2", WHERE, told)])
-    with pytest.raises(ResumeError, match="belongs to another job"):
-        job(nodes).find(FINGERPRINT)
+    with pytest.raises(ResumeError, match="differs in more than its data-parallel size"):
+        job(nodes).plan_resize(FINGERPRINT)
 
 
 class Asking:

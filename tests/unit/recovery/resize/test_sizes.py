@@ -1,4 +1,4 @@
-"""With how many nodes a job could go on."""
+"""The numbers of nodes with which a job can continue."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from ft_plugins.launcher.memory import Memory
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.model.topology import Topology
-from ft_plugins.recovery import sizes
-from ft_plugins.recovery.sizes import Told, admissible
+from ft_plugins.recovery.resize import sizes
+from ft_plugins.recovery.resize.sizes import SizeReport, admissible
 from ft_plugins.redundancy.neighbour import pipelines, unplaced
 from ft_plugins.redundancy.plan import unprotected
 
@@ -70,16 +70,16 @@ def test_unequal_nodes_and_parallel_experts_are_not_resized() -> None:
     assert admissible(Topology(tp=1, pp=1, dp=4, ep=2), nodes(2, 2), lambda replicas: True, anything) == ()
 
 
-def test_the_rendezvous_reads_what_ranks_have_told(tmp_path: Path) -> None:
+def test_the_rendezvous_reads_the_report_of_the_ranks(tmp_path: Path) -> None:
     memory = Memory("job", tmp_path)
-    assert memory.sizes() == Told()
-    for told in (Told((2, 3, 4)), Told((2, 4), spares_asked=True)):
-        sizes.write(tmp_path, told)
-        assert memory.sizes() == told
+    assert memory.sizes() == SizeReport()
+    for report in (SizeReport((2, 3, 4)), SizeReport((2, 4), spares_asked=True)):
+        sizes.write(tmp_path, report)
+        assert memory.sizes() == report
     strange = json.dumps({"sizes": [2, "3", None], "spares_asked": "yes"})
     for broken in ("{", "[]", "3", strange):
         (tmp_path / sizes.FILE).write_text(broken)
-        assert memory.sizes() == Told() == Memory("job", None).sizes()
+        assert memory.sizes() == SizeReport() == Memory("job", None).sizes()
 
 
 def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:
@@ -91,7 +91,7 @@ def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:
     assert Rules(2, 6, (4, 6)).among((3, 4, 5)).sizes == (4,)
 
 
-def test_people_are_told_the_sizes_around_the_present_one() -> None:
-    assert "1 (unprotected), 2, 4, 6 nodes" in sizes.words((1, 2, 4, 6), 4, (2, 4, 6))
-    assert "1, 2 nodes" in sizes.words((1, 2), 2, ()), "nothing is protected now: that was said"
-    assert "1, 2, 3, 4, 6, 12 nodes" in sizes.words((1, 2, 3, 4, 6, 12), 4, (1, 2, 3, 4, 6, 12))
+def test_the_message_names_the_sizes_around_the_current_one() -> None:
+    assert "1 (unprotected), 2, 4, 6 nodes" in sizes.describe((1, 2, 4, 6), 4, (2, 4, 6))
+    assert "1, 2 nodes" in sizes.describe((1, 2), 2, ()), "nothing is protected now, which the start has said"
+    assert "1, 2, 3, 4, 6, 12 nodes" in sizes.describe((1, 2, 3, 4, 6, 12), 4, (1, 2, 3, 4, 6, 12))

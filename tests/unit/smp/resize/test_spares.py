@@ -1,4 +1,4 @@
-"""A node without a part in the job: it hands out what it holds, and drops it when the job can do without."""
+"""A spare reports and hands out its state of a previous size, and drops it when the job is safe without it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import xxhash
 
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import liveness, spare
+from ft_plugins.smp import liveness
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.resize import spares
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
-from ft_plugins.snapshot.paths import former_segments_of, path_of, remove, segments_of, set_aside, vault_of
+from ft_plugins.snapshot.paths import path_of, previous_path_of, previous_segments_of, remove, segments_of, vault_of
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
 
 RANGES = ((0, 50_000), (50_000, 40_000))
 SHAPE = Shape(90_000, 2000, len(RANGES), 3, slots_for(Pin.NODE, Pin.SOURCE))
-NAMES = ("n0", "n0", "n1", "n1", "n2", "n2")  # of the former job's ranks; n0 and n1 go on, n2 is the spare
+NAMES = ("n0", "n0", "n1", "n1", "n2", "n2")  # of the previous job's ranks; n0 and n1 go on, n2 is the spare
 V4, V5 = Version(1, 4), Version(1, 5)
 SECONDS = 20
 
@@ -83,7 +84,7 @@ class Smp:
 
 
 class Job:
-    """Three nodes of two ranks; `member` goes on in a job of four ranks, `outside` has no part in it."""
+    """Three nodes of two ranks; `member` goes on in a job of four ranks, `outside` is a spare."""
 
     def __init__(self, folder: Path, job: str) -> None:
         self.folder, self.job = folder, job
@@ -136,34 +137,34 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def counts(pair: Job, version: Version) -> None:
-    """A version of the job as it is now counts on the member."""
+def commit(pair: Job, version: Version) -> None:
+    """A version of the job at its current size is committed on the member."""
     tier = pair.member.process._tier
     tier._told, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
-    tier._kept.counted, pair.member.process._sizes._world_size = version, 4
+    tier._kept.counted, pair.member.process._transition._world_size = version, 4
     pair.member.process.look_at_trainers()
 
 
-def test_it_says_what_it_holds_of_the_former_size_and_protects_nothing_any_more(pair: Job) -> None:
+def test_it_reports_its_state_of_the_previous_size_and_protects_nothing_more(pair: Job) -> None:
     assert pair.outside.process._tier._thread is not None
     told = pair.spare()
     assert told["sizes"] == [[6, [[rank, [0, 0], 1, 5, False, [[1, 4], [1, 5]]] for rank in (4, 5)]]]
     assert (told["fingerprints"], told["position"], told["lineage"]) == ([[6, {"job": 1}]], 2, 1)
     assert told["plan"] == pair.protection.digest and told["protection"]["nodes"] == list(NAMES)
-    assert pair.outside.process._tier._thread is None, "nothing of the former incarnation counts from now on"
+    assert pair.outside.process._tier._thread is None, "nothing of that incarnation is committed from now on"
     assert len(segments_of(pair.job, "n2")) == 2, "and nothing is lost"
 
 
-def test_its_slot_is_fetched_as_a_former_segment_verified_bit_for_bit(pair: Job) -> None:
+def test_its_slot_is_fetched_into_a_previous_segment_and_verified_bit_for_bit(pair: Job) -> None:
     pair.spare()
     pair.fetch(4, V5)
-    found = Segment(set_aside(pair.job, "n0", 4, 6))
+    found = Segment(previous_path_of(pair.job, "n0", 4, 6))
     [slot] = [slot for slot in found.slots() if slot.state is SlotState.CLEAN]
     assert slot.version == V5 and (found.data(slot.index) == data(4, V5)).all()
     assert [4, [0, 0], 0, 0, False, [[1, 5]]] in pair.member.ask("former")["sizes"][0][1]
 
 
-def test_what_is_damaged_there_is_refused_and_nothing_half_is_left(pair: Job) -> None:
+def test_a_damaged_slot_is_refused_and_leaves_no_partial_version(pair: Job) -> None:
     pair.spare()
     damaged = Segment(path_of(pair.job, "n2", 5))
     damaged.data(1)[60_000] ^= 1
@@ -176,57 +177,57 @@ def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
     busy = pair.outside.process._segments[5]
     busy.owner = (1, liveness.started(1))
     assert pair.spare() == {"busy": [5]} and pair.outside.process._tier._thread is not None
-    pair.member.process._asked._tell([pair.where], 2, 5.0)
+    pair.member.process._spare_client._release([pair.where], 2, 5.0)
     assert len(segments_of(pair.job, "n2")) == 2
 
 
-def test_another_node_at_that_place_is_not_taken_for_it(pair: Job) -> None:
+def test_another_node_at_that_endpoint_is_refused(pair: Job) -> None:
     with pytest.raises(ProtocolError, match="expected the SMP of node n7 there, found that of node n2"):
         pair.spare("n7")
 
 
-def test_it_is_released_when_a_version_of_the_new_job_counts_and_not_before(pair: Job) -> None:
+def test_it_is_released_when_a_version_of_the_current_size_is_committed_and_not_before(pair: Job) -> None:
     pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     pair.member.process.look_at_trainers()
     assert len(segments_of(pair.job, "n2")) == 2 and vault_of(pair.job, "n2").exists()
-    counts(pair, Version(3, 6))
+    commit(pair, Version(3, 6))
     until(lambda: "spare.released" in pair.outside.names())
     assert not segments_of(pair.job, "n2") and not vault_of(pair.job, "n2").exists()
-    assert not former_segments_of(pair.job, "n0")
+    assert not previous_segments_of(pair.job, "n0")
     inventory = pair.outside.ask("inventory")
     assert (inventory["slots"], inventory["released"], inventory["lineage"]) == ([], 3, 3)
     pair.outside.stop()
     pair.outside = Smp(pair.folder, pair.job, "n2")
-    assert pair.outside.ask("inventory")["released"] == 3, "its successor knows as well"
+    assert pair.outside.ask("inventory")["released"] == 3, "its replacement knows it too"
     assert pair.outside.ask("status")["node_tier"]["released"] == 3
 
 
-def test_a_spare_whose_smp_was_replaced_is_released_all_the_same(pair: Job) -> None:
+def test_a_spare_whose_smp_was_replaced_is_released_too(pair: Job) -> None:
     pair.spare()
     pair.outside.stop()
     pair.outside = Smp(pair.folder, pair.job, "n2")
-    pair.member.process._asked._tell([pair.where], 2, 5.0)
+    pair.member.process._spare_client._release([pair.where], 2, 5.0)
     assert "spare.released" in pair.outside.names() and not segments_of(pair.job, "n2")
 
 
-def test_the_successor_of_an_smp_releases_the_spares_that_were_asked(pair: Job) -> None:
+def test_a_replacement_smp_releases_the_spares_that_were_asked(pair: Job) -> None:
     pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     pair.member.stop()
     pair.member = Smp(pair.folder, pair.job, "n0")
-    counts(pair, Version(2, 6))
+    commit(pair, Version(2, 6))
     until(lambda: "spare.released" in pair.outside.names())
     assert not segments_of(pair.job, "n2")
     until(lambda: not (pair.member.run_dir / "spares.json").exists())
 
 
-def test_who_is_to_be_told_is_known_to_a_successor_until_they_were_told(
+def test_spares_to_release_stay_on_file_until_they_were_released(
     pair: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
-    counts(pair, Version(2, 6))  # a thread begins to tell
+    commit(pair, Version(2, 6))  # a thread starts to release them
     file, tier = pair.member.run_dir / "spares.json", pair.member.process._tier
     until(lambda: not file.exists())
     peer, there = tier.peer, []
@@ -236,27 +237,27 @@ def test_who_is_to_be_told_is_known_to_a_successor_until_they_were_told(
         return peer(where, timeout)
 
     monkeypatch.setattr(tier, "peer", looked_at)
-    pair.member.process._asked.keep([pair.where])
-    pair.member.process._asked.release(2, 5.0)
+    pair.member.process._spare_client.release_later([pair.where])
+    pair.member.process._spare_client.release(2, 5.0)
     until(lambda: bool(there) and not file.exists())
     assert there == [True]
 
 
-def test_what_is_on_its_way_to_storage_is_left_off_before_it_is_dropped(pair: Job) -> None:
+def test_writing_to_storage_is_abandoned_before_the_state_is_dropped(pair: Job) -> None:
     class Running:
         busy = False
         files: list[Path] | None = None
 
         def stop(self) -> None:
-            self.files = former_segments_of(pair.job, "n2")
+            self.files = previous_segments_of(pair.job, "n2")
 
     running, process = Running(), pair.outside.process
-    process._aside.make(8, 4, SHAPE, {"job": 1})
-    process._aside_storage._running[8] = running  # type: ignore[assignment]
+    process._previous.create(8, 4, SHAPE, {"job": 1})
+    process._previous_storage._running[8] = running  # type: ignore[assignment]
     pair.spare()
-    pair.member.process._asked._tell([pair.where], 2, 5.0)
-    assert "spare.released" in pair.outside.names() and not process._aside_storage._running
-    assert running.files == [set_aside(pair.job, "n2", 4, 8)] and not former_segments_of(pair.job, "n2")
+    pair.member.process._spare_client._release([pair.where], 2, 5.0)
+    assert "spare.released" in pair.outside.names() and not process._previous_storage._running
+    assert running.files == [previous_path_of(pair.job, "n2", 4, 8)] and not previous_segments_of(pair.job, "n2")
 
 
 def test_the_end_of_the_smp_leaves_nothing_of_spares_in_the_run_directory(pair: Job) -> None:
@@ -276,11 +277,11 @@ def test_a_release_that_comes_late_touches_nothing_of_a_node_that_takes_part_aga
     elif since == "restored":
         for found in pair.outside.process._segments.values():
             found.open_lineage(3, V5, ())
-    pair.member.process._asked._tell([pair.where], 3, 5.0)
+    pair.member.process._spare_client._release([pair.where], 3, 5.0)
     assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
 
 
-def test_a_spare_whose_smp_is_being_replaced_is_called_again(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_whose_smp_is_being_replaced_is_asked_again(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, calls = pair.member.process._tier, []
     peer = tier.peer
     pair.outside.stop()
@@ -295,12 +296,12 @@ def test_a_spare_whose_smp_is_being_replaced_is_called_again(pair: Job, monkeypa
     assert [size for size, _ in pair.spare()["sizes"]] == [6] and calls == [pair.where] * 2
 
 
-def test_a_spare_that_is_gone_is_told_of_and_holds_up_nobody(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare, "_TRIES", 2)
-    monkeypatch.setattr(spare, "_PAUSE_SECONDS", 0.01)
+def test_a_spare_that_is_gone_is_reported_and_blocks_nothing(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "_RELEASE_TRIES", 2)
+    monkeypatch.setattr(spares, "_RELEASE_PAUSE_SECONDS", 0.01)
     pair.outside.stop()
     with pytest.raises(ProtocolError, match="did not answer 'spare'"):
         pair.spare(seconds=0.5)
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
-    counts(pair, Version(2, 6))
+    commit(pair, Version(2, 6))
     until(lambda: "spare.unreached" in pair.member.names())

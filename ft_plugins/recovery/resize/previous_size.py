@@ -1,0 +1,165 @@
+"""Decide which version of the job at a previous size to restore, and on which nodes to gather its state. Pure; no I/O.
+
+Invariant: the same reports give the same plan on every rank. A version is chosen only if every rank of the previous job
+has it, in a slot or rebuilt from parity. Spares are sources like other nodes, but the plan puts all state on nodes of
+the job as it is now.
+
+In: reports of the nodes' SMPs and of spares (`PreviousSegments.report`, with the parity that belongs to it). Out:
+`PreviousSize`s, a `RecoveryPlan` for each, a node for each rank of the previous job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...redundancy.plan import ExchangePlan
+from ...smp.protection import Protection
+from ...snapshot.slots import Mark, Slot, SlotState, Version
+from ..nodes import read_marks
+from ..plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
+
+Place = tuple[int, int]  # in the model: pipeline stage, tensor rank
+
+
+@dataclass(frozen=True)
+class PreviousSize:
+    """The job when it had `world_size` ranks: what is left of its state, by node as it stands now, then by spare.
+
+    The first `members` of `nodes` take part in the job now, the others are spares. `protection` is the newest that any
+    of them reports.
+    """
+
+    world_size: int
+    members: int
+    ranks: Mapping[int, RankFacts]
+    nodes: tuple[NodeFacts, ...]
+    places: Mapping[int, Place]
+    protection: Protection | None
+    fingerprint: Mapping[str, Any]  # of the job at that size
+
+    @property
+    def exchange(self) -> ExchangePlan | None:
+        return self.protection.plan() if self.protection else None
+
+    def holder(self, rank: int, version: Version) -> int | None:
+        """The node that holds a rank's version; a spare only if no other node does."""
+        return next((i for i, node in enumerate(self.nodes) if version in node.slots.get(rank, ())), None)
+
+
+@dataclass(frozen=True)
+class ResizePlan:
+    """`version` of the job of `world_size` ranks becomes version `now` of the current size.
+
+    `holders[rank]` is the node, as it stands now, that has the state of a rank of the previous job; `places[rank]` the
+    part of the model that it held. `completed` is the last iteration that all of them completed; `mark` the result of
+    comparing the replicas of `version`.
+    """
+
+    world_size: int
+    version: Version
+    now: Version
+    holders: Mapping[int, int]
+    places: Mapping[int, Place]
+    completed: int
+    mark: Mark = Mark.NONE
+
+    def ranks_of(self, place: Place) -> tuple[int, ...]:
+        """The ranks of the previous job whose state a rank at `place` restores."""
+        return tuple(sorted(rank for rank, its_place in self.places.items() if its_place == place))
+
+
+def read_previous_sizes(
+    reports: Sequence[Mapping[str, Any]], spares: Sequence[Mapping[str, Any]] = ()
+) -> tuple[PreviousSize, ...]:
+    """The previous sizes in the reports of every node's SMP and of spares, ascending. Raises ProtocolError."""
+    every_report = (*reports, *spares)
+    sizes = sorted({int(size) for report in every_report for size, _ in report["sizes"]})
+    return tuple(_read_previous_size(world_size, every_report, len(reports)) for world_size in sizes)
+
+
+def _read_previous_size(world_size: int, reports: Sequence[Mapping[str, Any]], members: int) -> PreviousSize:
+    ranks: dict[int, RankFacts] = {}
+    places: dict[int, Place] = {}
+    nodes: list[NodeFacts] = []
+    protection: Protection | None = None
+    fingerprint: Mapping[str, Any] = {}
+    for report in reports:
+        fingerprint = dict(report["fingerprints"]).get(world_size, fingerprint)
+        held: dict[int, frozenset[Version]] = {}
+        for rank, place, lineage, completed, from_nothing, versions in dict(report["sizes"]).get(world_size, []):
+            held[rank] = frozenset(Version(*version) for version in versions)
+            slots = tuple(
+                Slot(index, SlotState.CLEAN, version) for index, version in enumerate(sorted(held[rank]))
+            )
+            if [world_size, rank] in report.get("damaged", ()):  # else it would look as if it had captured nothing
+                slots += (Slot(len(slots), SlotState.DIRTY, None, damaged=True),)
+            facts = RankFacts(rank, slots, lineage, completed, from_nothing)
+            known = ranks.get(rank)
+            ranks[rank] = facts if known is None or known.lineage < lineage else known
+            if place is not None:
+                places[rank] = (place[0], place[1])
+        block = report["protection"]
+        of_this_size = block is not None and len(block["nodes"]) == world_size
+        committed = Version(*report["counted"]) if of_this_size and report["counted"] else None
+        parity = frozenset(Version(*version) for version in report["parity"]) if of_this_size else frozenset()
+        if of_this_size and (protection is None or block["lineage"] > protection.lineage):
+            protection = Protection.read(block)
+        nodes.append(
+            NodeFacts(
+                held, parity, report["position"] if of_this_size else None, report["plan"] if of_this_size else 0,
+                counted=committed, released=report["released"], marks=read_marks(report.get("marks", ())),
+            )
+        )  # fmt: skip
+    return PreviousSize(world_size, members, ranks, tuple(nodes), places, protection, fingerprint)
+
+
+def plan_previous_size(
+    size: PreviousSize, corrupt: Collection[tuple[int, Version]] = (), banned: Collection[Version] = ()
+) -> RecoveryPlan:
+    """The newest version that all ranks of the previous job can have: in a slot (`OWN`), or from parity."""
+    nothing = RankFacts(0, (), 0, 0)
+    facts = [replace(size.ranks.get(rank, nothing), rank=rank) for rank in range(size.world_size)]
+    digest = size.protection.digest if size.protection else 0
+    return plan_recovery(facts, corrupt, size.nodes, size.exchange, digest, banned)
+
+
+def plan_current_size(
+    facts: Sequence[NodeFacts], world_size: int, exchange: ExchangePlan | None, digest: int
+) -> RecoveryPlan:
+    """The newest version that the job has at its current size, before its ranks have attached."""
+    held: dict[int, frozenset[Version]] = {}
+    for node in facts:
+        for rank, versions in node.slots.items():
+            held[rank] = held.get(rank, frozenset()) | versions
+    ranks = [
+        RankFacts(rank, tuple(Slot(i, SlotState.CLEAN, v) for i, v in enumerate(sorted(held.get(rank, ())))), 0, 0)
+        for rank in range(world_size)
+    ]
+    return plan_recovery(ranks, (), facts, exchange, digest)
+
+
+def assign_nodes(
+    size: PreviousSize, plan: RecoveryPlan, rebuilt: Mapping[tuple[int, Version], int]
+) -> dict[int, int]:
+    """The node of the current job that has the state of each rank of the previous one, or rebuilds it.
+
+    `rebuilt` holds the node of each rank and version that is rebuilt already.
+    """
+    assert plan.version is not None
+    nodes: dict[int, int] = {}
+    for rank, source in enumerate(plan.sources):
+        holder = size.holder(rank, plan.version)
+        if source.way is Way.DECODE:  # not on the node of a corrupt slot, whose older versions stay
+            holder = rebuilt.get((rank, plan.version), _another_node(holder, rank, size.members))
+        elif holder is not None and holder >= size.members:
+            holder = rebuilt.get((rank, plan.version), rank % size.members)
+        assert holder is not None
+        nodes[rank] = holder
+    return nodes
+
+
+def _another_node(node: int | None, rank: int, nodes: int) -> int:
+    """A node other than `node`, chosen by rank to spread the lost ranks over all nodes."""
+    return rank % nodes if rank % nodes != node else (rank + 1) % nodes

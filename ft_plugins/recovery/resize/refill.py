@@ -1,0 +1,148 @@
+"""Fill a rank's slot with state of a previous size, from segments on all nodes, sent between the ranks.
+
+Invariant: the slot is DIRTY until it is complete, then sealed with digests of its own like any captured version. The
+segments of the previous size are only read. The host merges the small states of the previous ranks.
+
+In: a `ResizePlan`, the manifest of this rank's slot. Out: a CLEAN slot of version `ResizePlan.now`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from ... import faults
+from ...errors import FtError, SegmentError
+from ...snapshot import codec, manifest
+from ...snapshot.manifest import Manifest
+from ...snapshot.segment import NOT_COMPUTED, Segment
+from ...snapshot.slots import Mark, SlotState, Version, choose
+from ..collective import Collective
+from .previous_job import open_previous
+from .previous_size import ResizePlan
+from .pull import Bytes, PullRange, pull
+from .reshard import plan_moves
+
+Merge = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+
+
+class _PreviousSlots:
+    """The planned version in the segments of this node, opened when they are needed."""
+
+    def __init__(self, run_dir: Path, plan: ResizePlan) -> None:
+        self._run_dir = run_dir
+        self._plan = plan
+        self._open: dict[int, tuple[Segment, int]] = {}
+
+    def _slot(self, rank: int) -> tuple[Segment, int]:
+        if rank not in self._open:
+            segment = open_previous(self._run_dir, self._plan.world_size, rank)
+            clean = [slot for slot in segment.slots() if slot.state is SlotState.CLEAN]
+            indices = [slot.index for slot in clean if slot.version == self._plan.version]
+            if not indices:
+                raise SegmentError(
+                    f"rank {rank} of {self._plan.world_size}: version {self._plan.version} is no longer in memory"
+                )
+            self._open[rank] = segment, indices[0]
+        return self._open[rank]
+
+    def data(self, rank: int) -> Bytes:
+        segment, index = self._slot(rank)
+        return segment.data(index)
+
+    def small(self, rank: int) -> Bytes:
+        segment, index = self._slot(rank)
+        return np.frombuffer(segment.small(index), dtype=np.uint8)
+
+    def close(self) -> None:
+        for segment, _ in self._open.values():
+            segment.close()
+        self._open.clear()
+
+
+def refill(
+    plan: ResizePlan,
+    segment: Segment,
+    now: Manifest,
+    members: Sequence[Sequence[int]],
+    collective: Collective,
+    run_dir: Path,
+    token: int,
+    merge: Merge,
+) -> int:
+    """Restore the planned state into a slot of `segment`, as `now` describes it. `members` are the ranks of each node.
+
+    Returns the bytes of tensors. Every rank of the job calls. Raises ResumeError, SegmentError on all ranks.
+    """
+    own = collective.rank
+    readable = {rank for rank, node in plan.holders.items() if own in members[node]}
+
+    def reader(rank: int) -> int:
+        """The rank of this job that reads the slot of `rank` for this one; the ranks of a node share the reads."""
+        on_node = members[plan.holders[rank]]
+        return own if rank in readable else on_node[(rank + own) % len(on_node)]
+
+    with closing(_PreviousSlots(run_dir, plan)) as slots:
+        sizes = _small_sizes(plan, readable, members, slots, collective)
+        ranks = plan.ranks_of(now.place)
+        starts = np.cumsum([0, *(sizes[rank] for rank in ranks)]).tolist()
+        joined: Bytes = np.empty(starts[-1], dtype=np.uint8)
+        ranges = [PullRange(reader(r), r, 0, sizes[r], at) for r, at in zip(ranks, starts, strict=False)]
+        pull(collective, ranges, slots.small, joined)
+        smalls = [manifest.split(joined[at : at + sizes[r]].tobytes()) for r, at in zip(ranks, starts, strict=False)]
+        failure: FtError | None = None
+        moves: tuple[Any, ...] = ()
+        try:
+            moves = plan_moves([manifest.read(encoded) for encoded, _ in smalls], now)
+        except FtError as error:
+            failure = error
+        collective.agree(failure)
+        index = choose(segment.slots())
+        segment.dirty(index, plan.now, token)
+        faults.reach("resize.filling", rank=own)
+        ranges = [PullRange(reader(move.rank), move.rank, move.source, move.nbytes, move.target) for move in moves]
+        pull(collective, ranges, slots.data, segment.data(index))
+    small = manifest.join(manifest.write(now), codec.encode(merge([codec.decode(state) for _, state in smalls])))
+    _seal(segment, index, plan.now, token, small)
+    for version in [slot.version for slot in segment.slots() if slot.version is not None]:
+        # versions that were certified at this size before are older: they must not be preferred to the restored one
+        segment.mark(version, plan.mark if version == plan.now else Mark.NONE)
+    segment.completed = plan.completed
+    collective.barrier()  # all ranks have their state: only then may the previous segments be removed
+    return sum(move.nbytes for move in moves)
+
+
+def _small_sizes(
+    plan: ResizePlan,
+    readable: set[int],
+    members: Sequence[Sequence[int]],
+    slots: _PreviousSlots,
+    collective: Collective,
+) -> dict[int, int]:
+    """Bytes of the small state of every rank of the previous job, read by the first rank of its node."""
+    mine = {rank for rank in readable if members[plan.holders[rank]][0] == collective.rank}
+    failure: FtError | None = None
+    own: list[list[int]] = []
+    try:
+        own = [[rank, len(slots.small(rank))] for rank in sorted(mine)]
+    except FtError as error:
+        failure = error
+    collective.agree(failure)
+    return {rank: size for part in collective.gather(msgpack.packb(own)) for rank, size in msgpack.unpackb(part)}
+
+
+def _seal(segment: Segment, index: int, version: Version, token: int, small: bytes) -> None:
+    """Seal like a slot read from storage: without parity of other ranks' shares, which the trainer computes later."""
+    data, table = segment.data(index), np.full(segment.shape.digests, NOT_COMPUTED, dtype=np.uint64)
+    for number, (offset, nbytes) in enumerate(segment.data_ranges):
+        table[number] = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data)
+    segment.write_small(index, small)
+    segment.digests(index)[:] = table
+    segment.set_cursor(index, None)
+    segment.seal(index, version, token, small, table)

@@ -1,0 +1,200 @@
+"""Restore state from spares: nodes that hold state of a previous size and take no part in the job at its current size.
+
+Invariant: a spare keeps its state as long as the job may need it, and drops it only when the job reports that a newer
+lineage is safe without it. A node with live trainers is not a spare: it reports nothing and drops nothing. Nor does it
+drop anything if an incarnation has begun on it since it was asked. Once asked, a spare exchanges and commits nothing
+more. It remembers the lineage that released it, so that no lineage is opened twice and no job silently starts from
+nothing.
+
+    spare    report your state of sizes other than this one
+    release  the job is safe in this lineage: drop what is older
+
+In: requests from SMPs of other nodes; there, the spares' endpoints (`spares.json` in the run directory, for a
+replacement SMP). Out: reports; memory freed; `spare.asked`, `spare.released`, `spare.unreached` events.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from ...errors import FtError, ProtocolError
+from ...events import Events
+from ...intake import Count, read_json
+from ...snapshot.segment import Segment
+from .. import liveness, protocol
+from ..node import NodeTier
+from ..peers import written
+from ..requests import ENDPOINTS
+from ..wire import Peer
+from .context import ResizeContext
+
+_ASKED = "spares.json"  # in the run directory: endpoints of the spares that this node has to release
+_ASKED_UNDER = "asked.json"  # in the run directory: the token under which this node was asked as a spare
+_RETRY_SECONDS = 0.2  # between two calls to a spare whose SMP is being replaced
+_TOKEN = TypeAdapter(Count)
+_RELEASE_TRIES, _RELEASE_PAUSE_SECONDS = 10, 3.0
+
+Endpoint = tuple[str, int]
+
+
+class SpareServer:
+    """Answers for this node while it is a spare."""
+
+    def __init__(self, run_dir: Path, node: str, smp: ResizeContext) -> None:
+        self._asked_under_file = run_dir / _ASKED_UNDER
+        self._node = node
+        self._smp = smp
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The reply to `spare` or `release`. Raises ProtocolError."""
+        with self._smp.lock:
+            alive = [rank for rank, segment in self._smp.segments.items() if _has_trainer(segment)]
+            if alive:
+                return {"busy": sorted(alive)}
+            if message["do"] == "spare":
+                if (wanted := protocol.field(message, "node", str)) != self._node:
+                    raise ProtocolError(f"this is node {self._node}; the request is for node {wanted}")
+                return self._report(protocol.number(message, "world_size"))
+            return self._release(protocol.number(message, "lineage"))
+
+    def _report(self, world_size: int) -> dict[str, Any]:
+        smp = self._smp
+        smp.tier.suspend()
+        written(self._asked_under_file, smp.token)
+        own = smp.segments_of_other_sizes(world_size)
+        reported = [*own, *smp.previous.all()]
+        smp.events.emit("spare.asked", ranks=world_size, segments=len(reported))
+        return {
+            **smp.previous.report(own),
+            "lineage": max((segment.newest_lineage for segment in reported), default=0),
+            **smp.tier.parity(),
+        }
+
+    def _release(self, lineage: int) -> dict[str, Any]:
+        smp = self._smp
+        newest = max([smp.previous.lineage, *(segment.newest_lineage for segment in smp.segments.values())])
+        if newest >= lineage or self._asked_under() != smp.token:
+            return {"dropped": 0}  # this node takes part in the job again
+        left = sorted(smp.segments)
+        smp.persister.let_go(left)
+        for rank in left:
+            segment = smp.segments.pop(rank)
+            segment.path.unlink(missing_ok=True)
+            segment.close()
+        smp.previous_storage.stop()
+        dropped = len(left) + smp.previous.drop()
+        smp.tier.release(lineage)
+        self.forget()
+        if dropped:
+            smp.events.emit("spare.released", segments=dropped, lineage=lineage)
+        return {"dropped": dropped}
+
+    def forget(self) -> None:
+        """Remove the file in which this node remembers that it was asked."""
+        self._asked_under_file.unlink(missing_ok=True)
+
+    def _asked_under(self) -> int | None:
+        try:
+            return read_json(self._asked_under_file, _TOKEN)
+        except (OSError, ValueError):
+            return None
+
+
+def _has_trainer(segment: Segment) -> bool:
+    pid, began = segment.owner
+    return bool(began) and liveness.started(pid) == began
+
+
+class SpareClient:
+    """Asks spares for their state, and releases those that the job has restored from."""
+
+    def __init__(self, run_dir: Path, tier: NodeTier, events: Events) -> None:
+        """Continue with the spares that an earlier SMP of this node had to release."""
+        self._path = run_dir / _ASKED
+        self._tier = tier
+        self._events = events
+        self._lock = threading.Lock()
+        self._releasing: set[Endpoint] = set()
+        try:
+            self._to_release = {*read_json(self._path, ENDPOINTS)}
+        except (OSError, ValueError):
+            self._to_release = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._to_release)
+
+    def ask(self, node: str, where: Endpoint, world_size: int, timeout: float) -> dict[str, Any]:
+        """The report of the SMP of `node` at `where` on sizes other than `world_size`, or `busy`.
+
+        Retries for `timeout` seconds while that SMP cannot be reached. Raises ProtocolError, or the error with which
+        it refused."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                with closing(self._tier.peer(where, timeout, node)) as peer:
+                    reply, _ = peer.ask("spare", node=node, world_size=world_size)
+                    return {name: value for name, value in reply.items() if name != "ok"}
+            except ProtocolError as error:
+                if not isinstance(error.__cause__, ConnectionError) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_SECONDS)
+
+    def release_later(self, endpoints: Sequence[Endpoint]) -> None:
+        """Remember spares to release when the job is safe without their state."""
+        with self._lock:
+            self._to_release |= set(endpoints)
+            self._remember()
+
+    def _remember(self) -> None:
+        """Write the spares still to be released, for a replacement SMP."""
+        left = self._to_release | self._releasing
+        if left:
+            written(self._path, sorted(left))
+        else:
+            self._path.unlink(missing_ok=True)
+
+    def release(self, lineage: int, timeout: float) -> None:
+        """The job is safe in `lineage`: release the spares in the background."""
+        with self._lock:
+            endpoints, self._to_release = sorted(self._to_release), set()
+            self._releasing |= set(endpoints)
+        if endpoints:
+            threading.Thread(
+                target=self._release, args=(endpoints, lineage, timeout), name="smp-release", daemon=True
+            ).start()
+
+    def _release(self, endpoints: Sequence[Endpoint], lineage: int, timeout: float) -> None:
+        """The thread. A spare that cannot be reached keeps its state until it takes part in the job again, or ends."""
+        done, reason = set(endpoints), ""
+        for _ in range(_RELEASE_TRIES):
+            unreached = []
+            for endpoint in endpoints:
+                peer: Peer = self._tier.peer(endpoint, timeout)
+                try:
+                    with closing(peer):
+                        peer.ask("release", lineage=lineage)
+                except FtError as error:
+                    reason = str(error)
+                    unreached.append(endpoint)
+            endpoints = unreached
+            if not endpoints:
+                break
+            time.sleep(_RELEASE_PAUSE_SECONDS)
+        else:
+            self._events.emit("spare.unreached", spares=[list(one) for one in endpoints], reason=reason)
+        with self._lock:
+            self._releasing -= done
+            self._remember()
+
+    def forget(self) -> None:
+        """Remove the list of spares to release: the job ends."""
+        with self._lock:
+            self._to_release, self._releasing = set(), set()
+            self._remember()

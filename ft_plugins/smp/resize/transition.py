@@ -1,0 +1,93 @@
+"""Keep, report and drop a node's state of previous sizes as the job changes its number of ranks.
+
+Invariant: state of a previous size is removed only when the job is safe without it, or when the ranks have agreed which
+version they restore. A checkpoint being written from it is abandoned first.
+
+In: the job's number of ranks, the version that the ranks restore. Out: segments moved out of the SMP's own, moved back,
+or removed; `smp.resize` and `smp.settled` events.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...snapshot.slots import SlotState, Version
+from .context import ResizeContext
+from .spares import SpareClient
+
+_RELEASE_SECONDS = 10.0  # for a spare to answer that it has dropped its state
+
+
+class ResizeTransition:
+    """The resizes of one node that takes part in the job."""
+
+    def __init__(self, smp: ResizeContext, spares: SpareClient) -> None:
+        self._smp = smp
+        self._spares = spares
+        self._world_size = max((segment.world_size for segment in smp.segments.values()), default=0)
+
+    def resize(self, world_size: int) -> bool:
+        """The job has `world_size` ranks now: move segments of other sizes out of the way.
+
+        Returns whether this node has state of a previous size."""
+        smp = self._smp
+        smp.previous_storage.stop()
+        with smp.lock:
+            self._world_size = world_size
+            left = smp.previous.switch(smp.segments, world_size)
+            smp.persister.let_go(left)
+        if left:
+            smp.events.emit("smp.resize", ranks=world_size, set_aside=sorted(left))
+        return bool(smp.previous)
+
+    def report(self) -> dict[str, Any]:
+        """The state of previous sizes on this node (`PreviousSegments.report`), and the parity that belongs to it."""
+        with self._smp.lock:
+            return {**self._smp.previous.report(), **self._smp.tier.parity()}
+
+    def keep_only(self, size_and_version: tuple[int, Version] | None) -> None:
+        """Drop all state of previous sizes but that version of the job of that many ranks; None: drop everything."""
+        self._smp.previous_storage.stop()
+        with self._smp.lock:
+            if size_and_version is None:
+                self._smp.previous.drop()
+            else:
+                self._smp.previous.keep_only(*size_and_version)
+
+    def drop_if_safe(self) -> None:
+        """Remove state of previous sizes once the job is safe without it.
+
+        Where nodes protect each other, that is when a version is committed. Otherwise it is when every rank of this
+        node holds two versions of this incarnation: all ranks of the job have the older one."""
+        smp = self._smp
+        if not (smp.previous or self._spares) or self._safe_version() is None:
+            return
+        smp.previous_storage.stop()
+        with smp.lock:
+            safe = self._safe_version()  # again: stopping takes seconds, another incarnation may have begun
+            if safe is None:
+                return
+            smp.events.emit("smp.settled", segments=smp.previous.drop())
+            if not self._protected:  # nodes do not protect each other at this size: parity of the previous one is left
+                smp.tier.unprotect()
+        self._spares.release(safe.lineage, _RELEASE_SECONDS)
+
+    @property
+    def _protected(self) -> bool:
+        """Whether the node tier's state is of this incarnation."""
+        return self._smp.tier.token == self._smp.token and self._smp.tier.ranks == self._world_size
+
+    def _safe_version(self) -> Version | None:
+        """A version of this incarnation that makes the job safe without its state of previous sizes."""
+        return self._smp.tier.counted if self._protected else self._oldest_where_all_have_two()
+
+    def _oldest_where_all_have_two(self) -> Version | None:
+        """The oldest version of this incarnation, if every rank of this node has a newer one as well."""
+        held = [
+            [slot.version for slot in segment.slots()
+             if slot.state is SlotState.CLEAN and slot.version is not None and slot.version.lineage == segment.lineage]
+            for segment in list(self._smp.segments.values()) if segment.lineage_token == self._smp.token
+        ]  # fmt: skip
+        if len(held) < max(1, len(self._smp.segments)) or min(map(len, held)) < 2:
+            return None
+        return min(version for versions in held for version in versions)

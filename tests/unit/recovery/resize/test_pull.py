@@ -1,0 +1,86 @@
+"""Every rank receives the byte ranges that it asked for, in frames of bounded size."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_plugins.recovery.resize import pull as pulling
+from ft_plugins.recovery.resize.pull import PullRange, pull
+
+
+class Ranks:
+    """The collectives of several ranks, which are threads here."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count, timeout=30)
+        self.payloads: list[bytes] = [b""] * count
+        self.boxes: dict[tuple[int, int], np.ndarray] = {}
+
+
+class OneOf:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.most = 0
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        self.ranks.payloads[self.rank] = payload
+        self.ranks.barrier.wait()
+        found = list(self.ranks.payloads)
+        self.ranks.barrier.wait()
+        return found
+
+    def swap(self, send: Mapping[int, np.ndarray], receive: Mapping[int, np.ndarray]) -> None:
+        self.most = max([self.most, *(len(data) for data in send.values())])
+        for rank, data in send.items():
+            self.ranks.boxes[self.rank, rank] = data
+        for _ in range(2):
+            self.ranks.barrier.wait()
+        for rank, into in receive.items():
+            into[:] = self.ranks.boxes.pop((rank, self.rank))
+        self.ranks.barrier.wait()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data(), st.integers(1, 4), st.integers(1, 5))
+def test_every_rank_receives_the_ranges_it_asked_for(data: st.DataObject, count: int, previous: int) -> None:
+    frame = data.draw(st.sampled_from([7, 64, 4096]))
+    generator = np.random.default_rng(3)
+    held = {source: generator.integers(0, 256, 200, dtype=np.uint8) for source in range(previous)}
+    holder = {source: data.draw(st.integers(0, count - 1)) for source in held}
+    requests = st.tuples(st.sampled_from(range(previous)), st.integers(0, 150), st.integers(0, 50))
+    asked = [data.draw(st.lists(requests, max_size=5)) for _ in range(count)]
+    ranks = Ranks(count)
+    found: dict[int, bytes] = {}
+    ones = [OneOf(ranks, rank) for rank in range(count)]
+
+    def work(rank: int) -> None:
+        starts = np.cumsum([0, *(nbytes for _, _, nbytes in asked[rank])])
+        into = np.zeros(starts[-1], dtype=np.uint8)
+        ranges = [
+            PullRange(holder[source], source, at, nbytes, int(target))
+            for (source, at, nbytes), target in zip(asked[rank], starts, strict=False)
+        ]
+
+        def read(source: int) -> np.ndarray:
+            assert holder[source] == rank, "only what this rank can read"
+            return held[source]
+
+        pull(ones[rank], ranges, read, into)  # type: ignore[arg-type]
+        found[rank] = into.tobytes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pulling, "FRAME_BYTES", frame)
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    for rank, wants in enumerate(asked):
+        assert found[rank] == b"".join(held[source][at : at + nbytes].tobytes() for source, at, nbytes in wants)
+    assert all(one.most <= frame for one in ones)
