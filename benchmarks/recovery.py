@@ -40,17 +40,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baselines import loopback
-
+from figures import line
 from ft_plugins.errors import FtError
 from ft_plugins.events import Event
-from ft_plugins.rig import fills
-from ft_plugins.rig.figures import line
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.journal import entries, wait_for
-from ft_plugins.rig.nodes import Place, destroy, network
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
 from ft_plugins.snapshot.paths import segments_of, vault_of
+from ft_plugins.testing import fills
+from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.waiting import entries, wait_for
 
 BOUND = 120.0  # seconds, for anything that is waited for
 SIGNS = ("worker.failed", "node.lost", "workers.left", "smp.fence")  # the last where agents begin another round at once
@@ -136,7 +135,14 @@ class Cluster:
     """A job over several nodes, a rank each. Use as a context manager: nothing of it is left behind."""
 
     def __init__(
-        self, server: ForkServer, folder: Path, places: list[Place], count: int, code: str, mib: int, compute: float
+        self,
+        server: ForkServer,
+        folder: Path,
+        places: list[EmulatedHost],
+        count: int,
+        code: str,
+        mib: int,
+        compute: float,
     ) -> None:
         self._server = server
         self._folder = folder
@@ -277,7 +283,7 @@ def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
         stack.callback(shutil.rmtree, folder)
         os.environ["OMP_NUM_THREADS"] = "1"
         hosts = range(101, 107)
-        places = [Place("", f"127.78.0.{host}", "lo") for host in hosts]
+        places = [EmulatedHost("", f"127.78.0.{host}", "lo") for host in hosts]
         if namespaces:
             places = stack.enter_context(network(hosts))
         preload = [str(Path(__file__).resolve()), "ft_plugins.launcher.launch"]

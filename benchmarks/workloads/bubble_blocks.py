@@ -6,7 +6,7 @@
 Invariant: the same seed gives the same order. Each cost is beside the block without protection next to it, so what
 changes slowly on a shared machine is in both.
 
-In: blocks of an emulated job, events of its nodes. Out: `Cost`; shares of bytes; iterations of a checkpoint.
+In: blocks of an emulated job, events of its nodes. Out: `BubbleCost`; shares of bytes; iterations of a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..events import Event
-from .cluster import Block
-from .emulated import OFF, ON, ONCE
-from .sync_blocks import interval
+from ft_plugins.events import Event
+from workloads.cluster import IterationBlock
+from workloads.emulated_rank import OFF, ON, ONCE
+from workloads.sync_blocks import interval
 
 BLOCK = 5  # iterations
 
 
 @dataclass(frozen=True)
-class Cost:
+class BubbleCost:
     """Shares of an iteration without protection, which takes `seconds`: medians, the ends of 95% intervals above them;
     and the mean, which a few blocks decide. `null`: of one such iteration and another one, and both its ends."""
 
@@ -51,12 +51,12 @@ def rounds(settle: int, pairs: int, once: int, seed: int) -> list[tuple[str, int
     return found
 
 
-def compared(blocks: Sequence[Block], pairs: int) -> tuple[Sequence[Block], Sequence[Block]]:
+def compared(blocks: Sequence[IterationBlock], pairs: int) -> tuple[Sequence[IterationBlock], Sequence[IterationBlock]]:
     """The blocks of all pairs; those with rounds that send at once."""
     return blocks[1 : 1 + 2 * pairs], blocks[1 + 2 * pairs :]
 
 
-def cost(blocks: Sequence[Block], pairs: int) -> Cost:
+def cost(blocks: Sequence[IterationBlock], pairs: int) -> BubbleCost:
     """Of the blocks in the order of `rounds`."""
     ours, at_once = compared(blocks, pairs)
     paired = [
@@ -68,7 +68,7 @@ def cost(blocks: Sequence[Block], pairs: int) -> Cost:
         for mode in (ONCE, OFF)
     )
     nulls = [one[OFF] / other[OFF] - 1 for one, other in zip(paired[::2], paired[1::2], strict=False)]
-    return Cost(
+    return BubbleCost(
         statistics.median(each[OFF] for each in paired),
         statistics.median(overheads), interval(overheads)[1],
         statistics.mean(overheads), interval(overheads, middle=np.mean)[1],
@@ -79,9 +79,7 @@ def cost(blocks: Sequence[Block], pairs: int) -> Cost:
 
 def told(events: Sequence[Event], begun: int, through: int) -> list[Event]:
     """Of a node, the versions that counted after so many protected iterations, until there were so many."""
-    return [
-        event for event in events if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
-    ]
+    return [event for event in events if event.name == "node.counts" and begun <= event.fields["iteration"] <= through]
 
 
 def every(events: Sequence[Event], begun: int, through: int) -> float:

@@ -3,7 +3,7 @@
 How it is scaled. The paper's testbed: 4 servers of 4 A40, 10 Gb/s between them; batches of 128 and of 64 with 8 to a
 microbatch. It names GPT-2 and not its size, and what it sends are parameters: assumed are GPT-2 of 345 M, 1,024
 tokens, 25 Tflop/s of a rank in a pass (what lets iterations take 0.6 to 1.9 s; the paper loses 0.6 to 5.5 s with 1 to 3
-iterations), and 2 bytes a parameter. From these follow forward and backward of each stage (planner.jobs; the last one
+iterations), and 2 bytes a parameter. From these follow forward and backward of each stage (workloads.jobs; the last one
 has the head), which stages sleep for; and with SCALE, by which both are divided,
 
     link of a node    10 Gb/s / SCALE      bytes of a rank    2 x parameters / ranks / SCALE
@@ -36,24 +36,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..bubbles.packed import unpack
-from ..errors import FtError
-from ..events import Event, read
-from ..model.timeline import Profile
-from ..planner.jobs import A40, PAPER_SHAPES, Job
-from ..planner.pipeline import Pipeline
-from ..planner.simulate import Link, simulate
-from . import emulated, gpt_runs
-from .emulated import StageSpec
-from .forkserver import ForkServer, JobSpec, RunningJob
-from .journal import wait_for
-from .nodes import Place, destroy
+from ft_plugins.bubbles.packed import unpack
+from ft_plugins.errors import FtError
+from ft_plugins.events import Event, read
+from ft_plugins.model.timeline import Profile
+from ft_plugins.planner.pipeline import Pipeline
+from ft_plugins.planner.simulate import Link, simulate
+from ft_plugins.testing import megatron_runs
+from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.waiting import wait_for
+from workloads import emulated_rank
+from workloads.emulated_rank import StageSpec
+from workloads.jobs import A40, PAPER_SHAPES, TrainingJob
 
 NODES, RANKS_OF_NODE = 4, 4
 SCALE = 50
 LINK_MBPS = 10_000 // SCALE
 MESSAGE_BYTES = 32 << 10
-PRELOAD = (*gpt_runs.PRELOAD, "ft_plugins.rig.emulated")
+EMULATED_RANK = Path(emulated_rank.__file__).resolve()  # by its file: the fork server does not know `workloads`
+PRELOAD = (*megatron_runs.PRELOAD, str(EMULATED_RANK))
 _HIDDEN, _MICRO_BATCH = 64, 8
 _STATE_OF_PARAMETER = 12  # bytes: float32 parameter, two moments
 _PORT = 29750
@@ -62,10 +64,10 @@ _START = 120.0  # seconds beside iterations
 
 
 @dataclass(frozen=True)
-class Emulated:
+class EmulatedJob:
     """A job on the cluster. `job` is the one of the testbed that it stands for; its second stage may be disturbed."""
 
-    job: Job
+    job: TrainingJob
     jitter: float = 0.0
     drift: float = 1.0
     drift_after: float = 0.0
@@ -79,7 +81,7 @@ class Emulated:
     def pipeline(self) -> Pipeline:
         return self.job.pipeline()
 
-    def lasting(self, seconds: float) -> Emulated:
+    def lasting(self, seconds: float) -> EmulatedJob:
         """Stretched so many times that the passes of an iteration take about `seconds`."""
         times = replace(self.job.times(self.pipeline), links=(Link(),))
         own = max(timeline.seconds for timeline in simulate(self.pipeline, times))
@@ -120,27 +122,27 @@ class Emulated:
         ):  # fmt: skip
             words += [f"--{flag}", str(value)]
         return JobSpec(
-            f"{emulated.__name__}:main", tuple(words), f"cluster-{self.name}", str(folder), RANKS_OF_NODE,
+            f"{EMULATED_RANK}:main", tuple(words), f"cluster-{self.name}", str(folder), RANKS_OF_NODE,
             runtime=str(runtime), nnodes=NODES, rendezvous="ft_plugins",
         )  # fmt: skip
 
 
-def shapes(batch: int, chunks: int = 1, dilation: int = 1) -> tuple[Emulated, ...]:
+def shapes(batch: int, chunks: int = 1, dilation: int = 1) -> tuple[EmulatedJob, ...]:
     """The paper's five, those that can be interleaved where there are several chunks."""
     machine = replace(A40, flops=25e12)
     found = [
-        Job(
+        TrainingJob(
             f"d{dp}m{tp}p{pp}", machine, 345e6, 1024, 1024, dp, tp, pp, batch, micro_batch=_MICRO_BATCH, chunks=chunks,
             vocabulary=50257, state_bytes=2.0,
         )
         for dp, tp, pp in PAPER_SHAPES
         if chunks == 1 or batch // dp // _MICRO_BATCH % pp == 0
     ]  # fmt: skip
-    return tuple(Emulated(job, dilation=dilation) for job in found)
+    return tuple(EmulatedJob(job, dilation=dilation) for job in found)
 
 
 @dataclass(frozen=True)
-class Block:
+class IterationBlock:
     """Seconds of iterations in one mode, without the one before which the mode was changed; those of the processor that
     a rank's process took in them. `completed` iterations had been protected at its end."""
 
@@ -150,21 +152,21 @@ class Block:
     completed: int
 
     @classmethod
-    def read(cls, told: dict[str, Any]) -> Block:
+    def read(cls, told: dict[str, Any]) -> IterationBlock:
         """Of what a rank has written."""
         return cls(told["mode"], tuple(told["seconds"][1:]), tuple(told["processor"][1:]), told["completed"])
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ClusterOutcome:
     """Of a job that is over. `blocks` by rank; the seconds of one are those of all, which meet in every update."""
 
-    ranks: tuple[tuple[Block, ...], ...]
+    ranks: tuple[tuple[IterationBlock, ...], ...]
     profile: Profile
     events: tuple[tuple[Event, ...], ...]  # by node
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[IterationBlock, ...]:
         """Those of rank 0."""
         return self.ranks[0]
 
@@ -178,14 +180,14 @@ class Outcome:
 
 def run(
     server: ForkServer,
-    one: Emulated,
-    places: Sequence[Place],
+    one: EmulatedJob,
+    places: Sequence[EmulatedHost],
     folder: Path,
     blocks: Sequence[tuple[str, int]],
     seconds: float,
     *flags: str,
     slower: int = 1,
-) -> Outcome:
+) -> ClusterOutcome:
     """Run the job to its end, which takes `seconds` at most. Raises AssertionError with the output of a node that has
     not ended in order, FtError where links cannot be throttled.
 
@@ -223,8 +225,8 @@ def run(
                 taken_down.callback(destroy, job)  # SMPs outlive their job
         raise
     told = [json.loads((folder / f"rank-{rank:05d}.json").read_text()) for rank in range(NODES * RANKS_OF_NODE)]
-    return Outcome(
-        tuple(tuple(map(Block.read, each["blocks"])) for each in told),
+    return ClusterOutcome(
+        tuple(tuple(map(IterationBlock.read, each["blocks"])) for each in told),
         Profile(tuple(unpack(packed) for packed in told[0]["profile"])),
         tuple(tuple(read(job.spec.run_dir / "events.jsonl")) for job in jobs),
     )

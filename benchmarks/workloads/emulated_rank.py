@@ -37,13 +37,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..bubbles.packed import pack
-from ..config import launch_context
-from ..model.host import Edges
-from ..model.timeline import Kind
-from ..session import Session, attach
-from . import gpt_runs
-from .forkserver import load
+from ft_plugins.bubbles.packed import pack
+from ft_plugins.config import launch_context
+from ft_plugins.model.host import Edges
+from ft_plugins.model.timeline import Kind
+from ft_plugins.session import Session, attach
+from ft_plugins.testing import megatron_runs
+from ft_plugins.testing.forkserver import load
 
 ON, ONCE, OFF = "on", "once", "off"
 LAYERS = 6  # of a stage
@@ -165,7 +165,7 @@ def _job_class(stages: Sequence[StageSpec]) -> type:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
 
-    class EmulatedJob(Job):  # type: ignore[misc]
+    class SleepingJob(Job):  # type: ignore[misc]
         """Everything but model and data is the example's."""
 
         def _build_chunks(self) -> list[Any]:
@@ -185,9 +185,7 @@ def _job_class(stages: Sequence[StageSpec]) -> type:
                     parallel_state.is_pipeline_first_stage(**place), parallel_state.is_pipeline_last_stage(**place),
                 )  # fmt: skip
                 model = _stage_class()(self.config, part, shape, *ends)
-                wrapped = DistributedDataParallel(
-                    self.config, chunk.ddp_config, model, disable_bucketing=index > 0
-                )
+                wrapped = DistributedDataParallel(self.config, chunk.ddp_config, model, disable_bucketing=index > 0)
                 chunks.append(wrapped)
             return chunks
 
@@ -201,7 +199,7 @@ def _job_class(stages: Sequence[StageSpec]) -> type:
 
             return chunk(), loss
 
-    return EmulatedJob
+    return SleepingJob
 
 
 def main(argv: Sequence[str]) -> None:
@@ -211,7 +209,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--blocks", type=Path, required=True, help="JSON: lists of a mode and a count of iterations")
     parser.add_argument("--out", type=Path, required=True, help="folder")
     own, rest = parser.parse_known_args(argv)
-    example, context = load(str(gpt_runs.EXAMPLE)), launch_context()
+    example, context = load(str(megatron_runs.EXAMPLE)), launch_context()
     args = example.parse(rest)
     torch.set_num_threads(1)
     torch.cuda.set_device(context.local_rank)
@@ -277,9 +275,7 @@ class _AtOnce:
         copies = guarded.copies
         self._out = torch.zeros(copies[rank].nbytes, dtype=torch.uint8)
         self._to = copies[rank].receiver
-        self._into = {
-            one.rank: torch.empty(one.nbytes, dtype=torch.uint8) for one in copies if one.receiver == rank
-        }
+        self._into = {one.rank: torch.empty(one.nbytes, dtype=torch.uint8) for one in copies if one.receiver == rank}
 
     def send(self) -> None:
         requests: list[Any] = [dist.isend(self._out, self._to)]

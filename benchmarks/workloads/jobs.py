@@ -18,17 +18,17 @@ software.
 
 Invariant: a job's ranks are dp x tp x pp; ranks of a tensor-parallel group, then of a data-parallel one, lie together.
 
-In: sizes. Out: `Job`, and from it `Pipeline`, `Times`, `Cluster`, `Costs`.
+In: sizes. Out: `TrainingJob`, and from it `Pipeline`, `Times`, `Cluster`, `Costs`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .intervals import Costs
-from .pipeline import Pipeline, Schedule
-from .simulate import Link, Times
-from .survival import Cluster
+from ft_plugins.planner.intervals import Costs
+from ft_plugins.planner.pipeline import Pipeline, Schedule
+from ft_plugins.planner.simulate import Link, Times
+from ft_plugins.planner.survival import Cluster
 
 GIB = float(1 << 30)
 FULL_STATE = 12.0  # bytes a parameter: fp32 master, two moments; bf16 copies are rebuilt
@@ -55,7 +55,7 @@ H100 = Machine(node_ranks=8, flops=500e12, node_link=8 * 50e9, inner_link=400e9,
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A 3D-parallel training job. `batch` is in sequences, `storage` of H100 for each rank."""
 
     name: str
@@ -138,18 +138,18 @@ class Job:
         )
 
 
-def _paper(dp: int, tp: int, pp: int, batch: int) -> Job:
-    return Job(f"d{dp}m{tp}p{pp}", A40, 1.5e9, 1600, 1024, dp, tp, pp, batch, micro_batch=8, vocabulary=50257)
+def _paper(dp: int, tp: int, pp: int, batch: int) -> TrainingJob:
+    return TrainingJob(f"d{dp}m{tp}p{pp}", A40, 1.5e9, 1600, 1024, dp, tp, pp, batch, micro_batch=8, vocabulary=50257)
 
 
 PAPER_SHAPES = ((2, 2, 4), (4, 1, 4), (1, 4, 4), (2, 1, 8), (1, 2, 8))  # dp, tp, pp
 PAPER = {batch: tuple(_paper(*shape, batch) for shape in PAPER_SHAPES) for batch in (128, 64)}
 
 FAMILY = (
-    Job("16", H100, 8e9, 4096, 8192, 2, 2, 4, 64),
-    Job("64", H100, 8e9, 4096, 8192, 4, 4, 4, 128, chunks=2),
-    Job("256", H100, 70e9, 8192, 8192, 8, 4, 8, 256, chunks=2),
-    Job("1024", H100, 70e9, 8192, 8192, 16, 8, 8, 512, chunks=5),
-    Job("4096", H100, 405e9, 16384, 8192, 32, 8, 16, 1024, chunks=4),
-    Job("16384", H100, 405e9, 16384, 8192, 128, 8, 16, 2048, chunks=4),
+    TrainingJob("16", H100, 8e9, 4096, 8192, 2, 2, 4, 64),
+    TrainingJob("64", H100, 8e9, 4096, 8192, 4, 4, 4, 128, chunks=2),
+    TrainingJob("256", H100, 70e9, 8192, 8192, 8, 4, 8, 256, chunks=2),
+    TrainingJob("1024", H100, 70e9, 8192, 8192, 16, 8, 8, 512, chunks=5),
+    TrainingJob("4096", H100, 405e9, 16384, 8192, 32, 8, 16, 1024, chunks=4),
+    TrainingJob("16384", H100, 405e9, 16384, 8192, 128, 8, 16, 2048, chunks=4),
 )

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import ConfigError
-from .forkserver import load
+from ft_plugins.errors import ConfigError
+from ft_plugins.testing.forkserver import load
 
 BYTE_TEXT = Path(__file__).resolve().parents[2] / "launch" / "examples" / "byte_text.py"
 TEST_SHARE = 0.2
@@ -145,7 +145,7 @@ def _digits(seed: int) -> Learner:
 # ---- text ----
 
 
-class _Block(nn.Module):
+class _AttentionBlock(nn.Module):
     """Attention to what came before, then a network of each position."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class _Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(_VOCABULARY, _WIDTH), nn.Embedding(_SEQUENCE, _WIDTH)
-        self.blocks = nn.Sequential(*(_Block() for _ in range(_BLOCKS)))
+        self.blocks = nn.Sequential(*(_AttentionBlock() for _ in range(_BLOCKS)))
         self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY)
         for table in (self.tokens, self.places):
             nn.init.normal_(table.weight, std=0.1)

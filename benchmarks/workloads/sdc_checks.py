@@ -1,8 +1,8 @@
-"""Whether results stand in the order of the paper (PAFT, tables 1 and 2, figures 5, 6, 9), by rules. Pure.
+"""Check runs with corrupted gradients: the order of results (PAFT, tables 1 and 2, figures 5, 6, 9) and theory. Pure.
 
-Of each result the mean over seeds. A *loss* is how much worse a result is than the clean run's, in points: of test
-accuracy one is one of a hundred, of a text's loss 0.05 nats a byte (what a point of the next byte's accuracy is worth
-there, roughly). *Averaging often* are sync_5, sync_10 and dyn: every 50 is but a few times in runs this short.
+Order. Of each result the mean over seeds. A *loss* is how much worse a result is than the clean run's, in points: of
+test accuracy a point is one of a hundred, of a text's loss 0.05 nats a byte (roughly what a point of the next byte's
+accuracy is worth there). *Averaging often* are sync_5, sync_10 and dyn: every 50 is a few times in runs this short.
 
     harm     noised training is harmed (a loss of 5 points or more) at 1e-2 and 1e-1
     growth   a larger variance harms noised training no less, within a point
@@ -11,9 +11,12 @@ there, roughly). *Averaging often* are sync_5, sync_10 and dyn: every 50 is but 
     often    averaging every 5 iterations is no worse than every 50 at 1e-2, within a point
     never    at no noise is averaging often worse than not averaging, within a point
 
-Invariant: a rule is not judged where its results are missing; it is then not among the rules that hold.
+Theory (PAFT, Lemma 3.1). Divergence and its estimator, with SGD and PAFT-Sync on noise of known size. Divergences
+between two averagings are taken from the parameters themselves; only the one at an averaging is the executor's own.
 
-In: results by noise and method. Out: `Verdict`s, in words.
+Invariant: a rule whose results are missing is not judged; it does not count as one that holds.
+
+In: results by noise and method; the outcome of a run with known noise. Out: `RuleVerdict`s; `TheoryErrors`, relative.
 """
 
 from __future__ import annotations
@@ -23,16 +26,19 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .sdc_runs import BURSTS, NOISED, VARIANCES
+from ft_plugins.sync.noise import expected_divergence
+from workloads.sdc_runs import BURSTS, NOISED, RANKS, VARIANCES, faults
+from workloads.trained import TrainingOutcome, TrainingRun
 
 Results = Mapping[tuple[str, str], Sequence[float]]  # by noise and method: a score for each seed
 OFTEN = ("sync_5", "sync_10", "dyn")
 CLOSE = ("1e-4", "1e-3")
+THEORY_H, THEORY_ITERATIONS, THEORY_PEAK_RATE = 5, 30, 0.02
 HARM, HALF, SLACK, WITHIN = 5.0, 0.5, 1.0, 1.0  # points, share, points, points
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScoreScale:
     """What a score is: `point` is negative where less is better."""
 
     point: float
@@ -47,11 +53,11 @@ class Scale:
         return found
 
 
-SCALES = {"digits": Scale(1.0), "text": Scale(-0.05)}
+SCALES = {"digits": ScoreScale(1.0), "text": ScoreScale(-0.05)}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RuleVerdict:
     """One rule at one place."""
 
     rule: str
@@ -62,12 +68,12 @@ class Verdict:
         return f"{'holds' if self.holds else 'BROKEN':<7}{self.rule:<7}{self.said}"
 
 
-def judge(losses: Mapping[tuple[str, str], float]) -> list[Verdict]:
+def judge(losses: Mapping[tuple[str, str], float]) -> list[RuleVerdict]:
     """All rules on all results that are there. `losses`: points, by noise and method."""
-    return [Verdict(*found) for rule in (_harm, _growth, _close, _gain, _often, _never) for found in rule(losses)]
+    return [RuleVerdict(*found) for rule in (_harm, _growth, _close, _gain, _often, _never) for found in rule(losses)]
 
 
-def order_holds(verdicts: Sequence[Verdict]) -> bool:
+def order_holds(verdicts: Sequence[RuleVerdict]) -> bool:
     """Every rule that could be judged holds, and there is one."""
     return bool(verdicts) and all(one.holds for one in verdicts)
 
@@ -120,3 +126,41 @@ def _never(losses: Losses) -> Found:
         if method in OFTEN and (noise, NOISED) in losses:
             without = losses[noise, NOISED]
             yield "never", loss <= without + SLACK, f"{noise}: {method} loses {loss:.1f}, noised {without:.1f}"
+
+
+@dataclass(frozen=True)
+class TheoryErrors:
+    """The worst of a run: of sigma; of the squared divergence; the largest divergence right after an averaging."""
+
+    sigma: float
+    divergence: float
+    left: float
+
+
+def theory_run(noise: str, variance: float) -> tuple[TrainingRun, float]:
+    """What is to be run, and its sigma."""
+    paft = {"mode": "sync", "h": THEORY_H}
+    told = faults(noise, 1)
+    run = TrainingRun(
+        "digits", 1, THEORY_ITERATIONS, paft, told, 1, optimizer="sgd", peak_rate=THEORY_PEAK_RATE
+    )  # fmt: skip
+    return run, variance**0.5
+
+
+def theory_errors(outcome: TrainingOutcome, sigma: float) -> TheoryErrors:
+    """Of a run whose divergences were taken after every update."""
+    rates, dimension = outcome.ranks[0].rates, outcome.ranks[0].dimension
+    expected = {
+        step: expected_divergence(sigma, rates[(step - 1) // THEORY_H * THEORY_H : step], dimension, RANKS)
+        for step in range(1, THEORY_ITERATIONS + 1)
+    }
+    seen = dict(outcome.ranks[0].divergences)
+    left = max(divergence for step, divergence in seen.items() if step % THEORY_H == 0)
+    found = {step: divergence for step, divergence in seen.items() if step % THEORY_H}
+    turns = [event.fields for event in outcome.named("sync.averaged") if event.rank == 0]
+    found |= {turn["iteration"]: turn["divergence"] for turn in turns}
+    return TheoryErrors(
+        max(abs(turn["sigma"] / sigma - 1) for turn in turns),
+        max(abs(divergence**2 / expected[step] - 1) for step, divergence in found.items()),
+        left,
+    )

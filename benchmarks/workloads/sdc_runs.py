@@ -13,7 +13,7 @@ update and repairs, `struck` does not, so that it is seen what audit has undone.
 Invariant: runs of one learner and seed begin with the same model and read the same data; a noise is the same for all
 methods.
 
-In: learner, seed, iterations. Out: `Case`s with their `Run`.
+In: learner, seed, iterations. Out: `Case`s with their `TrainingRun`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .trained import Run
+from workloads.trained import TrainingRun
 
 RANKS = 4
 STRUCK = 1  # the rank that is, where one is
@@ -53,7 +53,7 @@ class Case:
 
     method: str
     noise: str
-    run: Run
+    run: TrainingRun
 
     def __str__(self) -> str:
         return f"{self.run.learner} seed {self.run.seed} {self.method}{' ' + self.noise if self.noise else ''}"
@@ -76,9 +76,9 @@ def _strike(conditions: Sequence[str], variance: float, seed: int) -> str:
 def case(learner: str, seed: int, iterations: int, method: str, noise: str = "") -> Case:
     """One of them."""
     if method == CLEAN:
-        return Case(CLEAN, "", Run(learner, seed, iterations))
+        return Case(CLEAN, "", TrainingRun(learner, seed, iterations))
     told = faults(noise, seed, STRUCK if method in (AUDIT, ALONE) else None)
-    return Case(method, noise, Run(learner, seed, iterations, _BLOCKS[method], told))
+    return Case(method, noise, TrainingRun(learner, seed, iterations, _BLOCKS[method], told))
 
 
 def cases(

@@ -1,13 +1,13 @@
-"""What simulator and goodput say of the jobs in `jobs`: the numbers behind the paper's figures 3, 4 and 7.
+"""Simulate the jobs in `jobs`: the numbers behind the paper's figures 3, 4 and 7.
 
-`Shape` is one of the paper's configurations: bubbles of each stage (figure 3), and what a checkpoint costs that is sent
-in bubbles, or at once as FTPipeHD does it: training waits for all of it (figure 7). `Scale` is one of the family:
-bubbles under each schedule (figure 4), and goodput under each protection.
+`ShapeStudy` is one of the paper's configurations: bubbles of each stage (figure 3), and what a checkpoint costs that is
+sent in bubbles, or at once as FTPipeHD does it, where training waits for all of it (figure 7). `ScaleStudy` is one of
+the family: bubbles under each schedule (figure 4), and goodput under each protection.
 
 Two figures for the iterations of a checkpoint, because of the first stage (see `idle`): as a `ring`, as in the paper,
 and in `pairs`, as a job sends it.
 
-Invariant: pure, and the same every time. In: a `Job`. Out: `Shape` or `Scale`.
+Invariant: pure, and the same every time. In: a `TrainingJob`. Out: `ShapeStudy` or `ScaleStudy`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from . import fitting, idle
-from .goodput import GoodputPlan, plan_goodput
-from .jobs import Job
-from .pipeline import Schedule
-from .simulate import Times, simulate
-from .survival import columns
+from ft_plugins.planner import fitting, idle
+from ft_plugins.planner.goodput import GoodputPlan, plan_goodput
+from ft_plugins.planner.pipeline import Schedule
+from ft_plugins.planner.simulate import Times, simulate
+from ft_plugins.planner.survival import columns
+from workloads.jobs import TrainingJob
 
 
 @dataclass(frozen=True)
-class Shape:
+class ShapeStudy:
     """A configuration of the paper's. Seconds; None: some rank goes by a rate."""
 
-    job: Job
+    job: TrainingJob
     iteration_seconds: float
     bubble_shares: tuple[float, ...]  # by stage
     ring: int | None  # iterations of a checkpoint
@@ -58,25 +58,25 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaleStudy:
     """A job of the family. `plan` is that of its own schedule, in pairs; `ring` and `pairs` are the iterations of a
     checkpoint."""
 
-    job: Job
+    job: TrainingJob
     shares: dict[Schedule, float]
     plan: GoodputPlan
     ring: int | None
     pairs: int | None
 
 
-def study_shape(job: Job, snapshot_seconds: float = 0.02) -> Shape:
+def study_shape(job: TrainingJob, snapshot_seconds: float = 0.02) -> ShapeStudy:
     """One of the paper's configurations."""
     pipeline = job.pipeline()
     times = job.times(pipeline)
     timelines = simulate(pipeline, times)
     fit = fit_for(job, times)
     ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
-    return Shape(
+    return ShapeStudy(
         job,
         timelines[0].seconds,
         idle.bubble_shares(timelines),
@@ -87,7 +87,7 @@ def study_shape(job: Job, snapshot_seconds: float = 0.02) -> Shape:
     )
 
 
-def study_scale(job: Job, restart_seconds: float = 600.0, snapshot_seconds: float = 0.05) -> Scale:
+def study_scale(job: TrainingJob, restart_seconds: float = 600.0, snapshot_seconds: float = 0.05) -> ScaleStudy:
     """One job of the family, under every schedule."""
     shares = {}
     for schedule in Schedule:
@@ -100,16 +100,16 @@ def study_scale(job: Job, restart_seconds: float = 600.0, snapshot_seconds: floa
     fit = fit_for(job, times)
     ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
     plan = plan_goodput(job.cluster(), costs, timelines, restart_seconds, partial(fit, placement=idle.Placement.PAIRS))
-    return Scale(job, shares, plan, ring, pairs)
+    return ScaleStudy(job, shares, plan, ring, pairs)
 
 
-def fit_for(job: Job, times: Times) -> partial[int | None]:
+def fit_for(job: TrainingJob, times: Times) -> partial[int | None]:
     """`fitting.fit` with the job's nodes, and its longest message reserved."""
     message = max(link.seconds(times.message_bytes) for link in times.links)
     return partial(fitting.fit, per_node=job.stages_per_node, reserved=message)
 
 
-def shapes_table(shapes: Sequence[Shape]) -> str:
+def shapes_table(shapes: Sequence[ShapeStudy]) -> str:
     """Configurations for people."""
     rows: list[tuple[str, ...]] = [
         ("", "batch", "iteration", "bubbles", "ring", "pairs", "in bubbles", "at once", "while sending")
@@ -126,7 +126,7 @@ def shapes_table(shapes: Sequence[Shape]) -> str:
     return "\n".join(["iterations of a checkpoint, and its overhead", *columns(rows)])
 
 
-def scales_table(scales: Sequence[Scale]) -> str:
+def scales_table(scales: Sequence[ScaleStudy]) -> str:
     """The family's bubbles for people."""
     head = ("ranks", *(schedule.value for schedule in Schedule), "its own", "ring", "pairs")
     rows = [head] + [

@@ -6,7 +6,7 @@ median over rounds, with its 95% bootstrap interval.
 
 Invariant: the same seed gives the same order and the same interval.
 
-In: seconds by round and mode. Out: `Cost`; the order of blocks; the next rate of a link.
+In: seconds by round and mode. Out: `SyncCost`; the order of blocks; the next rate of a link.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import FtError
+from ft_plugins.errors import FtError
 
 PLAIN = "plain"
 RESAMPLES = 10_000
@@ -28,7 +28,7 @@ FACTOR = 8.0  # by which a rate is changed at most in one step
 
 
 @dataclass(frozen=True)
-class Cost:
+class SyncCost:
     """A share of the plain iteration's time, and the ends of its 95% interval."""
 
     share: float
@@ -45,13 +45,13 @@ def shuffled(modes: Sequence[str], rounds: int, seed: int) -> tuple[tuple[str, .
     return tuple(tuple(order.sample(list(modes), len(modes))) for _ in range(rounds))
 
 
-def costs(seconds: Sequence[Mapping[str, float]], seed: int = 1) -> dict[str, Cost]:
+def costs(seconds: Sequence[Mapping[str, float]], seed: int = 1) -> dict[str, SyncCost]:
     """Of each mode beside plain. `seconds`: of an iteration, by mode; one mapping for each round."""
     found = {}
     for mode in seconds[0]:
         if mode != PLAIN:
             shares = [each[mode] / each[PLAIN] - 1 for each in seconds]
-            found[mode] = Cost(statistics.median(shares), *interval(shares, seed))
+            found[mode] = SyncCost(statistics.median(shares), *interval(shares, seed))
     return found
 
 

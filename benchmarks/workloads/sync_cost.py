@@ -10,7 +10,9 @@ blocks of modes can follow each other in any order in one run. `SETTLE` iteratio
 audits fall inside of blocks and none is under way at the end of one; a plain iteration that is not counted follows each
 block all the same.
 
-Invariant: all modes do the same work beside PAFT. In: `Plan`. Out: `Measured`, of rank 0 the decision on the rate.
+Invariant: all modes do the same work apart from PAFT.
+
+In: `SyncPlan`. Out: `SyncMeasurement`; rank 0 decides on the rate.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..adapters.plain import PlainHost
-from ..config import Config, LaunchContext
-from ..events import read
-from ..model.inventory import Role
-from ..session import Session, attach
-from .nodes import Place
-from .sync_blocks import PLAIN, next_rate
+from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.events import read
+from ft_plugins.model.inventory import Role
+from ft_plugins.session import Session, attach
+from ft_plugins.testing.emulated_nodes import EmulatedHost
+from workloads.sync_blocks import PLAIN, next_rate
 
 RATE = 1e-4  # learning rate
 MOMENTUM = 0.9
@@ -46,7 +48,7 @@ ADAPTIVE = "paft_adaptive"
 
 
 @dataclass(frozen=True)
-class Plan:
+class SyncPlan:
     """What is measured. `blocks`: modes, by round. `modes`: the block of PAFT of each that is not plain."""
 
     modes: Mapping[str, Mapping[str, Any]]
@@ -72,7 +74,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SyncMeasurement:
     """Of one rank. `seconds`: of an iteration, by round and mode; `calibration`: Mbit/s, plain seconds, share."""
 
     seconds: tuple[dict[str, float], ...]
@@ -84,7 +86,7 @@ class Measured:
 class Mode:
     """One way of training, with state of its own."""
 
-    def __init__(self, name: str, rank: int, world: int, plan: Plan, folder: Path) -> None:
+    def __init__(self, name: str, rank: int, world: int, plan: SyncPlan, folder: Path) -> None:
         torch.manual_seed(1)
         self._name, self._world, self._seconds = name, world, plan.compute_seconds
         self._parameters = {f"layer{n}": torch.nn.Parameter(torch.randn(plan.width)) for n in range(plan.layers)}
@@ -156,7 +158,7 @@ class Mode:
             self._session.iteration_end(self._done)
 
 
-def measure(rank: int, world: int, plan: Plan, places: Sequence[Place], folder: str) -> Measured:
+def measure(rank: int, world: int, plan: SyncPlan, places: Sequence[EmulatedHost], folder: str) -> SyncMeasurement:
     """What one rank does: calibrate, then all blocks."""
     modes = {name: Mode(name, rank, world, plan, Path(folder)) for name in (PLAIN, *plan.modes)}
     place, mbps = places[rank], plan.mbps
@@ -191,4 +193,4 @@ def measure(rank: int, world: int, plan: Plan, places: Sequence[Place], folder: 
     for mode in modes.values():
         mode.end()
     intervals = modes[ADAPTIVE].intervals() if ADAPTIVE in modes else ()
-    return Measured(tuple(seconds), tuple(told), mbps, intervals)
+    return SyncMeasurement(tuple(seconds), tuple(told), mbps, intervals)

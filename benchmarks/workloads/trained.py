@@ -6,13 +6,13 @@ Invariant: a run with nothing configured calls nothing of the package: the clean
 version T as the update after it finds it: iteration T + 1 is begun, and ends at its fence (before_update), where an
 averaging in flight has been applied and a verdict carried out.
 
-In: `Run`. Out: `Trained`, by rank; events in the run directory.
+In: `TrainingRun`. Out: `TrainedRank`, by rank; events in the run directory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,21 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ..adapters.plain import PlainHost
-from ..config import Config, LaunchContext
-from ..errors import FtError
-from ..events import Event, read
-from ..model.inventory import Role
-from ..session import Session, attach
-from .gang import gang
-from .learners import learner
+from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import FtError
+from ft_plugins.events import Event, read
+from ft_plugins.model.inventory import Role
+from ft_plugins.session import Session, attach
+from ft_plugins.testing.gang import gang
+from workloads.learners import learner
 
 MOMENTUM, BETAS = 0.9, (0.9, 0.99)  # the paper's
 _STATE = {"adam": ("exp_avg", "exp_avg_sq", "step"), "momentum": ("momentum_buffer",), "sgd": ()}
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What is trained, for how long, and what the package is told: `paft` is its block of JSON, None for nothing."""
 
     learner: str
@@ -49,7 +49,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRank:
     """What one rank has found. `divergences`: ||mean - theta||, root mean square over ranks, right before each update;
     only where asked for."""
 
@@ -61,11 +61,11 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """Of a run: what its ranks have found, and its events."""
 
-    run: Run
-    ranks: tuple[Trained, ...]
+    run: TrainingRun
+    ranks: tuple[TrainedRank, ...]
     events: tuple[Event, ...] = field(repr=False)
 
     @property
@@ -94,7 +94,7 @@ class Outcome:
 class Replica:
     """One rank's."""
 
-    def __init__(self, rank: int, world: int, run: Run, run_dir: Path) -> None:
+    def __init__(self, rank: int, world: int, run: TrainingRun, run_dir: Path) -> None:
         self._learner = learner(run.learner, run.seed)
         self._rank, self._world, self._run = rank, world, run
         self._model = self._learner.model
@@ -209,7 +209,7 @@ def judged_at(iterations: int, judgings: int) -> list[int]:
     return sorted({round(iterations * number / judgings) for number in range(1, judgings + 1)} - {0})
 
 
-def _train(rank: int, world: int, run: Run, run_dir: str, every: bool) -> Trained:
+def _train(rank: int, world: int, run: TrainingRun, run_dir: str, every: bool) -> TrainedRank:
     replica = Replica(rank, world, run, Path(run_dir))
     points = judged_at(run.iterations, run.judgings)
     scores, divergences, rates = [], [], []
@@ -226,15 +226,12 @@ def _train(rank: int, world: int, run: Run, run_dir: str, every: bool) -> Traine
     dimension = sum(one.numel() for one in replica.parameters.values())
     digest = replica.digest()
     replica.end()
-    return Trained(tuple(scores), tuple(divergences), digest, tuple(rates), dimension)
+    return TrainedRank(tuple(scores), tuple(divergences), digest, tuple(rates), dimension)
 
 
-def train(run: Run, world: int, run_dir: Path, every: bool = False, seconds: float = 300.0) -> Outcome:
+def train(run: TrainingRun, world: int, run_dir: Path, every: bool = False, seconds: float = 300.0) -> TrainingOutcome:
     """The run, on ranks of its own. `every`: divergence after each update, before anything is averaged; else where the
     score is taken. Raises what `gang` raises."""
     run_dir.mkdir(parents=True)
-    found: Sequence[Trained] = gang(_train, world, run, str(run_dir), every, seconds=seconds)
-    return Outcome(run, tuple(found), tuple(read(run_dir / "events.jsonl")))
-
-
-Trainer = Callable[[Run], Outcome]
+    found: Sequence[TrainedRank] = gang(_train, world, run, str(run_dir), every, seconds=seconds)
+    return TrainingOutcome(run, tuple(found), tuple(read(run_dir / "events.jsonl")))

@@ -3,7 +3,7 @@
 Invariant: every figure is computed from what the runs themselves wrote (events, losses, digests of the final state);
 a figure whose events are missing is None, never a guess. Numbers of one run are taken from that run alone.
 
-In: two `Run`s. Out: `Report`, its JSON, its table (rich), its picture (matplotlib, no display needed).
+In: two `RunRecord`s. Out: `RunComparison`, its JSON, its table (rich), its picture (matplotlib, no display needed).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What one run wrote. `began` is when its command was started, seconds since the epoch. `digests` names each part
     of the final state of each rank (`rank 3 / item`) and its digest."""
 
@@ -54,7 +54,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Version:
+class RestoredVersion:
     """Where state was restored from."""
 
     tier: str
@@ -63,7 +63,7 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class Downtime:
     """Where the downtime went: until the launcher saw the failure, from there until every new rank had attached, and
     the slowest rank's time to load. `down` is the whole: from the kill to the first iteration completed after it."""
 
@@ -74,7 +74,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunComparison:
     """The outcome. Bytes are of all ranks together; stalls are medians over the iterations of a run."""
 
     identical: bool
@@ -84,9 +84,9 @@ class Report:
     iterations_lost: int | None
     restores: int
     scratch_restarts: int  # starts from the beginning after the kill
-    restored_from: Version | None
+    restored_from: RestoredVersion | None
     killed: Mapping[str, Any]
-    seconds: Seconds
+    seconds: Downtime
     snapshot_stall_seconds: float | None
     snapshot_stall_seconds_unfailed: float | None
     snapshot_seconds: float | None  # from the version point to the seal, hidden behind compute
@@ -125,7 +125,7 @@ def read_losses(path: Path) -> tuple[Loss, ...]:
     return tuple(Loss(entry["iteration"], entry["loss"], entry["time"]) for entry in entries)
 
 
-def make_report(failed: Run, unfailed: Run) -> Report:
+def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
     """Compare the run that was killed with the one that was not. Raises EvidenceError."""
     for name, run in (("failed", failed), ("unfailed", unfailed)):
         if not run.losses or not run.digests:
@@ -141,7 +141,7 @@ def make_report(failed: Run, unfailed: Run) -> Report:
     scratch = _by_rank(event for event in after if event.name in FROM_THE_BEGINNING)
     scratch_restarts = max(scratch.values(), default=0)
     source = restored_from(failed.events)
-    return Report(
+    return RunComparison(
         identical=not differing,
         differing=differing,
         losses_identical=losses_identical,
@@ -169,7 +169,12 @@ def make_report(failed: Run, unfailed: Run) -> Report:
 
 
 def _unproven(
-    kills: int, differing: Sequence[str], losses_identical: bool, restores: int, scratch: int, source: Version | None
+    kills: int,
+    differing: Sequence[str],
+    losses_identical: bool,
+    restores: int,
+    scratch: int,
+    source: RestoredVersion | None,
 ) -> Iterable[str]:
     if kills != 1:
         yield f"{kills} processes were killed, expected 1"
@@ -204,7 +209,7 @@ def same_losses(left: Iterable[Loss], right: Iterable[Loss]) -> bool:
     return max(first) == max(second) and all(len(first[k] | second[k]) == 1 for k in both)
 
 
-def _lost(events: Sequence[Event], kills: Sequence[Event], source: Version | None) -> int | None:
+def _lost(events: Sequence[Event], kills: Sequence[Event], source: RestoredVersion | None) -> int | None:
     """As recovery counted, or more where more had been logged when the signal was sent."""
     counted = _largest(events, "restore.done", "lost", int)
     logged = kills[0].fields["iteration"] - source.iteration if kills and source is not None else 0
@@ -220,26 +225,26 @@ def restore_count(events: Iterable[Event]) -> int:
     return max(counts.values(), default=0)
 
 
-def restored_from(events: Iterable[Event]) -> Version | None:
+def restored_from(events: Iterable[Event]) -> RestoredVersion | None:
     """The version of the last restore. Raises EvidenceError if ranks do not agree on it."""
     last = {event.rank: event for event in events if event.name == "restore.done"}
-    found = {Version(e.fields["tier"], e.fields["lineage"], e.fields["iteration"]) for e in last.values()}
+    found = {RestoredVersion(e.fields["tier"], e.fields["lineage"], e.fields["iteration"]) for e in last.values()}
     if len(found) > 1:
         raise EvidenceError(f"ranks restored different versions ({found}): expected one")
     return next(iter(found), None)
 
 
-def downtime(run: Run, killed: float | None) -> Seconds:
+def downtime(run: RunRecord, killed: float | None) -> Downtime:
     """Where the time after a kill at `killed` went."""
     if killed is None:
-        return Seconds(None, None, None, None)
+        return Downtime(None, None, None, None)
     after = [event for event in run.events if event.time >= killed]
     seen = min((event.time for event in after if event.name in NOTICED), default=None)
     attached = max((event.time for event in after if event.name == "rank.attach"), default=None)
     going_on = min(
         (entry.time for entry in run.losses if attached is not None and entry.time >= attached), default=None
     )
-    return Seconds(
+    return Downtime(
         detect=None if seen is None else seen - killed,
         restart=None if seen is None or attached is None else attached - seen,
         load=_largest(after, "restore.done", "seconds", float),
@@ -248,7 +253,7 @@ def downtime(run: Run, killed: float | None) -> Seconds:
 
 
 def stall(events: Iterable[Event]) -> float | None:
-    """Seconds per iteration for which training waited for its snapshot: per fence the slowest rank, then the median.
+    """Downtime per iteration for which training waited for its snapshot: per fence the slowest rank, then the median.
     None if no fence was passed. A restart begins new fences."""
     waits: dict[tuple[int, int], float] = {}
     starts: Counter[int | None] = Counter()
@@ -273,7 +278,7 @@ def committed(events: Iterable[Event]) -> list[tuple[float, int]]:
     return sorted((max(by.values()), k) for (_, k), by in versions.items() if by.keys() >= ranks)
 
 
-def table(report: Report) -> Table:
+def table(report: RunComparison) -> Table:
     """The report for a terminal."""
     what = "one node" if "lost" in report.killed else "one process"
     grid = Table(title=f"One job, run twice: without a failure, and with {what} killed")
@@ -303,7 +308,7 @@ def table(report: Report) -> Table:
     return grid
 
 
-def verdict(report: Report) -> str:
+def verdict(report: RunComparison) -> str:
     """The outcome in a sentence or two."""
     if report.proven:
         return (
@@ -317,7 +322,7 @@ def verdict(report: Report) -> str:
     return "The two runs did NOT end in identical state: " + "; ".join(report.unproven) + "."
 
 
-def _bubble_rows(report: Report) -> Iterable[tuple[str, str, str]]:
+def _bubble_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
     both = (report.bubbles_unfailed, report.bubbles)
     if not any(both):
         return
@@ -334,19 +339,19 @@ def _bubble_rows(report: Report) -> Iterable[tuple[str, str, str]]:
     )
 
 
-def _sending(run: Run) -> Sending | None:
+def _sending(run: RunRecord) -> Sending | None:
     use = bubble_use(run.events)
     return None if use is None else use.sending
 
 
 def _s(value: float | None) -> str:
-    """Seconds for people: three significant places, in the unit that needs no zeros."""
+    """Downtime for people: three significant places, in the unit that needs no zeros."""
     if value is None:
         return "-"
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.2f} ms"
 
 
-def _memory(report: Report) -> str:
+def _memory(report: RunComparison) -> str:
     if report.host_memory_bytes is None:
         return "-"
     shown = f"{report.host_memory_bytes / 2**20:.1f} MiB"

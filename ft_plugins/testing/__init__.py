@@ -1,1 +1,1 @@
-"""What tests, benchmarks and the quickstart share: fork server, kills at points, golden comparison."""
+"""What tests, benchmarks and the quickstart share: fork server, emulated nodes, failure stories, golden comparison."""

@@ -3,7 +3,7 @@
 Invariant: a golden run is not protected at all; it and the killed one have the same DeepSpeed configuration but for the
 block `ft_plugins`, and the flags of the fork server are those that ft-run reads from that block.
 
-In: a `Configuration`. Out: `JobSpec`s for the fork server, prefixes of their digests and loss logs.
+In: a `DeepSpeedConfiguration`. Out: `JobSpec`s for the fork server, prefixes of their digests and loss logs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODEL = ("--layers", "2", "--hidden", "32", "--sequence", "16")
 
 
 @dataclass(frozen=True)
-class Configuration:
+class DeepSpeedConfiguration:
     """Precision, ZeRO stage and parallel sizes of a job of `ranks`; `pp` 0 is an engine without pipeline."""
 
     ranks: int
@@ -73,7 +73,7 @@ class DeepSpeedRun:
 
     name: str
     folder: Path
-    configuration: Configuration
+    configuration: DeepSpeedConfiguration
     block: dict[str, Any] = field(default_factory=dict)
     seed: int = 1234
     iterations: int = ITERATIONS

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from .driver import Phase, Progress
+from .driver import DrivePhase, Progress
 
 
 class Display(Protocol):
@@ -41,7 +41,7 @@ def display_on(console: Console, ranks: int) -> Display:
 
 def _state(progress: Progress, ranks: int) -> str:
     """The phase in words."""
-    if progress.phase in (Phase.STARTING, Phase.RESTARTING):
+    if progress.phase in (DrivePhase.STARTING, DrivePhase.RESTARTING):
         return f"{progress.phase.value} ({progress.attached}/{ranks} ranks)"
     return progress.phase.value
 
@@ -69,14 +69,14 @@ class TerminalDisplay:
         self._task: TaskID | None = None
 
     def begin(self, name: str, iterations: int) -> None:
-        self._task = self._bars.add_task(name, total=iterations, state=Phase.STARTING.value, loss="")
+        self._task = self._bars.add_task(name, total=iterations, state=DrivePhase.STARTING.value, loss="")
 
     def show(self, progress: Progress) -> None:
         if self._task is not None:
             self._bars.update(
                 self._task, completed=progress.iteration, state=_state(progress, self._ranks), loss=_loss(progress)
             )
-            if progress.phase is Phase.DONE:
+            if progress.phase is DrivePhase.DONE:
                 self._bars.stop_task(self._task)
 
     def say(self, text: str) -> None:

@@ -28,8 +28,8 @@ import psutil
 
 from ..errors import FtError
 from ..events import Event
+from ..report.comparison import KILL, NOTICED, Loss, read_losses
 from .driven import DrivenNode, GrowingLines
-from .report import KILL, NOTICED, Loss, read_losses
 
 NODE = "node0"
 _NETWORK = "127.77.1"  # of the loopback device: every machine has it, and nobody needs a right for it
@@ -41,7 +41,7 @@ class DriveError(FtError):
     """The driven job ended otherwise than it should have, or stands still."""
 
 
-class Phase(str, Enum):
+class DrivePhase(str, Enum):
     """What a job is doing, as seen from outside."""
 
     STARTING = "start-up"
@@ -56,7 +56,7 @@ class Phase(str, Enum):
 class Progress:
     """A job at a moment. `attached` counts the ranks of the running incarnation that hold their snapshot memory."""
 
-    phase: Phase
+    phase: DrivePhase
     iteration: int
     loss: float | None
     attached: int
@@ -76,7 +76,7 @@ class Drive:
         self.ended = self.began
         self._arguments = tuple(arguments)
         self._losses = GrowingLines(loss_log)
-        self._progress = Progress(Phase.STARTING, 0, None, 0, 0.0)
+        self._progress = Progress(DrivePhase.STARTING, 0, None, 0, 0.0)
         self._moved = time.monotonic()
         self._nodes: list[DrivenNode] = []  # also those that are gone
         self._count = nodes
@@ -124,20 +124,20 @@ class Drive:
         phase, iteration, loss = before.phase, before.iteration, before.loss
         events = [entry for node in self._alive for entry in node.look()]
         if any(entry["name"] in NOTICED for entry in events):
-            phase = Phase.RESTARTING
+            phase = DrivePhase.RESTARTING
         losses = self._losses.new()
         for entry in losses:
             iteration, loss = entry["iteration"], entry["loss"]
         attached = sum(len(node.trainers) for node in self._alive)
         if losses and attached:
-            phase = Phase.ENDING if iteration >= self.iterations else Phase.TRAINING
+            phase = DrivePhase.ENDING if iteration >= self.iterations else DrivePhase.TRAINING
         if events or losses:
             self._moved = time.monotonic()
         ended = all(status == 0 for status in statuses)
         failed = [(node, status) for node, status in zip(self._alive, statuses, strict=True) if status]
         if ended or failed:
             self.ended = time.time()
-            phase = Phase.FAILED if failed else Phase.DONE
+            phase = DrivePhase.FAILED if failed else DrivePhase.DONE
         elapsed = (self.ended if ended or failed else time.time()) - self.began
         self._progress = Progress(phase, iteration, loss, attached, elapsed)
         for node, status in failed:

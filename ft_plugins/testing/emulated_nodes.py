@@ -30,7 +30,7 @@ def _ip(*words: str) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class EmulatedHost:
     """Where a node stands in the network: namespace ('' for this one), address and device."""
 
     namespace: str
@@ -64,7 +64,7 @@ class Place:
 
 
 @contextmanager
-def network(hosts: Sequence[int]) -> Iterator[list[Place]]:
+def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
     """A bridge with one namespace a node; `hosts[i]` is the last number of the i-th address.
 
     Without the right to make namespaces: loopback addresses of this one, which cannot be cut.
@@ -74,7 +74,7 @@ def network(hosts: Sequence[int]) -> Iterator[list[Place]]:
     try:
         _ip("link", "add", bridge, "type", "bridge")
     except (OSError, subprocess.CalledProcessError):
-        yield [Place("", f"127.77.0.{host}", "lo") for host in hosts]
+        yield [EmulatedHost("", f"127.77.0.{host}", "lo") for host in hosts]
         return
     names = [f"{stem}n{host}" for host in hosts]
     try:
@@ -88,7 +88,7 @@ def network(hosts: Sequence[int]) -> Iterator[list[Place]]:
             _ip("-n", name, "addr", "add", f"{_SUBNET}.{host}/24", "dev", inner)
             _ip("-n", name, "link", "set", inner, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            places.append(Place(name, f"{_SUBNET}.{host}", inner))
+            places.append(EmulatedHost(name, f"{_SUBNET}.{host}", inner))
         yield places
     finally:
         for name in names:

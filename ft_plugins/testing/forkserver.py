@@ -135,7 +135,7 @@ class ForkServer:
     def __init__(self, preload: Sequence[str]) -> None:
         """`preload`: modules or files to import before anything is forked, in order; 'module:function' is called."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "ft_plugins.rig.forkserver", str(theirs.fileno()), *preload]
+        command = [sys.executable, "-m", "ft_plugins.testing.forkserver", str(theirs.fileno()), *preload]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._connection = ours

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from ..launcher.worker import bind_to_agent
+from .emulated_nodes import EmulatedHost
 from .forkserver import enter
-from .nodes import Place
 
 SECONDS = 300.0
 COLLECTIVE_SECONDS = 60.0
 END_SECONDS = 10.0
 TAIL = 20  # lines
-HERE = Place("", "127.0.0.1", "lo")
+HERE = EmulatedHost("", "127.0.0.1", "lo")
 
 
 class RankError(RuntimeError):
@@ -43,7 +43,7 @@ def gang(
     function: Callable[..., Any],
     world: int,
     *args: Any,
-    places: Sequence[Place] | None = None,
+    places: Sequence[EmulatedHost] | None = None,
     seconds: float = SECONDS,
 ) -> list[Any]:
     """Run `function(rank, world, *args)` on `world` gloo ranks; what they returned, by rank.
@@ -104,7 +104,7 @@ def _tail(log: Path) -> str:
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, world: int, place: Place, store: str, log: str, parent: int,
+    function: Callable[..., Any], rank: int, world: int, place: EmulatedHost, store: str, log: str, parent: int,
     reply: Connection, args: Any,
 ) -> None:  # fmt: skip
     """The life of a rank."""

@@ -97,7 +97,7 @@ def read(folder: Path) -> Saved:
     metadata = reader.read_metadata()
     shapes = tensors_of(metadata)
     tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in shapes.items()}
-    planner = _Planner()
+    planner = _ObjectPlanner()
     wanted: dict[str, Any] = {key: tensors.get(key) for key in metadata.state_dict_metadata}
     dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
     objects = planner.objects
@@ -146,7 +146,7 @@ class _Unpickler(pickle.Unpickler):
 _PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)  # what torch asks of a module for pickling
 
 
-class _Planner(dcp.DefaultLoadPlanner):
+class _ObjectPlanner(dcp.DefaultLoadPlanner):
     """Reads the objects of a checkpoint as `_load` does."""
 
     def __init__(self) -> None:

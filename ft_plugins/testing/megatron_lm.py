@@ -1,13 +1,19 @@
-"""Runs of an unmodified Megatron-LM checkout under ft-run, as its user starts them, on the CPU.
+"""Checkouts of Megatron-LM: which versions they are, and unmodified runs of them under ft-run on the CPU.
 
-Invariant: the checkout is not edited; at the first start Megatron compiles its data set helpers in it, as for any user.
+A folder that is named after a tag is that version; upstream's `package_info.py` must agree on the major and the minor
+number (its patch number is sometimes that of the next tag). Any other folder is the version that `package_info.py`
+states, labelled with the folder's name.
+
+Invariant: a checkout is never edited; at the first start Megatron compiles its data set helpers in it, as for any user.
 No run, and nothing that it started, outlives `ft_run`.
 
-In: script and arguments. Out: a `Run`.
+In: a folder with one checkout per tag, or one checkout; script and arguments. Out: `Checkout`s, the oldest version
+first; `MegatronLmRun`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +21,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..errors import FtError
 from ..events import Event
 from .driven import DrivenNode
 from .driver import DriveError
 
+SCRIPT = "pretrain_gpt.py"
+_INFO = Path("megatron", "core", "package_info.py")
+_INFO_BYTES = 1 << 16  # upstream's has 1 KiB
+_TAG = re.compile(r"core_v(\d+)\.(\d+)\.(\d+)")
 NODE = "here"
 RUN_SECONDS = 400.0  # for one run; five times what eight ranks take on two idle cores
 _SETTINGS = {
@@ -31,8 +42,59 @@ _TAIL = 60  # lines of a run's output in a message
 _DOCUMENTS, _TOKENS, _VOCABULARY = 60, 200, 126
 
 
+class CheckoutError(FtError):
+    """A folder that should be a checkout of Megatron-LM is something else."""
+
+
+@dataclass(frozen=True, order=True)
+class Checkout:
+    """One version. `label` is empty for a tag, else the folder's name."""
+
+    number: tuple[int, int, int]
+    label: str
+    folder: Path
+
+    def __str__(self) -> str:
+        return "-".join([".".join(map(str, self.number)), *filter(None, [self.label])])
+
+
+def under(root: Path) -> list[Checkout]:
+    """Of each checkout in `root`, or of `root` itself. Raises CheckoutError when there is none, or one is misnamed."""
+    if not root.is_dir():
+        raise CheckoutError(f"{root}: there is no such folder; expected one with a checkout of Megatron-LM per tag")
+    folders = [root] if (root / SCRIPT).exists() else sorted(one for one in root.iterdir() if (one / SCRIPT).exists())
+    if not folders:
+        raise CheckoutError(f"{root}: expected a checkout of Megatron-LM per tag, as {root}/core_v0.16.1/{SCRIPT}")
+    return sorted(checkout(folder.resolve()) for folder in folders)
+
+
+def checkout(folder: Path) -> Checkout:
+    """The one in `folder`. Raises CheckoutError."""
+    said = _package_info(folder / _INFO)
+    tag = _TAG.fullmatch(folder.name)
+    if tag is None:
+        return Checkout(said, re.sub(r"[^\w.-]", "_", folder.name), folder)
+    number = (int(tag[1]), int(tag[2]), int(tag[3]))
+    if number[:2] != said[:2]:
+        raise CheckoutError(f"{folder}: expected version {'.'.join(map(str, said))}, which its {_INFO} says")
+    return Checkout(number, "", folder)
+
+
+def _package_info(file: Path) -> tuple[int, int, int]:
+    try:
+        with open(file, encoding="utf-8", errors="replace") as opened:
+            text = opened.read(_INFO_BYTES)
+    except OSError as error:
+        raise CheckoutError(f"{file}: {error.strerror}; expected a checkout of Megatron-LM") from error
+    parts = [re.search(rf"^{name} *= *(\d{{1,9}})\s*$", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
+    if not all(parts):
+        raise CheckoutError(f"{file}: expected MAJOR, MINOR and PATCH, each a number")
+    major, minor, patch = (int(part[1]) for part in parts if part)
+    return major, minor, patch
+
+
 @dataclass(frozen=True)
-class Run:
+class MegatronLmRun:
     """One finished command: its status, what it printed, the folder that it saved to, its events."""
 
     status: int
@@ -53,7 +115,7 @@ class Run:
             raise DriveError(f"status {self.status}, expected 0: {last}\n{tail}")
 
 
-def ft_run(script: Sequence[object], saved: Path, *arguments: object, job: str, ranks: int = 8) -> Run:
+def ft_run(script: Sequence[object], saved: Path, *arguments: object, job: str, ranks: int = 8) -> MegatronLmRun:
     """`ft-run ... script arguments`; its output is in `saved`/`job`/output.log while it runs.
 
     Raises DriveError when it takes longer than RUN_SECONDS.
@@ -70,7 +132,7 @@ def ft_run(script: Sequence[object], saved: Path, *arguments: object, job: str, 
             f"ft-run {' '.join(words)} took more than {RUN_SECONDS:.0f} s; it printed:\n{node.tail(_TAIL)}"
         )
     reported = node.events() if "--reft" in words else ()
-    return Run(status, node.log.read_text(errors="replace"), saved, reported)
+    return MegatronLmRun(status, node.log.read_text(errors="replace"), saved, reported)
 
 
 def write_corpus(prefix: Path) -> Path:

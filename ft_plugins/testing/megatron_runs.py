@@ -4,7 +4,7 @@ Invariant: a golden run has no system at all; it and the killed one have the sam
 skipped update (an infinite gradient under a constant loss scale; where the optimizer has no scaler, a skipped batch)
 and the same evaluation.
 
-In: a `Configuration`. Out: `JobSpec`s for the fork server, prefixes of their digests and loss logs.
+In: a `MegatronConfiguration`. Out: `JobSpec`s for the fork server, prefixes of their digests and loss logs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRELOAD = ("ft_plugins.adapters.megatron:prepare", str(EXAMPLE), "ft_plugins.lau
 
 
 @dataclass(frozen=True)
-class Configuration:
+class MegatronConfiguration:
     """One cell of the product of precision, optimizer, schedule and overlap."""
 
     bf16: bool
@@ -56,22 +56,22 @@ class Configuration:
 
 
 ALL = tuple(
-    Configuration(bf16, distributed, interleaved, overlap)
+    MegatronConfiguration(bf16, distributed, interleaved, overlap)
     for bf16 in (False, True)
     for distributed in (False, True)
     for interleaved in (False, True)
     for overlap in ((False, True) if distributed else (False,))
 )
-HARDEST = Configuration(True, True, True, True)
+HARDEST = MegatronConfiguration(True, True, True, True)
 
 
 @dataclass(frozen=True)
-class GptRun:
+class MegatronRun:
     """A run in `folder`, which takes its digests and its loss log."""
 
     name: str
     folder: Path
-    configuration: Configuration
+    configuration: MegatronConfiguration
     protected: bool = False
     kills: str = ""
     seed: int = 1234
@@ -89,7 +89,7 @@ class GptRun:
     def loss_log(self) -> Path:
         return self.folder / "loss.jsonl"
 
-    def armed(self, faults: str) -> GptRun:
+    def armed(self, faults: str) -> MegatronRun:
         """The same run with `faults` in place of its kills, if there are any."""
         return replace(self, kills=faults or self.kills)
 

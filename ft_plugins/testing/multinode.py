@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from .emulated_nodes import EmulatedHost, destroy
 from .forkserver import ForkServer, JobSpec, RunningJob
 from .golden import Described
-from .journal import Entry, wait_for
-from .nodes import Place, destroy
+from .waiting import Entry, wait_for
 
 BOUND = 560.0  # seconds for anything that is waited for: many times what it takes on two idle cores
 DETECT, DETECT_SECONDS = "--ftp-detect-seconds", "5"
@@ -45,7 +45,7 @@ def until(job: RunningJob, condition: Callable[[list[Entry]], bool], seconds: fl
     return wait_for(job.spec.run_dir / "events.jsonl", holds, seconds)
 
 
-class Run(Described, Protocol):
+class ExampleRun(Described, Protocol):
     """A run of an example, whichever framework it uses. `armed` is the same run with these faults, if any."""
 
     @property
@@ -53,7 +53,7 @@ class Run(Described, Protocol):
 
     def spec(self, **fields: object) -> JobSpec: ...
 
-    def armed(self, faults: str) -> Run: ...
+    def armed(self, faults: str) -> ExampleRun: ...
 
 
 class MultiNodeJob:
@@ -63,7 +63,7 @@ class MultiNodeJob:
         self,
         server: ForkServer,
         jobs: Spec,
-        run: Run,
+        run: ExampleRun,
         ranks: int,
         count: int,
         endpoint: str,
@@ -86,7 +86,7 @@ class MultiNodeJob:
         self._secret.write_text("what the nodes of this job know")
         self._secret.chmod(0o600)
 
-    def start(self, name: str, place: Place, *more: str, faults: str = "") -> RunningJob:
+    def start(self, name: str, place: EmulatedHost, *more: str, faults: str = "") -> RunningJob:
         """Start a node of the job, or a substitute; `faults` are armed on this node alone."""
         spec = self.run.armed(faults).spec(**place.fields())
         known = {k: v for k, v in vars(spec).items() if k not in ("name", "flags")}

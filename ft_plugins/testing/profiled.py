@@ -27,7 +27,7 @@ from ..bubbles.profile import Profiling
 from ..config import Config, launch_context
 from ..model.timeline import Profile
 from ..session import Session, attach
-from . import deepspeed_runs, gpt_runs
+from . import deepspeed_runs, megatron_runs
 from .forkserver import JobSpec, load
 
 MEASURED = Profiling(warmup=1, iterations=5, watch_every=1, ask_every=2)
@@ -37,7 +37,7 @@ ITERATIONS = MEASURED.warmup + MEASURED.iterations + 4  # three for the messages
 def megatron(argv: Sequence[str]) -> None:
     """One rank of the megatron-core example."""
     own, rest = _parse(argv)
-    example, context = load(str(gpt_runs.EXAMPLE)), launch_context()
+    example, context = load(str(megatron_runs.EXAMPLE)), launch_context()
     args = example.parse(rest)
     torch.set_num_threads(1)
     torch.cuda.set_device(context.local_rank)
@@ -146,7 +146,7 @@ class ProfiledRun:
         """The job for the fork server."""
         words = [*self.argv, "--iterations", str(ITERATIONS)]
         words += ["--state-digest", str(self.digests), "--loss-log", str(self.loss_log)]
-        plain = {"megatron": gpt_runs.EXAMPLE, "deepspeed": deepspeed_runs.EXAMPLE}[self.entry]
+        plain = {"megatron": megatron_runs.EXAMPLE, "deepspeed": deepspeed_runs.EXAMPLE}[self.entry]
         entry = f"{plain}:main"
         if self.recorded:
             entry = f"{__name__}:{self.entry}"

@@ -1,6 +1,6 @@
 """The main job, proven: pretrain a small GPT twice, kill one process of the second run, compare what the runs ended in.
 
-    python -m ft_plugins.rig.quickstart [--framework megatron|deepspeed] [--data FILE] [--iterations N] [--out DIR]
+    python -m ft_plugins.testing.quickstart [--framework megatron|deepspeed] [--data FILE] [--iterations N] [--out DIR]
                                         [--baft]    on two nodes, emulated here: one of them is killed whole
 
 Invariant: the exit status is 0 only if the killed run restored exactly once, from memory, and ended bit for bit where
@@ -29,12 +29,11 @@ from rich.console import Console
 
 from ..config import Config
 from ..errors import ConfigError, FtError
-from .bubble_rows import draw_bubbles
-from .bubble_use import bubble_use
+from ..report.bubble_use import bubble_use
+from ..report.comparison import EvidenceError, RunComparison, RunRecord, compare_runs, table, verdict
+from ..report.run_pictures import draw_bubbles, draw_comparison
 from .display import Display, display_on
-from .driver import Drive, DriveError, Phase
-from .picture import draw
-from .report import EvidenceError, Report, Run, make_report, table, verdict
+from .driver import Drive, DriveError, DrivePhase
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}
@@ -52,7 +51,7 @@ _OF_NODES = ("node*/output.log", "node*/events*.jsonl", "node*/smp.log")
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuickstartPlan:
     """What is run. The process of `rank`, or a whole node where that is None, is killed once iteration `kill_at` is
     logged.
 
@@ -93,7 +92,7 @@ class Plan:
         return words if self.data is None else [*words, "--data", str(self.data)]
 
 
-def parse(argv: Sequence[str]) -> Plan:
+def parse(argv: Sequence[str]) -> QuickstartPlan:
     """Raises ConfigError, SystemExit."""
     parser = argparse.ArgumentParser(
         prog="quickstart", description="Pretrain a small GPT twice, kill a process in the second run, and compare."
@@ -132,7 +131,7 @@ def parse(argv: Sequence[str]) -> Plan:
             f"--data {options.data}: expected a text file with something in it; leave it out for a default"
         )
     deepspeed = options.framework == "deepspeed"
-    plan = Plan(
+    plan = QuickstartPlan(
         data=options.data.resolve() if options.data else None,
         out=options.out.resolve(),
         iterations=iterations,
@@ -186,7 +185,7 @@ def job_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
     return (*flags, *(word for name, size in sizes.items() for word in (name, str(size))))
 
 
-def run(plan: Plan, name: str, title: str, kill: bool, display: Display) -> Run:
+def run(plan: QuickstartPlan, name: str, title: str, kill: bool, display: Display) -> RunRecord:
     """One run of the job, from start to cleaned up. Raises DriveError, with the job's last output in the message."""
     folder = plan.out / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,15 +199,15 @@ def run(plan: Plan, name: str, title: str, kill: bool, display: Display) -> Run:
             follow(drive, plan, kill, display)
         except DriveError as error:
             raise DriveError(f"{error}\n\nits last lines:\n{drive.tail()}") from error
-    return Run(drive.began, drive.ended, drive.events(), drive.losses(), read_digests(folder))
+    return RunRecord(drive.began, drive.ended, drive.events(), drive.losses(), read_digests(folder))
 
 
-def follow(drive: Drive, plan: Plan, kill: bool, display: Display) -> None:
+def follow(drive: Drive, plan: QuickstartPlan, kill: bool, display: Display) -> None:
     """Show the job until it is done, and strike once on the way. Raises DriveError."""
     struck = not kill
-    while (progress := drive.follow(_LOOK_SECONDS, plan.patience)).phase is not Phase.DONE:
+    while (progress := drive.follow(_LOOK_SECONDS, plan.patience)).phase is not DrivePhase.DONE:
         display.show(progress)
-        if not struck and progress.phase is Phase.TRAINING and progress.iteration >= plan.kill_at:
+        if not struck and progress.phase is DrivePhase.TRAINING and progress.iteration >= plan.kill_at:
             display.say(f"{strike(drive, plan)} after iteration {progress.iteration} was logged")
             struck = True
     display.show(progress)
@@ -216,7 +215,7 @@ def follow(drive: Drive, plan: Plan, kill: bool, display: Display) -> None:
         raise DriveError(f"the job ended before iteration {plan.kill_at} was seen: nobody was killed; see {drive.log}")
 
 
-def strike(drive: Drive, plan: Plan) -> str:
+def strike(drive: Drive, plan: QuickstartPlan) -> str:
     """Kill what the plan says; what was done. Raises DriveError."""
     if plan.rank is not None:
         pid = drive.kill(plan.rank)
@@ -236,7 +235,7 @@ def read_digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def prove(plan: Plan, console: Console, display: Display) -> Report:
+def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunComparison:
     """Both runs, then the comparison. Raises FtError."""
     try:
         plan.out.mkdir(parents=True, exist_ok=True)
@@ -249,9 +248,9 @@ def prove(plan: Plan, console: Console, display: Display) -> Report:
     unfailed = run(plan, "unfailed", "unfailed run", False, display)
     failed = run(plan, "failed", "run with one kill", True, display)
     display.close()
-    report = make_report(failed, unfailed)
+    report = compare_runs(failed, unfailed)
     (plan.out / REPORT).write_text(report.json() + "\n")
-    draw(failed, unfailed, report, plan.out / PICTURE)
+    draw_comparison(failed, unfailed, report, plan.out / PICTURE)
     console.print(table(report))
     use = bubble_use(unfailed.events)
     if use is not None:

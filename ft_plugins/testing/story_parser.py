@@ -267,7 +267,7 @@ def _phrase(word: str, said: str) -> Line:
         found = re.fullmatch(pattern, re.sub(r"\s+", " ", said))
         if found is not None:
             return build(*found.groups())
-    raise StoryError(f"'{word}' knows nothing of '{said}'; what it knows stands in ft_plugins/rig/stories.py")
+    raise StoryError(f"'{word}' knows nothing of '{said}'; what it knows stands in ft_plugins/testing/story_parser.py")
 
 
 def _job(said: str) -> JobShape:

@@ -17,17 +17,19 @@ from pathlib import Path
 import xxhash
 from safetensors.numpy import load_file
 
+from ..config import Config
 from ..events import Event
 from ..smp import liveness
 from ..snapshot import checkpoint
 from ..snapshot.checkpoint import Origin
 from ..snapshot.slots import Mark, Version
+from . import deepspeed_runs, megatron_runs
+from .deepspeed_runs import DeepSpeedRun
+from .emulated_nodes import EmulatedHost, destroy, freeze
 from .forkserver import ForkServer, RunningJob
-from .frameworks import FRAMEWORKS
 from .golden import assert_identical
-from .journal import wait_until
-from .multinode import BOUND, MultiNodeJob, Run, Spec
-from .nodes import Place, destroy, freeze
+from .megatron_runs import MegatronRun
+from .multinode import BOUND, ExampleRun, MultiNodeJob, Spec
 from .story import (
     EVERY,
     Captured,
@@ -56,6 +58,7 @@ from .story import (
     Story,
     Whole,
 )
+from .waiting import wait_until
 
 HOSTS = (11, 12, 13, 14, 15, 16, 5, 25)  # of six nodes, of one that sorts before them and of one behind
 
@@ -70,9 +73,9 @@ class Teller:
         story: Story,
         framework: str,
         folder: Path,
-        places: Sequence[Place],
+        places: Sequence[EmulatedHost],
         port: int,
-        golden: Callable[[], Run],
+        golden: Callable[[], ExampleRun],
     ) -> None:
         """`places` in the order of `HOSTS`; `golden` gives the unfailed run. `port` is of the rendezvous: a node that
         was cut off may still hold the one of a story before."""
@@ -87,7 +90,7 @@ class Teller:
         endpoint = ",".join(f"{place.address}:{port}" for place in places)
         self._job = MultiNodeJob(server, jobs, run, story.job.ranks, story.job.nodes, endpoint)
         self._silent: dict[str, RunningJob] = {}
-        self._cut: list[Place] = []
+        self._cut: list[EmulatedHost] = []
         self._outcomes: dict[str, str] = {}  # reasons of those that were refused
 
     def tell(self) -> None:
@@ -106,7 +109,7 @@ class Teller:
             for place in self._cut:
                 place.mend()
 
-    def _start(self, name: str, place: Place) -> None:
+    def _start(self, name: str, place: EmulatedHost) -> None:
         self._job.start(name, place, faults=self._story.faults.get(name, ""))
 
     def _follow(self, line: Line) -> None:
@@ -271,7 +274,43 @@ def assert_whole(folder: Path, ranks: int) -> None:
             assert digest == int(held["digests"][number]), f"{path}: bucket {number} does not match its digest"
 
 
-def golden_run(server: ForkServer, framework: str, shape: JobShape, folder: Path) -> Run:
+def megatron_run(
+    shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True
+) -> MegatronRun:
+    """On megatron-core, in bf16, with its distributed optimizer where the story wants it."""
+    argv = ["--order", "tp-cp-ep-pp-dp", "--tp", str(shape.tp), "--pp", str(shape.pp)]
+    if shape.global_batch:
+        argv += ["--global-batch", str(shape.global_batch)]
+    configuration = megatron_runs.MegatronConfiguration(
+        bf16=True, distributed_optimizer=shape.distributed, interleaved=False
+    )
+    return MegatronRun(
+        name, folder, configuration, protected=protected, iterations=shape.iterations,
+        flags=tuple(flags), argv=tuple(argv), ranks=shape.ranks,
+    )  # fmt: skip
+
+
+def deepspeed_run(
+    shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True
+) -> DeepSpeedRun:
+    """On DeepSpeed, as a PipelineModule: bf16 with ZeRO-1, else fp32 without ZeRO."""
+    configuration = deepspeed_runs.DeepSpeedConfiguration(
+        shape.ranks,
+        1 if shape.distributed else 0,
+        bf16=shape.distributed,
+        pp=shape.pp,
+        tp=shape.tp,
+        batch=shape.global_batch or 0,
+    )
+    words = ["--reft", *flags] if protected else list(flags)
+    block = Config.from_flags(words)[0].block() if words else {}
+    return DeepSpeedRun(name, folder, configuration, block, iterations=shape.iterations)
+
+
+FRAMEWORKS: dict[str, Callable[..., ExampleRun]] = {"megatron": megatron_run, "deepspeed": deepspeed_run}
+
+
+def golden_run(server: ForkServer, framework: str, shape: JobShape, folder: Path) -> ExampleRun:
     """The unfailed, unprotected run of a job."""
     found = FRAMEWORKS[framework](shape, "golden", folder, protected=False)
     job = server.start(found.spec(nproc=shape.ranks))

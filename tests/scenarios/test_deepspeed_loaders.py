@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.golden import assert_identical
-from ft_plugins.rig.stands import ended
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.waiting import ended
 
 Spec = Callable[..., JobSpec]
 SCRIPT = f"{Path(__file__).with_name('own_loader.py')}:main"
-CONFIGURATION = Configuration(2, 1)
+CONFIGURATION = DeepSpeedConfiguration(2, 1)
 ITERATIONS = 7  # an epoch has three
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
 
 def golden_and_killed(
-    server: ForkServer, jobs: Spec, folder: Path, configuration: Configuration, kills: str, *words: str
+    server: ForkServer, jobs: Spec, folder: Path, configuration: DeepSpeedConfiguration, kills: str, *words: str
 ) -> tuple[DeepSpeedRun, RunningJob]:
     """The unfailed run is not protected; the other one ended as it did, after as many restarts as kills."""
     for name in ("golden", "killed"):
@@ -59,7 +59,7 @@ def test_a_skipped_update_is_an_iteration_of_its_own(
     deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, stage: int
 ) -> None:
     kills = "update.end@iteration=2,rank=0,restart=0:kill;iteration.forward@iteration=6,rank=1,restart=1:kill"
-    configuration = Configuration(2, stage, checked=True)
+    configuration = DeepSpeedConfiguration(2, stage, checked=True)
     words = ("--skip-at", "2", "4", "5")
     run, job = golden_and_killed(deepspeed_server, jobs, tmp_path, configuration, kills, *words)
     small = json.loads(Path(f"{run.digests}00000.json").read_text())["small"]

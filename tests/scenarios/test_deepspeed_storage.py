@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.golden import assert_identical
-from ft_plugins.rig.stands import checkpointed, ended, lose_memory, standing_after
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.waiting import checkpointed, ended, lose_memory, standing_after
 
 Spec = Callable[..., JobSpec]
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Callable[..., DeepSpeedRun]:
 
     def made(name: str, stage: int, *words: str) -> DeepSpeedRun:
         (tmp_path / name).mkdir()
-        configuration = Configuration(2, stage)
+        configuration = DeepSpeedConfiguration(2, stage)
         return DeepSpeedRun(name, tmp_path / name, configuration, {}, 1234, ITERATIONS, SCRIPT, words)
 
     return made

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.journal import Entry, entries, wait_for, wait_until_stopped
-from ft_plugins.rig.nodes import Place, destroy, network
+from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.waiting import Entry, entries, wait_for, wait_until_stopped
 
 Spec = Callable[..., JobSpec]
 BOUND = 60
-ENTRY = "ft_plugins.rig.fills:main"
+ENTRY = "ft_plugins.testing.fills:main"
 _ports = itertools.count(29500)
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[Place]]:
+def places() -> Iterator[list[EmulatedHost]]:
     with network(range(31, 37)) as found:
         yield found
 
@@ -33,7 +33,7 @@ class Job:
     """Three nodes that fill 8 MiB each, `seconds` per iteration, and what they have written."""
 
     def __init__(
-        self, server: ForkServer, jobs: Spec, folder: Path, places: list[Place], replicated: bool, *more: str
+        self, server: ForkServer, jobs: Spec, folder: Path, places: list[EmulatedHost], replicated: bool, *more: str
     ) -> None:
         self.server = server
         self.jobs = jobs
@@ -110,7 +110,9 @@ def assert_whole(found: list[Entry]) -> None:
 
 
 @pytest.fixture
-def job(torch_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place]) -> Iterator[Callable[..., Job]]:
+def job(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
+) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
     def make(replicated: bool = False, *more: str) -> Job:

@@ -1,6 +1,6 @@
 """Checkpoints in storage: a job whose memory is gone starts from the newest one that is whole, or says why it cannot.
 
-Every tensor is filled with its iteration number (`rig.fills`), so what is restored is one version or visibly torn.
+Every tensor is filled with its iteration number (`testing.fills`), so what is restored is one version or visibly torn.
 Checkpoints are asked for while the ranks stand still at a known iteration: names are known, nothing depends on speed.
 """
 
@@ -18,11 +18,19 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.journal import Entry, entries, wait_for
-from ft_plugins.rig.stands import BOUND, checkpointed, lose_memory, sealed, standing_after
 from ft_plugins.smp.client import Client, newest_common
 from ft_plugins.snapshot import checkpoint
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.waiting import (
+    BOUND,
+    Entry,
+    checkpointed,
+    entries,
+    lose_memory,
+    sealed,
+    standing_after,
+    wait_for,
+)
 
 Spec = Callable[..., JobSpec]
 MIB = 8
@@ -35,7 +43,7 @@ def fills(
     given = ("--ftp-detect-seconds", "120")  # ranks that stand still are meant to
     given += ("--reft", "--reft-bucket-mib", "1", "--reft-checkpoint-dir", str(tmp_path / "ck"), *flags)
     given += ("--ftp-faults", faults) if faults else ()
-    return jobs(**{"entry": "ft_plugins.rig.fills:main", "argv": argv, "flags": given, "nproc": ranks, **fields})
+    return jobs(**{"entry": "ft_plugins.testing.fills:main", "argv": argv, "flags": given, "nproc": ranks, **fields})
 
 
 ON_REQUEST = ("--reft-checkpoint-interval", "0")

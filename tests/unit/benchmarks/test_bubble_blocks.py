@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from ft_plugins.events import Event
-from ft_plugins.rig.bubble_blocks import BLOCK, compared, cost, every, rounds, sent_share, told
-from ft_plugins.rig.cluster import Block
-from ft_plugins.rig.emulated import OFF, ON, ONCE
+from workloads.bubble_blocks import BLOCK, compared, cost, every, rounds, sent_share, told
+from workloads.cluster import IterationBlock
+from workloads.emulated_rank import OFF, ON, ONCE
 
 
 def test_every_pair_has_one_block_of_each_mode_and_the_order_is_drawn() -> None:
@@ -21,8 +21,8 @@ def test_every_pair_has_one_block_of_each_mode_and_the_order_is_drawn() -> None:
     assert found == rounds(16, 40, 3, seed=1) != rounds(16, 40, 3, seed=2)
 
 
-def block(mode: str, seconds: float, completed: int = 0) -> Block:
-    return Block(mode, (seconds,) * BLOCK, (0.0,) * BLOCK, completed)
+def block(mode: str, seconds: float, completed: int = 0) -> IterationBlock:
+    return IterationBlock(mode, (seconds,) * BLOCK, (0.0,) * BLOCK, completed)
 
 
 def test_each_block_is_compared_with_its_neighbour_and_what_drifts_is_in_neither() -> None:

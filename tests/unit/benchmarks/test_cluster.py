@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig import cluster
-from ft_plugins.rig.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Emulated
-from ft_plugins.rig.emulated import LAYERS, OFF, ON, Sleeper, StageSpec
+from workloads import cluster
+from workloads.cluster import LINK_MBPS, MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, EmulatedJob
+from workloads.emulated_rank import LAYERS, OFF, ON, Sleeper, StageSpec
 
 EACH = [one for batch in (128, 64) for one in cluster.shapes(batch)]
 
 
 @pytest.mark.parametrize("one", EACH, ids=lambda one: one.name)
-def test_what_a_rank_sends_takes_as_long_as_on_the_testbed(one: Emulated) -> None:
+def test_what_a_rank_sends_takes_as_long_as_on_the_testbed(one: EmulatedJob) -> None:
     job = one.job
     assert job.ranks == NODES * RANKS_OF_NODE
     parameters = {stage.parameters for stage in one.stages}.pop()
@@ -25,7 +25,7 @@ def test_what_a_rank_sends_takes_as_long_as_on_the_testbed(one: Emulated) -> Non
 
 
 @pytest.mark.parametrize("one", EACH, ids=lambda one: one.name)
-def test_stages_are_as_long_as_their_part_of_the_model(one: Emulated) -> None:
+def test_stages_are_as_long_as_their_part_of_the_model(one: EmulatedJob) -> None:
     times = one.job.times(one.pipeline)
     assert [stage.forward for stage in one.stages] == list(times.forward)
     assert [stage.backward for stage in one.stages] == [2 * seconds for seconds in times.forward]
@@ -57,7 +57,7 @@ def test_of_an_interleaved_schedule_a_rank_has_all_of_its_chunks() -> None:
 
 
 def test_a_disturbed_stage_is_the_second(tmp_path: Path) -> None:
-    one = Emulated(cluster.shapes(64)[0].job, jitter=0.3, drift=1.5, drift_after=60.0)
+    one = EmulatedJob(cluster.shapes(64)[0].job, jitter=0.3, drift=1.5, drift_after=60.0)
     disturbed = [(stage.jitter, stage.drift, stage.drift_after) for stage in one.stages]
     assert disturbed == [(0.0, 1.0, 0.0), (0.3, 1.5, 60.0), (0.0, 1.0, 0.0), (0.0, 1.0, 0.0)]
 

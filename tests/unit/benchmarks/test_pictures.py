@@ -11,10 +11,10 @@ from ft_plugins.errors import ConfigError
 pytest.importorskip("matplotlib")
 
 from ft_plugins.planner.goodput import Protection  # noqa: E402
-from ft_plugins.planner.jobs import FAMILY, PAPER  # noqa: E402
 from ft_plugins.planner.pipeline import Schedule  # noqa: E402
-from ft_plugins.planner.study import study_scale, study_shape  # noqa: E402
-from ft_plugins.rig import bubble_pictures as pictures  # noqa: E402
+from workloads import pictures  # noqa: E402
+from workloads.jobs import FAMILY, PAPER  # noqa: E402
+from workloads.study import study_scale, study_shape  # noqa: E402
 
 
 def test_every_picture_names_what_it_shows(tmp_path: Path) -> None:

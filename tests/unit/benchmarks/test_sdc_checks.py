@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from ft_plugins.rig.sdc_order import SCALES, judge, order_holds
-from ft_plugins.rig.sdc_runs import VARIANCES
+from workloads.sdc_checks import SCALES, judge, order_holds
+from workloads.sdc_runs import VARIANCES
 
 CLEAN = [94.0]
 TABLE = {  # 1 of the paper, ResNet-18

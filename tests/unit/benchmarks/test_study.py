@@ -8,11 +8,11 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.planner.goodput import Protection
-from ft_plugins.planner.jobs import FAMILY, PAPER, RANK_FAILURES, WEIGHTS_ONLY
 from ft_plugins.planner.outlook import Wanted, plan_pipeline
 from ft_plugins.planner.pipeline import Pipeline, Schedule
-from ft_plugins.planner.study import scales_table, shapes_table, study_scale, study_shape
 from ft_plugins.planner.survival import Cluster
+from workloads.jobs import FAMILY, PAPER, RANK_FAILURES, WEIGHTS_ONLY
+from workloads.study import scales_table, shapes_table, study_scale, study_shape
 
 EVERY_SHAPE = [job for batch in PAPER.values() for job in batch]
 

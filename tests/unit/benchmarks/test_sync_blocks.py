@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ft_plugins.errors import FtError
-from ft_plugins.rig.sync_blocks import PLAIN, costs, interval, next_rate, shuffled
+from workloads.sync_blocks import PLAIN, costs, interval, next_rate, shuffled
 
 MODES = (PLAIN, "sync", "dyn")
 

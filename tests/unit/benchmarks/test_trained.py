@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.rig import learners, sdc_theory
-from ft_plugins.rig.sdc_runs import ALONE, AUDIT, BURSTS, CLEAN, VARIANCES, case, faults
-from ft_plugins.rig.trained import Run, judged_at, train
+from workloads import learners, sdc_checks
+from workloads.sdc_runs import ALONE, AUDIT, BURSTS, CLEAN, VARIANCES, case, faults
+from workloads.trained import TrainingRun, judged_at, train
 
 RANKS = 3
 ITERATIONS = 6
@@ -34,7 +34,7 @@ def test_one_replica_struck_in_every_iteration_ends_as_the_clean_run_when_audite
 
 def test_averaged_replicas_end_together_and_are_judged_on_the_way(tmp_path: Path) -> None:
     learners.prepare(("text",))
-    run = Run("text", 2, ITERATIONS, {"mode": "sync", "h": 3}, faults("1e-2", 2), judgings=2)
+    run = TrainingRun("text", 2, ITERATIONS, {"mode": "sync", "h": 3}, faults("1e-2", 2), judgings=2)
     done = train(run, RANKS, tmp_path / "run", every=True)
     assert [at for at, _ in done.scores] == [3, 6]
     assert [divergence == 0 for _, divergence in done.ranks[0].divergences] == [False, False, True] * 2
@@ -44,11 +44,11 @@ def test_averaged_replicas_end_together_and_are_judged_on_the_way(tmp_path: Path
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the digits are scikit-learn's")
 def test_divergence_and_its_estimate_are_those_of_theory(tmp_path: Path) -> None:
     learners.prepare(("digits",))
-    run, sigma = sdc_theory.run("1e-3", 1e-3)
-    run = replace(run, iterations=sdc_theory.ITERATIONS)
-    errors = sdc_theory.errors(train(run, sdc_theory.RANKS, tmp_path / "run", every=True), sigma)
+    run, sigma = sdc_checks.theory_run("1e-3", 1e-3)
+    run = replace(run, iterations=sdc_checks.THEORY_ITERATIONS)
+    errors = sdc_checks.theory_errors(train(run, sdc_checks.RANKS, tmp_path / "run", every=True), sigma)
     assert errors.sigma < 0.05 and errors.divergence < 0.05 and errors.left == 0
-    wrong = sdc_theory.errors(train(run, sdc_theory.RANKS, tmp_path / "again", every=True), 1.2 * sigma)
+    wrong = sdc_checks.theory_errors(train(run, sdc_checks.RANKS, tmp_path / "again", every=True), 1.2 * sigma)
     assert wrong.sigma > 0.1 and wrong.divergence > 0.1
 
 

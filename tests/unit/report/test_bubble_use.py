@@ -9,8 +9,8 @@ import pytest
 
 from ft_plugins.bubbles.gate_pacer import MOST_FILLED
 from ft_plugins.events import Event
-from ft_plugins.rig.bubble_rows import draw_bubbles, size
-from ft_plugins.rig.bubble_use import BubbleUse, bubble_use
+from ft_plugins.report.bubble_use import BubbleUse, bubble_use
+from ft_plugins.report.run_pictures import draw_bubbles, size
 
 RANKS = range(4)
 MIB = 1 << 20

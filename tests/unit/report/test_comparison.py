@@ -12,21 +12,21 @@ import pytest
 from rich.console import Console
 
 from ft_plugins.events import Event, Events, file_sink, read
-from ft_plugins.rig.picture import draw
-from ft_plugins.rig.report import (
+from ft_plugins.report.comparison import (
     EvidenceError,
     Loss,
-    Report,
-    Run,
-    Version,
+    RestoredVersion,
+    RunComparison,
+    RunRecord,
     committed,
-    make_report,
+    compare_runs,
     read_losses,
     same_losses,
     stall,
     table,
     verdict,
 )
+from ft_plugins.report.run_pictures import draw_comparison
 
 RANKS = 4
 BEGAN, KILLED = 1000.0, 1038.2
@@ -63,8 +63,8 @@ def losses(start: float, iterations: range) -> list[Loss]:
     return [Loss(k, 5.0 / k, start + 1 + k - iterations.start + 0.01) for k in iterations]
 
 
-def unfailed_run() -> Run:
-    return Run(BEGAN, BEGAN + 45, incarnation(1030.0, 1, 1, range(1, 13)), losses(1030.0, range(1, 13)), DIGESTS)
+def unfailed_run() -> RunRecord:
+    return RunRecord(BEGAN, BEGAN + 45, incarnation(1030.0, 1, 1, range(1, 13)), losses(1030.0, range(1, 13)), DIGESTS)
 
 
 def restored(rank: int, **changes: Any) -> Event:
@@ -72,7 +72,7 @@ def restored(rank: int, **changes: Any) -> Event:
     return event("restore.done", 1071.0, rank, **(found | changes))
 
 
-def failed_run(restores: list[Event] | None = None, **changes: Any) -> Run:
+def failed_run(restores: list[Event] | None = None, **changes: Any) -> RunRecord:
     """Killed in iteration 9, when 8 were completed and 7 was the newest version: resumes from 7."""
     attempt = incarnation(1030.0, 1, 1, range(1, 9))
     events = [
@@ -84,12 +84,12 @@ def failed_run(restores: list[Event] | None = None, **changes: Any) -> Run:
         *incarnation(1070.0, 2, 2, range(8, 13)),
     ]
     events.sort(key=lambda e: e.time)
-    run = Run(BEGAN, BEGAN + 80, events, losses(1030.0, range(1, 9)) + losses(1071.5, range(8, 13)), DIGESTS)
+    run = RunRecord(BEGAN, BEGAN + 80, events, losses(1030.0, range(1, 9)) + losses(1071.5, range(8, 13)), DIGESTS)
     return replace(run, **changes)
 
 
-def report(**changes: Any) -> Report:
-    return make_report(failed_run(**changes), unfailed_run())
+def report(**changes: Any) -> RunComparison:
+    return compare_runs(failed_run(**changes), unfailed_run())
 
 
 def test_a_kill_that_left_no_trace_is_proven_with_its_figures() -> None:
@@ -98,7 +98,7 @@ def test_a_kill_that_left_no_trace_is_proven_with_its_figures() -> None:
     assert found.iterations == 12
     assert found.iterations_lost == 1
     assert found.restores == 1
-    assert found.restored_from == Version("process", 1, 7)
+    assert found.restored_from == RestoredVersion("process", 1, 7)
     assert found.killed == {"rank": 2, "time": KILLED, "signal": "SIGKILL", "iteration": 8}
     assert found.host_memory_bytes == RANKS * 3000
     assert found.captured_bytes == RANKS * 1000
@@ -139,7 +139,7 @@ def test_a_restart_from_scratch_is_no_proof_even_with_identical_state(name: str)
 def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None:
     run = failed_run()
     first = [event("start.fresh", 1030.5, rank, reason="no version was captured before") for rank in range(RANKS)]
-    assert make_report(replace(run, events=[*first, *run.events]), unfailed_run()).proven
+    assert compare_runs(replace(run, events=[*first, *run.events]), unfailed_run()).proven
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_other_than_one_restore_from_memory_is_no_proof(restores: list[Event], r
 
 
 def test_without_a_kill_nothing_is_proven() -> None:
-    found = make_report(unfailed_run(), unfailed_run())
+    found = compare_runs(unfailed_run(), unfailed_run())
     assert found.identical and not found.proven
     assert "0 processes were killed" in verdict(found)
     assert found.seconds.detect is None and found.iterations_lost is None
@@ -165,7 +165,7 @@ def test_without_a_kill_nothing_is_proven() -> None:
 def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost() -> None:
     run = failed_run([restored(rank, tier="node", iteration=6, completed=6, lost=0) for rank in range(RANKS)])
     kill = event("kill", KILLED, lost="node1", ranks=[2, 3], signal="SIGKILL", iteration=8)
-    found = make_report(replace(run, events=[kill if e.name == "kill" else e for e in run.events]), unfailed_run())
+    found = compare_runs(replace(run, events=[kill if e.name == "kill" else e for e in run.events]), unfailed_run())
     assert found.proven and found.struck == "node1" and found.iterations_lost == 2
     assert "after a SIGKILL of node1 and one restore" in verdict(found)
     assert "with one node killed" in str(table(found).title)
@@ -178,7 +178,7 @@ def test_what_went_in_bubbles_stands_in_the_table_where_any_were_planned() -> No
         event("node.counts", 1032.0 + k, iteration=3 * k, in_bubbles=90 * k, late=10 * k, by_rate=7) for k in (1, 2, 3)
     ]
     unfailed = unfailed_run()
-    found = make_report(failed_run(), replace(unfailed, events=[*unfailed.events, *planned, *counts]))
+    found = compare_runs(failed_run(), replace(unfailed, events=[*unfailed.events, *planned, *counts]))
     assert found.bubbles is None and found.bubbles_unfailed is not None
     assert json.loads(found.json())["bubbles_unfailed"]["in_bubbles"] == 180
     text = io.StringIO()
@@ -250,11 +250,11 @@ def test_the_table_shows_every_figure() -> None:
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     failed, unfailed = failed_run(), unfailed_run()
-    draw(failed, unfailed, make_report(failed, unfailed), tmp_path / "report.png")
+    draw_comparison(failed, unfailed, compare_runs(failed, unfailed), tmp_path / "report.png")
     written = (tmp_path / "report.png").read_bytes()
     assert written.startswith(b"\x89PNG") and len(written) > 20_000
-    draw(
-        unfailed, unfailed, make_report(unfailed, unfailed), tmp_path / "other.png"
+    draw_comparison(
+        unfailed, unfailed, compare_runs(unfailed, unfailed), tmp_path / "other.png"
     )  # nobody was killed: drawn as well
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ft_plugins.rig.display import LineDisplay, display_on
-from ft_plugins.rig.driven import GrowingLines
-from ft_plugins.rig.driver import NODE, Drive, DriveError, Phase, Progress
-from ft_plugins.rig.journal import wait_until
-from ft_plugins.rig.report import Run, make_report
+from ft_plugins.report.comparison import RunRecord, compare_runs
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client, newest_common
 from ft_plugins.snapshot.paths import segments_of
 from ft_plugins.snapshot.slots import Version
+from ft_plugins.testing.display import LineDisplay, display_on
+from ft_plugins.testing.driven import GrowingLines
+from ft_plugins.testing.driver import NODE, Drive, DriveError, DrivePhase, Progress
+from ft_plugins.testing.waiting import wait_until
 
 ITERATIONS, WAITS_AT = 8, 5
 
@@ -32,7 +32,7 @@ SCRIPT = """
     from ft_plugins import session
     from ft_plugins.adapters.plain import PlainHost
     from ft_plugins.config import launch_context
-    from ft_plugins.rig.journal import wait_until
+    from ft_plugins.testing.waiting import wait_until
     from ft_plugins.smp.client import Client
 
     losses, iterations, waits_at, fails_at = sys.argv[1], *map(int, sys.argv[2:])
@@ -78,7 +78,7 @@ def drive(folder: Path, waits_at: int = 0, fails_at: int = 0, nodes: int = 1) ->
     return Drive(f"drive-{os.getpid()}-{folder.name[-20:]}", arguments, folder, losses, ITERATIONS, nodes)
 
 
-def follow(job: Drive, until: Phase, iteration: int = 0) -> list[Progress]:
+def follow(job: Drive, until: DrivePhase, iteration: int = 0) -> list[Progress]:
     """Everything seen until the job is in phase `until` with `iteration` logged; for at most two minutes."""
     deadline = time.monotonic() + 120
     seen = [job.follow(0.05, 100)]
@@ -101,14 +101,14 @@ def nothing_is_left(job: Drive, pids: list[int]) -> bool:
 
 def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path: Path) -> None:
     with drive(tmp_path, waits_at=WAITS_AT) as job:
-        before = follow(job, Phase.TRAINING, iteration=WAITS_AT - 1)
+        before = follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
         assert before[-1].attached == 2
         wait_until(lambda: common(job) == Version(1, WAITS_AT - 1), 60, lambda: f"complete is {common(job)}")
         pid = job.kill(1)
-        after = follow(job, Phase.DONE)
+        after = follow(job, DrivePhase.DONE)
     assert nothing_is_left(job, [pid])
     phases = list(dict.fromkeys(progress.phase for progress in before + after))
-    assert phases[0] is Phase.STARTING and phases[-1] is Phase.DONE and Phase.RESTARTING in phases
+    assert phases[0] is DrivePhase.STARTING and phases[-1] is DrivePhase.DONE and DrivePhase.RESTARTING in phases
     assert after[-1].iteration == ITERATIONS
 
     events = job.events()
@@ -117,9 +117,9 @@ def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path: Path)
     assert failure.rank == 1 and failure.fields["exitcode"] == -signal.SIGKILL and failure.time > kill.time
 
     digests = {"rank 0 / state": "the same"}
-    failed = Run(job.began, job.ended, events, job.losses(), digests)
+    failed = RunRecord(job.began, job.ended, events, job.losses(), digests)
     once = {entry.iteration: entry for entry in failed.losses}
-    report = make_report(failed, replace(failed, losses=list(once.values())))
+    report = compare_runs(failed, replace(failed, losses=list(once.values())))
     assert report.proven, report.unproven
     assert report.restored_from is not None and report.restored_from.iteration == WAITS_AT - 1
     assert report.iterations_lost == 0 and report.restores == 1
@@ -130,14 +130,14 @@ def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path: Path)
 def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(tmp_path: Path) -> None:
     with drive(tmp_path, waits_at=WAITS_AT, nodes=2) as job:
         assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
-        before = follow(job, Phase.TRAINING, iteration=WAITS_AT - 1)
+        before = follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
         assert before[-1].attached == 2
         wait_until(lambda: any(e.name == "node.counts" for e in job.events()), 60, lambda: "no version counts")
         assert segments_of(job.job, "node1")
         assert job.kill_node() == ("node1", "node2")
         assert not segments_of(job.job, "node1")
-        after = follow(job, Phase.DONE)
-    assert Phase.RESTARTING in [progress.phase for progress in after] and after[-1].iteration == ITERATIONS
+        after = follow(job, DrivePhase.DONE)
+    assert DrivePhase.RESTARTING in [progress.phase for progress in after] and after[-1].iteration == ITERATIONS
     assert not any(segments_of(job.job, f"node{number}") for number in range(3))
     assert not (job.run_dir.exists() or (tmp_path / "secret").exists())
 
@@ -150,9 +150,11 @@ def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(t
     assert {event.node for event in started} == {"node0", "node1", "node2"}
     assert not any(liveness.started(event.pid) for event in started)
 
-    report = make_report(
-        Run(job.began, job.ended, events, job.losses(), {"rank 0 / state": "the same"}),
-        Run(job.began, job.ended, (), job.losses()[: WAITS_AT - 1] + job.losses()[-4:], {"rank 0 / state": "the same"}),
+    report = compare_runs(
+        RunRecord(job.began, job.ended, events, job.losses(), {"rank 0 / state": "the same"}),
+        RunRecord(
+            job.began, job.ended, (), job.losses()[: WAITS_AT - 1] + job.losses()[-4:], {"rank 0 / state": "the same"}
+        ),
     )
     assert report.proven and report.struck == "node1" and report.restored_from is not None, report.unproven
     assert report.restored_from.tier == "node"
@@ -163,7 +165,7 @@ def test_a_job_that_fails_is_told_with_its_log_and_leaves_nothing(tmp_path: Path
         pytest.raises(DriveError, match=r"status 1 in iteration 2, expected 0; see .*output\.log"),
         drive(tmp_path, fails_at=2) as job,
     ):
-        follow(job, Phase.DONE)
+        follow(job, DrivePhase.DONE)
     assert "cannot go on" in job.tail()
     assert nothing_is_left(job, [])
     assert any(event.name == "job.end" for event in job.events())
@@ -172,7 +174,7 @@ def test_a_job_that_fails_is_told_with_its_log_and_leaves_nothing(tmp_path: Path
 def test_a_job_that_stands_still_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:
     pids = []
     with pytest.raises(KeyboardInterrupt), drive(tmp_path, waits_at=WAITS_AT) as job:
-        follow(job, Phase.TRAINING, iteration=WAITS_AT - 1)
+        follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
         pids += [event.pid for event in job.events() if event.name in ("rank.attach", "job.start", "smp.start")]
         assert len(pids) == 4 and all(map(liveness.started, pids))
         with pytest.raises(DriveError, match="rank 7 cannot be killed: it is not running"):
@@ -190,8 +192,10 @@ def test_lines_are_written_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     assert isinstance(display, LineDisplay)
     display.begin("the run", iterations=20)
     for iteration in range(0, 21):
-        display.show(Progress(Phase.TRAINING if iteration else Phase.STARTING, iteration, 2.5, 8, 1.0 * iteration))
-    display.show(Progress(Phase.RESTARTING, 20, 2.5, 3, 30.0))
+        display.show(
+            Progress(DrivePhase.TRAINING if iteration else DrivePhase.STARTING, iteration, 2.5, 8, 1.0 * iteration)
+        )
+    display.show(Progress(DrivePhase.RESTARTING, 20, 2.5, 3, 30.0))
     display.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[   0.0 s] the run: start-up (8/8 ranks), iteration 0 loss 2.5000"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ft_plugins.rig.gang import RankError, gang
+from ft_plugins.testing.gang import RankError, gang
 
 
 def _sum(rank: int, world: int, plus: int) -> tuple[int, int, int]:

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ft_plugins.rig import saved
-from ft_plugins.rig.saved import Saved, SavedError, compare, padding
+from ft_plugins.testing import megatron_checkpoints
+from ft_plugins.testing.megatron_checkpoints import Saved, SavedError, compare, padding
 
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
 WEIGHT, BIAS = 96, 32  # elements: both end off the alignment of 64, though at a multiple of 32
@@ -127,14 +127,14 @@ PAIRS: Mapping[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_no_difference_is_tolerated(name: str) -> None:
     left, right = PAIRS[name]
-    assert saved.differences({"entry": left}, {"entry": right})
-    assert saved.differences({"entry": right}, {"entry": left})
-    assert not saved.differences({"entry": left}, {"entry": left})
+    assert megatron_checkpoints.differences({"entry": left}, {"entry": right})
+    assert megatron_checkpoints.differences({"entry": right}, {"entry": left})
+    assert not megatron_checkpoints.differences({"entry": left}, {"entry": left})
 
 
 def test_equal_bits_are_equal_even_where_numbers_are_not() -> None:
-    assert saved.differences(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == []
-    assert saved.differences(float("nan"), float("nan")) == []
+    assert megatron_checkpoints.differences(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == []
+    assert megatron_checkpoints.differences(float("nan"), float("nan")) == []
 
 
 def test_objects_of_a_megatron_that_is_not_installed_are_compared(
@@ -152,7 +152,7 @@ def test_objects_of_a_megatron_that_is_not_installed_are_compared(
         torch.save({"args": argparse.Namespace(scope=value, spec=described)}, tmp_path / name / "common.pt")
     monkeypatch.delitem(sys.modules, newer.__name__)
 
-    first, same, other = (saved.read(tmp_path / name) for name in ("first", "same", "other"))
+    first, same, other = (megatron_checkpoints.read(tmp_path / name) for name in ("first", "same", "other"))
     assert compare(first, same).differences == ()
     assert compare(first, other).differences == (
         "/common/args/scope/arguments[0]: 1 and 2",
@@ -165,19 +165,21 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
     own, distributed = tmp_path / "torch", tmp_path / "torch_dist"
     (own / "mp_rank_00").mkdir(parents=True)
     torch.save({"weight": torch.ones(2)}, own / "mp_rank_00" / "model_optim_rng.pt")
-    assert dict(saved.leaves(saved.read(own).state)).keys() == {"/mp_rank_00/model_optim_rng.pt/weight"}
+    assert dict(megatron_checkpoints.leaves(megatron_checkpoints.read(own).state)).keys() == {
+        "/mp_rank_00/model_optim_rng.pt/weight"
+    }
 
     dcp.save({"weight": torch.ones(2), "rng": {"seed": 5}}, checkpoint_id=distributed, no_dist=True)
     torch.save({"iteration": 7}, distributed / "common.pt")
-    first = saved.read(distributed)
+    first = megatron_checkpoints.read(distributed)
     dcp.save({"weight": torch.tensor([1.0, 2.0]), "rng": {"seed": 6}}, checkpoint_id=distributed, no_dist=True)
     torch.save({"iteration": 8}, distributed / "common.pt")
-    assert len(compare(first, saved.read(distributed)).differences) == 3
+    assert len(compare(first, megatron_checkpoints.read(distributed)).differences) == 3
 
     (distributed / "common.pt").unlink()
     with pytest.raises(SavedError, match="expected what all ranks have in common"):
-        saved.read(distributed)
+        megatron_checkpoints.read(distributed)
     newer = tmp_path / "newer"
     dcp.save({"common_state/shard_0_1": io.BytesIO(), "weight": torch.ones(2)}, checkpoint_id=newer, no_dist=True)
-    assert saved.read(newer).state.keys() == {"tensors", "objects", "common"}
-    assert saved.read(newer).state["objects"] == {}
+    assert megatron_checkpoints.read(newer).state.keys() == {"tensors", "objects", "common"}
+    assert megatron_checkpoints.read(newer).state["objects"] == {}

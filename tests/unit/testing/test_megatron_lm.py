@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.checkouts import CheckoutError, under
+from ft_plugins.testing.megatron_lm import CheckoutError, under
 
 INFO = "MAJOR = {}\nMINOR = {}\nPATCH = {}\nPRE_RELEASE = ''\n"
 

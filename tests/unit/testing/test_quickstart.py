@@ -10,8 +10,8 @@ import pytest
 
 from ft_plugins.bubbles.profile import Profiling
 from ft_plugins.config import Config
-from ft_plugins.rig.driver import DriveError, Phase, Progress
-from ft_plugins.rig.quickstart import FAILED_STATUS, LINK_MBPS, PROFILED, follow, main, parse, read_digests
+from ft_plugins.testing.driver import DriveError, DrivePhase, Progress
+from ft_plugins.testing.quickstart import FAILED_STATUS, LINK_MBPS, PROFILED, follow, main, parse, read_digests
 
 
 def test_both_runs_are_the_same_command_but_for_their_files(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ class Script:
 
     log = Path("output.log")
 
-    def __init__(self, moments: list[tuple[Phase, int]]) -> None:
+    def __init__(self, moments: list[tuple[DrivePhase, int]]) -> None:
         self.moments, self.kills = moments, []  # type: ignore[var-annotated]
         self.lost = 0
 
@@ -110,7 +110,7 @@ class Silent:
         return lambda *given: None
 
 
-def strikes(moments: list[tuple[Phase, int]], kill: bool = True) -> list[Any]:
+def strikes(moments: list[tuple[DrivePhase, int]], kill: bool = True) -> list[Any]:
     job, display = Script(moments), Silent()
     plan = parse(["--iterations", "10", "--kill-at", "4", "--kill-rank", "3"])
     follow(job, plan, kill, display)  # type: ignore[arg-type]
@@ -118,14 +118,14 @@ def strikes(moments: list[tuple[Phase, int]], kill: bool = True) -> list[Any]:
 
 
 def test_one_process_is_killed_once_and_not_before_its_iteration_is_logged() -> None:
-    before = [(Phase.STARTING, 0), (Phase.TRAINING, 3)]
-    after = [(Phase.RESTARTING, 5), (Phase.TRAINING, 6), (Phase.ENDING, 10), (Phase.DONE, 10)]
-    assert strikes([*before, (Phase.TRAINING, 5), *after]) == [(3, Phase.TRAINING, 5)]
-    assert strikes([*before, (Phase.TRAINING, 5), *after], kill=False) == []
+    before = [(DrivePhase.STARTING, 0), (DrivePhase.TRAINING, 3)]
+    after = [(DrivePhase.RESTARTING, 5), (DrivePhase.TRAINING, 6), (DrivePhase.ENDING, 10), (DrivePhase.DONE, 10)]
+    assert strikes([*before, (DrivePhase.TRAINING, 5), *after]) == [(3, DrivePhase.TRAINING, 5)]
+    assert strikes([*before, (DrivePhase.TRAINING, 5), *after], kill=False) == []
 
 
 def test_a_whole_node_is_killed_once(tmp_path: Path) -> None:
-    job = Script([(Phase.TRAINING, 3), (Phase.TRAINING, 5), (Phase.TRAINING, 6), (Phase.DONE, 30)])
+    job = Script([(DrivePhase.TRAINING, 3), (DrivePhase.TRAINING, 5), (DrivePhase.TRAINING, 6), (DrivePhase.DONE, 30)])
     said: list[str] = []
     display = Silent()
     display.say = said.append  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ def test_a_whole_node_is_killed_once(tmp_path: Path) -> None:
 
 def test_a_job_that_ends_before_anyone_was_killed_is_no_failed_run() -> None:
     with pytest.raises(DriveError, match=r"nobody was killed; see output\.log"):
-        strikes([(Phase.STARTING, 0), (Phase.ENDING, 10), (Phase.DONE, 10)])
+        strikes([(DrivePhase.STARTING, 0), (DrivePhase.ENDING, 10), (DrivePhase.DONE, 10)])
 
 
 def test_the_final_state_is_compared_part_by_part(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.stories import StoryError, parse, read
-from ft_plugins.rig.story import (
+from ft_plugins.testing.story import (
     EVERY,
     Captured,
     Certified,
@@ -33,6 +32,7 @@ from ft_plugins.rig.story import (
     Stored,
     Whole,
 )
+from ft_plugins.testing.story_parser import StoryError, parse, read
 
 STORY = """
 # what goes before the title is a comment

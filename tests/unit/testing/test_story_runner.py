@@ -13,20 +13,20 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event
-from ft_plugins.rig import storyteller
-from ft_plugins.rig.nodes import Place
-from ft_plugins.rig.stories import parse
-from ft_plugins.rig.storyteller import Teller, assert_whole
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, Version, slots_for
+from ft_plugins.testing import story_runner
+from ft_plugins.testing.emulated_nodes import EmulatedHost
+from ft_plugins.testing.story_parser import parse
+from ft_plugins.testing.story_runner import Teller, assert_whole
 
 RANKS = 4
 ORIGIN = Origin("j", RANKS, {"layers": 4})
-PLACES = [Place("", f"127.77.0.{host}", "lo") for host in storyteller.HOSTS]
+PLACES = [EmulatedHost("", f"127.77.0.{host}", "lo") for host in story_runner.HOSTS]
 
 
 @dataclass
