@@ -33,7 +33,7 @@ NOISES = dict(zip(VARIANCES, ("#f0c75e", "#d98e04", "#c8322b", "#6b1a16"), stric
 DEGREE, BURST = "1e-2", "with bursts of variance "
 
 
-def drawgoodput_axes(scales: Sequence[ScaleStudy], path: Path) -> None:
+def draw_goodput(scales: Sequence[ScaleStudy], path: Path) -> None:
     """Goodput of the family."""
     figure = sheet(path, 10, 6)
     goodput_axes(figure.subplots(), [one.plan for one in scales], [one.job.ranks for one in scales], "ranks")
