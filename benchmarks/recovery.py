@@ -49,7 +49,7 @@ from ft_plugins.snapshot.paths import segments_of, vault_of
 from ft_plugins.testing import fills
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.waiting import entries, wait_for
+from ft_plugins.testing.job_control import entries, wait_for
 
 BOUND = 120.0  # seconds, for anything that is waited for
 SIGNS = ("worker.failed", "node.lost", "workers.left", "smp.fence")  # the last where agents begin another round at once
@@ -183,7 +183,7 @@ class Cluster:
         self.nodes[name] = self._server.start(spec)
         return self.nodes[name]
 
-    def until_counts(self, more: int, since: float = 0.0) -> int:
+    def until_committed(self, more: int, since: float = 0.0) -> int:
         """Wait until so many versions have counted on every node since a time; the newest iteration that does."""
         return min(
             max(event["iteration"] for event in wait_for(
@@ -228,7 +228,7 @@ def strike(
     After the `last` one the job ends by itself.
     """
     floors = [loopback(repeats=3)]
-    cluster.until_counts(1, time.time())
+    cluster.until_committed(1, time.time())
     time.sleep(rng.uniform(0, cluster.compute))
     newest = max(event.fields["iteration"] for event in cluster.events(0) if event.name == "capture.commit")
     if last:
@@ -290,14 +290,14 @@ def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
         server = stack.enter_context(ForkServer(preload))
         print(HEAD)
         with Cluster(server, folder, places, 3, "raim5", mib, compute) as job, memory.watched(job):
-            job.until_counts(1)
+            job.until_committed(1)
             trainer = strike(job, "a trainer killed", rng, killed="n1")
             ones = [
                 strike(job, "a node of three lost, RAIM5", rng, lost=(node,), last=node == turns[-1]) for node in turns
             ]
             identical &= job.until_ended()
         with Cluster(server, folder, places, 4, "raim6", mib, compute) as job, memory.watched(job):
-            job.until_counts(1)
+            job.until_committed(1)
             two = strike(job, "two nodes of four lost, RAIM6", rng, lost=("n1", "n2"), last=True)
             identical &= job.until_ended()
     every = (trainer, *ones, two)

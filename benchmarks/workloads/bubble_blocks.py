@@ -3,8 +3,8 @@
     settle (on) | on off | off on | ...     pairs, in random order
                 | once off | off once | ..  rounds in which all is sent at once
 
-Invariant: the same seed gives the same order. Each cost is beside the block without protection next to it, so what
-changes slowly on a shared machine is in both.
+Invariant: the same seed gives the same order. Each cost is relative to the neighbouring block without protection, so
+what changes slowly on a shared machine is in both.
 
 In: blocks of an emulated job, events of its nodes. Out: `BubbleCost`; shares of bytes; iterations of a checkpoint.
 """
@@ -63,7 +63,7 @@ def cost(blocks: Sequence[IterationBlock], pairs: int) -> BubbleCost:
         {block.mode: statistics.mean(block.seconds) for block in ours[at : at + 2]} for at in range(0, len(ours), 2)
     ]
     overheads = [each[ON] / each[OFF] - 1 for each in paired]
-    once, beside = (
+    once, off = (
         statistics.median(seconds for block in at_once if block.mode == mode for seconds in block.seconds)
         for mode in (ONCE, OFF)
     )
@@ -73,30 +73,30 @@ def cost(blocks: Sequence[IterationBlock], pairs: int) -> BubbleCost:
         statistics.median(overheads), interval(overheads)[1],
         statistics.mean(overheads), interval(overheads, middle=np.mean)[1],
         statistics.median(nulls), *interval(nulls),
-        once / beside - 1,
+        once / off - 1,
     )  # fmt: skip
 
 
-def told(events: Sequence[Event], begun: int, through: int) -> list[Event]:
-    """Of a node, the versions that counted after so many protected iterations, until there were so many."""
+def committed_between(events: Sequence[Event], begun: int, through: int) -> list[Event]:
+    """Of a node, the versions committed after so many protected iterations, until there were so many."""
     return [event for event in events if event.name == "node.counts" and begun <= event.fields["iteration"] <= through]
 
 
 def every(events: Sequence[Event], begun: int, through: int) -> float:
     """Iterations from one version to the next, mean; where there were no two, all."""
-    at = sorted(event.fields["iteration"] for event in told(events, begun, through))
+    at = sorted(event.fields["iteration"] for event in committed_between(events, begun, through))
     return statistics.mean(after - before for before, after in pairwise(at)) if len(at) > 1 else through - begun
 
 
 def sent_share(
     nodes: Sequence[Sequence[Event]], begun: int, through: int, part: Sequence[str], whole: Sequence[str]
 ) -> float | None:
-    """Of `whole`, sums of bytes that nodes tell with each version, `part`; None where there was nothing. Of versions
+    """Of `whole`, sums of bytes that nodes report with each version, `part`; None where there was nothing. Of versions
     that were followed by another one by then, so were through: the last one may have gone in the blocks that send at
     once, where no gate is opened."""
     sums = [0, 0]
     for events in nodes:
-        found = [event.fields for event in told(events, begun, through)[:-1]]
+        found = [event.fields for event in committed_between(events, begun, through)[:-1]]
         for first, last in zip(found[:1], found[-1:], strict=True):
             for place, names in enumerate((part, whole)):
                 sums[place] += sum(last[name] - first[name] for name in names)

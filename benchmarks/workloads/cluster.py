@@ -19,7 +19,7 @@ Stretched twice, sixteen ranks on two cores are still four times as crowded as r
 times they would be as good as those. As what a snapshot takes of the processor is the same in every shape, shapes are
 best compared where their iterations take about as long (`lasting`).
 
-Not to scale: messages between stages, whose bytes the paper does not tell. They are real, of MESSAGE_BYTES each.
+Not to scale: messages between stages, whose size the paper does not give. They are real, of MESSAGE_BYTES each.
 
 Invariant: ranks of a node share a network namespace and its throttled link. In: shape, batch, schedule. Out: a running
 job, and what its ranks and SMPs have written.
@@ -45,7 +45,7 @@ from ft_plugins.planner.simulate import Link, simulate
 from ft_plugins.testing import megatron_runs
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.waiting import wait_for
+from ft_plugins.testing.job_control import wait_for
 from workloads import emulated_rank
 from workloads.emulated_rank import StageSpec
 from workloads.jobs import A40, PAPER_SHAPES, TrainingJob
@@ -60,7 +60,7 @@ _HIDDEN, _MICRO_BATCH = 64, 8
 _STATE_OF_PARAMETER = 12  # bytes: float32 parameter, two moments
 _PORT = 29750
 _BURST_BYTES, _QUEUE_MS = 64 << 10, 100
-_START = 120.0  # seconds beside iterations
+_START = 120.0  # seconds in addition to the iterations
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,10 @@ class IterationBlock:
     completed: int
 
     @classmethod
-    def read(cls, told: dict[str, Any]) -> IterationBlock:
-        """Of what a rank has written."""
-        return cls(told["mode"], tuple(told["seconds"][1:]), tuple(told["processor"][1:]), told["completed"])
+    def read(cls, written: dict[str, Any]) -> IterationBlock:
+        """From what a rank has written."""
+        seconds, processor = (tuple(written[key][1:]) for key in ("seconds", "processor"))
+        return cls(written["mode"], seconds, processor, written["completed"])
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,9 @@ def run(
             for job in jobs:
                 taken_down.callback(destroy, job)  # SMPs outlive their job
         raise
-    told = [json.loads((folder / f"rank-{rank:05d}.json").read_text()) for rank in range(NODES * RANKS_OF_NODE)]
+    written = [json.loads((folder / f"rank-{rank:05d}.json").read_text()) for rank in range(NODES * RANKS_OF_NODE)]
     return ClusterOutcome(
-        tuple(tuple(map(IterationBlock.read, each["blocks"])) for each in told),
-        Profile(tuple(unpack(packed) for packed in told[0]["profile"])),
+        tuple(tuple(map(IterationBlock.read, each["blocks"])) for each in written),
+        Profile(tuple(unpack(packed) for packed in written[0]["profile"])),
         tuple(tuple(read(job.spec.run_dir / "events.jsonl")) for job in jobs),
     )

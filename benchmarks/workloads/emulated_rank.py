@@ -2,7 +2,7 @@
 
 Real are megatron-core's schedule, its messages between stages, DDP, gradient reduction, clipping and optimizer, the
 adapter, the session, capture, SMP and exchange; of a forward or backward pass only its length is left. A stage's state
-has as many bytes as it is told to, in `LAYERS` layers; a message between stages is sequence x micro batch x hidden
+has a given number of bytes, in `LAYERS` layers; a message between stages is sequence x micro batch x hidden
 float32.
 
 Iterations are run in blocks, each in one mode, so that modes are compared within one run:
@@ -13,7 +13,7 @@ Iterations are run in blocks, each in one mode, so that modes are compared withi
     once    as off, and after each update every rank sends the same bytes to the same rank at once, and waits for them:
             what FTPipeHD does
 
-Invariant: what is off is off on all ranks alike, by counting iterations; the first iteration of a block belongs to what
+Invariant: what is off is off on all ranks, by counting iterations; the first iteration of a block belongs to what
 was before (its capture, its frames in flight) and is not counted. The host counts protected iterations only, so that
 versions follow each other without holes.
 
@@ -98,7 +98,7 @@ class Sleeper:
 
 
 class Switch:
-    """Edges that are told only while it is `on`."""
+    """Reports edges only while it is `on`."""
 
     def __init__(self, edges: Edges) -> None:
         self._edges = edges

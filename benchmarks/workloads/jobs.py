@@ -11,10 +11,10 @@ that simulator and goodput ask for:
     state        of a rank: `state_bytes` x parameters / (pp x tp x dp), its part of the replicated state or its shard
 
 The paper's testbed: 4 nodes of 4 A40, 10 Gb/s between nodes (shared by their ranks), 31.5 GB/s inside. Which GPT-2 it
-ran and what an A40 sustained is not told: 1.5 B parameters, 1,024 tokens and 40 Tflop/s are assumed. The family: nodes
-of 8 H100, 400 Gb/s and 500 Tflop/s in a pass for each, the largest as Llama 3 405B was trained (The Llama 3 Herd of
-Models: tp 8, pp 16, dp 128, 16 M tokens a batch; storage of 2 TB/s); failures as there, 419 in 54 days, 63 of them by
-software.
+ran and what an A40 sustained is not stated: 1.5 B parameters, 1,024 tokens and 40 Tflop/s are assumed. The family:
+nodes of 8 H100, 400 Gb/s and 500 Tflop/s in a pass for each, the largest as Llama 3 405B was trained (The Llama 3
+Herd of Models: tp 8, pp 16, dp 128, 16 M tokens a batch; storage of 2 TB/s); failures as there, 419 in 54 days, 63 of
+them by software.
 
 Invariant: a job's ranks are dp x tp x pp; ranks of a tensor-parallel group, then of a data-parallel one, lie together.
 

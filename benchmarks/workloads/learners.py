@@ -5,7 +5,7 @@
               gradients are of is its sum over the bytes of a window, so that they stand to noise of one variance much
               as those of the digits do
 
-Invariant: what a rank learns from in an iteration follows from seed, iteration and rank; nothing is random beside that,
+Invariant: what a rank learns from in an iteration follows from seed, iteration and rank; nothing else is random,
 so an iteration's gradients can be computed again, bit for bit. Normalisation is by group or by layer: there is no
 running statistic, which a corrupt pass would leave behind.
 
@@ -49,7 +49,6 @@ class Learner:
     score: Callable[[nn.Module], float]
     optimizer: str  # 'momentum' or 'adam'
     peak_rate: float
-    higher_is_better: bool
 
     def rate(self, iteration: int, iterations: int) -> float:
         """The learning rate."""
@@ -60,7 +59,7 @@ class Learner:
 
 
 def learner(name: str, seed: int) -> Learner:
-    """The learner called so, as it is before the first iteration. Raises ConfigError where its data is not there."""
+    """The learner called so, as it is before the first iteration. """
     torch.manual_seed(seed)
     return {"digits": _digits, "text": _text}[name](seed)
 
@@ -68,7 +67,7 @@ def learner(name: str, seed: int) -> Learner:
 def prepare(names: Sequence[str]) -> None:
     """Read and import, once for all ranks that are forked from here, what they would else read and import each.
 
-    Raises ConfigError where the data of one of these learners is not there.
+    Raises ConfigError where scikit-learn is needed and not installed.
     """
     torch.set_num_threads(1)  # nothing parallel before the fork
     if "digits" in names:
@@ -76,8 +75,6 @@ def prepare(names: Sequence[str]) -> None:
             raise ConfigError("the digits are scikit-learn's, which is not installed: pip install 'ft_plugins[bench]'")
         _read_digits()
     if "text" in names:
-        if not BYTE_TEXT.exists():
-            raise ConfigError(f"{BYTE_TEXT} is missing: run this from a checkout")
         _read_text()
     nothing = nn.Parameter(torch.zeros(1))
     nothing.grad = torch.zeros(1)
@@ -139,7 +136,7 @@ def _digits(seed: int) -> Learner:
             right = model(images[test]).argmax(1) == labels[test]
         return 100 * right.float().mean().item()
 
-    return Learner("digits", _resnet(), loss, score, "momentum", 0.03, True)
+    return Learner("digits", _resnet(), loss, score, "momentum", 0.03)
 
 
 # ---- text ----
@@ -200,4 +197,4 @@ def _text(seed: int) -> Learner:
         with torch.no_grad():
             return of(model, judged).item()
 
-    return Learner("text", _Gpt(), loss, score, "adam", 0.012, False)
+    return Learner("text", _Gpt(), loss, score, "adam", 0.012)

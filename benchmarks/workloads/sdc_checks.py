@@ -140,9 +140,8 @@ class TheoryErrors:
 def theory_run(noise: str, variance: float) -> tuple[TrainingRun, float]:
     """What is to be run, and its sigma."""
     paft = {"mode": "sync", "h": THEORY_H}
-    told = faults(noise, 1)
     run = TrainingRun(
-        "digits", 1, THEORY_ITERATIONS, paft, told, 1, optimizer="sgd", peak_rate=THEORY_PEAK_RATE
+        "digits", 1, THEORY_ITERATIONS, paft, faults(noise, 1), 1, optimizer="sgd", peak_rate=THEORY_PEAK_RATE
     )  # fmt: skip
     return run, variance**0.5
 

@@ -60,7 +60,7 @@ class Case:
 
 
 def faults(noise: str, seed: int, rank: int | None = None) -> str:
-    """What `faults` is told: on `rank`, or on all."""
+    """The faults of a noise, on `rank` or on all."""
     where = "" if rank is None else f"rank={rank}"
     if noise in VARIANCES:
         return _strike((where,), VARIANCES[noise], seed)
@@ -77,8 +77,8 @@ def case(learner: str, seed: int, iterations: int, method: str, noise: str = "")
     """One of them."""
     if method == CLEAN:
         return Case(CLEAN, "", TrainingRun(learner, seed, iterations))
-    told = faults(noise, seed, STRUCK if method in (AUDIT, ALONE) else None)
-    return Case(method, noise, TrainingRun(learner, seed, iterations, _BLOCKS[method], told))
+    armed = faults(noise, seed, STRUCK if method in (AUDIT, ALONE) else None)
+    return Case(method, noise, TrainingRun(learner, seed, iterations, _BLOCKS[method], armed))
 
 
 def cases(

@@ -46,7 +46,7 @@ def shuffled(modes: Sequence[str], rounds: int, seed: int) -> tuple[tuple[str, .
 
 
 def costs(seconds: Sequence[Mapping[str, float]], seed: int = 1) -> dict[str, SyncCost]:
-    """Of each mode beside plain. `seconds`: of an iteration, by mode; one mapping for each round."""
+    """Of each mode, relative to plain. `seconds`: of an iteration, by mode; one mapping for each round."""
     found = {}
     for mode in seconds[0]:
         if mode != PLAIN:
@@ -69,7 +69,7 @@ def next_rate(rate: float, plain: float, share: float, h: int, target: float, nb
     in a synchronisation and, as gradients, in each iteration. Of a transfer that takes D more, one costs x + D, and a
     plain iteration takes `plain` + D, so x + D = target h (plain + D) where x = share h plain is what one costs now.
     No step goes beyond a factor of 8. Raises FtError where no rate can do it: what is sent as gradients as well cannot
-    cost more than 1/h of an iteration beside.
+    cost more than 1/h of an iteration.
     """
     if target * h >= 1:
         most = 1 / h

@@ -165,8 +165,8 @@ def measure(rank: int, world: int, plan: SyncPlan, places: Sequence[EmulatedHost
     place.throttle(mbps, BURST_BYTES)
     for mode in modes.values():
         mode.run(SETTLE)
-    told: list[tuple[float, float, float]] = []
-    while len(told) < plan.calibrations:
+    tried: list[tuple[float, float, float]] = []
+    while len(tried) < plan.calibrations:
         shares, plains = [], []
         for _ in range(CALIBRATION_BLOCKS):
             plain = modes[PLAIN].run(plan.iterations // 2)
@@ -175,7 +175,7 @@ def measure(rank: int, world: int, plan: SyncPlan, places: Sequence[EmulatedHost
         found = torch.tensor([statistics.median(plains), statistics.median(shares)], dtype=torch.float64)
         dist.broadcast(found, 0)  # all ranks set the rate that rank 0 has found
         plain, share = found.tolist()
-        told.append((mbps, plain, share))
+        tried.append((mbps, plain, share))
         if abs(share - plan.target) <= plan.within:
             break
         wanted = next_rate(mbps * MEGABIT, plain, share, plan.h, plan.target, plan.sent(world)) / MEGABIT
@@ -193,4 +193,4 @@ def measure(rank: int, world: int, plan: SyncPlan, places: Sequence[EmulatedHost
     for mode in modes.values():
         mode.end()
     intervals = modes[ADAPTIVE].intervals() if ADAPTIVE in modes else ()
-    return SyncMeasurement(tuple(seconds), tuple(told), mbps, intervals)
+    return SyncMeasurement(tuple(seconds), tuple(tried), mbps, intervals)

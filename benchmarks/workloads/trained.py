@@ -36,7 +36,7 @@ _STATE = {"adam": ("exp_avg", "exp_avg_sq", "step"), "momentum": ("momentum_buff
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What is trained, for how long, and what the package is told: `paft` is its block of JSON, None for nothing."""
+    """What is trained, for how long, and with which configuration: `paft` is its block of JSON, None for nothing."""
 
     learner: str
     seed: int

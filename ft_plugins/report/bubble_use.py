@@ -1,9 +1,9 @@
-"""What a job did with its bubbles: how much of an iteration they are, how often a checkpoint counted, what went.
+"""What a job did with its bubbles: their share of an iteration, how often a checkpoint was committed, what was sent.
 
 Invariant: everything is from events of the job itself: `baft.timeline` and `baft.plan` of each rank, `node.counts` of
-each node. Of several plans the one is taken under which most versions counted; the first of them, begun before there
-was that plan, is left out of all sums. A node tells only the bubbles of a rank in which most went: of others nothing is
-known, which is not to say that nothing went.
+each node. Of several plans, the one with most committed versions is taken; the first of these versions began before
+that plan and is left out of all sums. A node reports only those bubbles of a rank in which most was sent: what was sent
+in the others is unknown, not zero.
 
 In: events of all nodes. Out: `BubbleUse`; None where nothing was planned.
 """
@@ -24,7 +24,7 @@ _COUNTED = ("in_bubbles", "late", "by_rate")
 
 @dataclass(frozen=True)
 class Sending:
-    """How copies went, from one version that counted to another one, `versions` and `iterations` later; in bytes."""
+    """How copies were sent from one committed version to another, `versions` and `iterations` later; in bytes."""
 
     idle_share: float  # of an iteration that is bubbles, over all ranks
     planned_iterations: int  # that a checkpoint takes
@@ -53,7 +53,9 @@ class Sending:
         """In a sentence."""
         text = f"Bubbles are {self.idle_share:.0%} of an iteration"
         if self.every is None or self.in_bubble_share is None:
-            return f"{text}; a checkpoint every {self.planned_iterations} was planned, no two of them counted since"
+            return (
+                f"{text}; a checkpoint every {self.planned_iterations} was planned, fewer than two were committed since"
+            )
         late, rate = (each / self.nbytes for each in (self.late, self.by_rate))
         return (
             f"{text}; a checkpoint every {self.every:.1f} iterations (planned: {self.planned_iterations}); "
@@ -73,7 +75,7 @@ class BubbleUse:
     in_part: Set[int] = frozenset()
 
     def an_iteration(self, rank: int, bubble: int) -> float | None:
-        """Bytes that went in that bubble, on average; None where it was not told."""
+        """Bytes that went in that bubble, on average; None where it was not reported."""
         sent = self.sent.get(rank, {})
         if rank in self.in_part and bubble not in sent:
             return None
@@ -82,14 +84,14 @@ class BubbleUse:
 
 def bubble_use(events: Sequence[Event]) -> BubbleUse | None:
     """Of a run, or None."""
-    told: dict[int, list[Event]] = defaultdict(list)
+    timelines: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event.name == "baft.timeline" and event.rank is not None:
-            told[event.rank].append(event)
-    if not told:
+            timelines[event.rank].append(event)
+    if not timelines:
         return None
-    rounds = range(min(map(len, told.values())))
-    return max((_under(events, {rank: those[k] for rank, those in told.items()}) for k in rounds), key=_versions)
+    rounds = range(min(map(len, timelines.values())))
+    return max((_under(events, {rank: those[k] for rank, those in timelines.items()}) for k in rounds), key=_versions)
 
 
 def _versions(use: BubbleUse) -> int:
@@ -97,7 +99,7 @@ def _versions(use: BubbleUse) -> int:
 
 
 def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
-    """What went under one plan, which every rank has told of."""
+    """What was sent under one plan, of which every rank has reported its part."""
     sums = dict.fromkeys(_COUNTED, 0)
     sent: dict[int, dict[int, int]] = defaultdict(dict)
     in_part: set[int] = set()
@@ -115,8 +117,8 @@ def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
         for rank, bubbles in after.items():
             if len(bubbles) >= MOST_FILLED:
                 in_part.add(rank)
-            whole, told = len(before.get(rank, ())) < MOST_FILLED, before.get(rank, {})
-            sent[rank] = {at: nbytes - told.get(at, 0) for at, nbytes in bubbles.items() if whole or at in told}
+            whole, earlier = len(before.get(rank, ())) < MOST_FILLED, before.get(rank, {})
+            sent[rank] = {at: nbytes - earlier.get(at, 0) for at, nbytes in bubbles.items() if whole or at in earlier}
     rows = tuple(Row.read(rank, event.fields) for rank, event in sorted(plans.items()))
     idle = sum(end - begin for row in rows for _, begin, end in row.bubbles)
     versions, iterations = max(spans)
@@ -135,7 +137,7 @@ def _filled(fields: Mapping[str, Any]) -> dict[int, dict[int, int]]:
 
 
 def _counts(events: Sequence[Event], node: str, since: float) -> list[Event]:
-    """Versions that counted on a node, until its ranks planned anew or started again."""
+    """Versions committed on a node, until its ranks made a new plan or restarted."""
     found = []
     for event in events:
         if event.node != node or event.time <= since:

@@ -1,9 +1,9 @@
-"""What two runs of one job, one of them killed on the way, prove: a report as numbers, a table and a picture.
+"""Compare two runs of one job, one of them killed on the way: as numbers, a table and a verdict.
 
 Invariant: every figure is computed from what the runs themselves wrote (events, losses, digests of the final state);
 a figure whose events are missing is None, never a guess. Numbers of one run are taken from that run alone.
 
-In: two `RunRecord`s. Out: `RunComparison`, its JSON, its table (rich), its picture (matplotlib, no display needed).
+In: two `RunRecord`s. Out: `RunComparison`, its JSON, its table (rich), a verdict in words.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .bubble_use import Sending, bubble_use
 NOTICED = ("worker.failed", "node.lost", "workers.restart")  # whichever comes first: a launcher knows of a failure
 FROM_THE_BEGINNING = ("start.fresh", "restore.scratch")  # without a version, and by the second something was lost
 MEMORY_TIERS = ("process", "node")  # as recovery names them; the third is storage
-KILL = "kill"  # emitted by whoever sends the signal, right before it; of a rank, or of the node in its field `lost`
+KILL = "kill"  # emitted by the sender of the signal, right before it; of a rank, or of the node in its field `lost`
 
 
 class EvidenceError(FtError):

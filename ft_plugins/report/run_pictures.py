@@ -27,7 +27,7 @@ from .comparison import KILL, Loss, RunComparison, RunRecord, committed
 
 UNFAILED, FAILED, FAILURE = "#7a8794", "#0b6fb8", "#c8322b"
 IDLE, WINDOW, INK = "#e9edf1", "#d98e04", "#1c1f22"
-UNTOLD = ":"
+UNREPORTED = ":"
 _HEIGHT = 0.78  # of a row, of which there is one a unit
 _LABEL_SHARE = 0.053  # of the width; a window that is narrower has no label
 
@@ -132,7 +132,7 @@ def draw_bubbles(use: BubbleUse, path: Path) -> None:
         Patch(color=WINDOW, label="what went, on average"),
     ]
     if use.in_part:
-        patches.append(Patch(facecolor="white", edgecolor=WINDOW, linestyle=UNTOLD, label="nobody told what went"))
+        patches.append(Patch(facecolor="white", edgecolor=WINDOW, linestyle=UNREPORTED, label="bytes not reported"))
     figure.legend(handles=patches, frameon=False, loc="outside lower left", ncols=len(patches))
     figure.savefig(path)
 
@@ -159,7 +159,7 @@ def _draw_row(axes: Any, use: BubbleUse, row: Row, place: int, width: float) -> 
 
 
 def _draw_window(axes: Any, window: Window, went: float | None, low: float, width: float) -> None:
-    """Filled from below, as full as it was; of dots where nobody told."""
+    """Filled from below, as full as it was; dotted where it was not reported."""
     begin, length = _ms(window.begin, window.end)
     if went is not None:
         share, bottom = went / window.nbytes if window.nbytes else 0.0, low + _HEIGHT
@@ -167,7 +167,7 @@ def _draw_window(axes: Any, window: Window, went: float | None, low: float, widt
         if length > _LABEL_SHARE * width:
             text = f"{size(went)}\nof {size(window.nbytes)}"
             axes.text(begin + length / 2, low + _HEIGHT / 2, text, ha="center", va="center", fontsize=7.5, color=INK)
-    style = "-" if went is not None else UNTOLD
+    style = "-" if went is not None else UNREPORTED
     frame = Rectangle((begin, low), length, _HEIGHT, fill=False, edgecolor=WINDOW, linewidth=1.1, linestyle=style)
     axes.add_patch(frame)
 

@@ -51,7 +51,7 @@ def _loss(progress: Progress) -> str:
 
 
 class TerminalDisplay:
-    """A bar for each job, drawn anew a few times a second."""
+    """A bar for each job, redrawn a few times a second."""
 
     def __init__(self, console: Console, ranks: int) -> None:
         self._ranks = ranks

@@ -1,7 +1,7 @@
 """One job under `ft-run`, driven from outside: started, followed through what it writes, struck, ended, cleaned up.
 
     one node     ft-run as on a workstation
-    several      an ft-run each, told apart by names and by addresses of the loopback device, which know each other by a
+    several      an ft-run each, with names and loopback addresses of their own, which authenticate each other by a
                  secret in a file of mode 0600; a node that is killed is gone with its memory, a fresh one takes over
 
 Invariant: nothing of a driven job outlives its `release`: ft-run, trainers, SMP, segments and run directory are gone,
@@ -32,7 +32,7 @@ from ..report.comparison import KILL, NOTICED, Loss, read_losses
 from .driven import DrivenNode, GrowingLines
 
 NODE = "node0"
-_NETWORK = "127.77.1"  # of the loopback device: every machine has it, and nobody needs a right for it
+_NETWORK = "127.77.1"  # of the loopback device: every machine has it, and no privilege is needed
 _HOSTS = 8  # addresses that the nodes of a job and their substitutes may have
 _DEVICE = "lo"
 
@@ -225,7 +225,7 @@ def _endpoint() -> str:
 
 
 def _write_secret(path: Path) -> None:
-    """By which the nodes know each other: nobody else may read it."""
+    """By which the nodes authenticate each other: readable by this user only."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -31,14 +31,14 @@ def _ip(*words: str) -> None:
 
 @dataclass(frozen=True)
 class EmulatedHost:
-    """Where a node stands in the network: namespace ('' for this one), address and device."""
+    """Where a node is in the network: namespace ('' for this one), address and device."""
 
     namespace: str
     address: str
     device: str
 
     def fields(self) -> dict[str, object]:
-        """What a `JobSpec` says of it."""
+        """The fields of a `JobSpec` that follow from it."""
         return {
             "address": self.address,
             "namespace": self.namespace,
@@ -99,7 +99,7 @@ def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
 
 
 def destroy(job: RunningJob) -> None:
-    """The node is lost with all that runs on it and all of its memory."""
+    """Lose the node with all of its processes and memory."""
     job.kill()
     job.wait(_GONE_SECONDS)
     run_dir = job.spec.run_dir
@@ -112,7 +112,7 @@ def destroy(job: RunningJob) -> None:
 
 
 def freeze(job: RunningJob) -> None:
-    """Every process of the node stops: silence, with all connections open. `destroy` still works."""
+    """Stop every process of the node: it goes silent with all connections open. `destroy` still works."""
     smp = [pid for pid, _ in liveness.holder(job.spec.run_dir / "smp.lock")]
     pids = [*smp, *_descendants(job.pid), job.pid]
     for pid in pids:

@@ -1,4 +1,4 @@
-"""A job whose state tells which version it is: every tensor is filled with its iteration number, on every rank.
+"""A job whose state shows its version: every tensor is filled with its iteration number, on every rank.
 
 Invariant: after `iteration_end(k)` each element of each tensor is k. So whatever a recovery hands back is either one
 complete version or visibly torn. Used by scenarios about 'old or new, never torn'; no framework, torch only.

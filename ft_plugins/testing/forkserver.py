@@ -39,14 +39,14 @@ from ..smp import protocol
 _FORK_SECONDS = 60.0  # for the ranks of one incarnation to be forked
 _LOOK_SECONDS = 0.002
 _CLONE_NEWNET = 0x40000000
-_TELL = signal.SIGUSR1  # has an agent or a rank write into the job's log where its main thread is
-_TELLING_SECONDS = 0.3
-_TOLD_LINES = 12  # of a stack: the innermost calls
+_WHERE = signal.SIGUSR1  # makes an agent or a rank write the stack of its main thread to the job's log
+_WHERE_SECONDS = 0.3
+_STACK_LINES = 12  # of a stack: the innermost calls
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job as ft-run would be told of it. `entry` is 'module:function' or 'file.py:function', called with `argv`."""
+    """A job as it would be given to ft-run. `entry` is 'module:function' or 'file.py:function', called with `argv`."""
 
     entry: str
     argv: tuple[str, ...]
@@ -104,12 +104,12 @@ class RunningJob:
         with contextlib.suppress(psutil.NoSuchProcess):
             agent = psutil.Process(self.pid)
             for process in (agent, *agent.children(recursive=True)):
-                if _would_tell(process.pid):
+                if _has_stack_handler(process.pid):
                     before = len(self.log.read_bytes())
-                    process.send_signal(_TELL)
-                    time.sleep(_TELLING_SECONDS)  # only the time to write: it goes on
+                    process.send_signal(_WHERE)
+                    time.sleep(_WHERE_SECONDS)  # only the time to write: it goes on
                     stack = self.log.read_bytes()[before:].decode(errors="replace").splitlines()
-                    said.append("\n".join([f"process {process.pid}:", *stack[:_TOLD_LINES]]))
+                    said.append("\n".join([f"process {process.pid}:", *stack[:_STACK_LINES]]))
         return "\n".join(said)
 
     @property
@@ -205,7 +205,7 @@ def _together(entry: Callable[..., Any], nproc: int) -> Callable[..., Any]:
     """`entry` in ranks that begin once the last one of an incarnation has been forked.
 
     A rank that connects to the agent's store has a thread of the agent look up a name; a rank forked in that moment
-    inherits the resolver's lock of the C library, which nobody will ever release, and hangs in its own first lookup.
+    inherits the resolver's lock of the C library, which is never released there, and hangs in its own first lookup.
     """
     begun = memoryview(mmap.mmap(-1, 4 * nproc)).cast("i")  # by local rank: the incarnation that has begun, from 1
 
@@ -261,11 +261,11 @@ def _run(spec: JobSpec) -> dict[str, Any]:
     return {"status": outcome.status, "reason": outcome.reason, "restarts": outcome.restarts}
 
 
-def _would_tell(pid: int) -> bool:
-    """Whether a process has a handler for `_TELL`, which would end it otherwise."""
+def _has_stack_handler(pid: int) -> bool:
+    """Whether a process has a handler for `_WHERE`, which would end it otherwise."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught, 16) >> (_TELL - 1) & 1)
+    return bool(int(caught, 16) >> (_WHERE - 1) & 1)
 
 
 def enter(namespace: str) -> None:
@@ -285,7 +285,7 @@ def _job(spec: JobSpec) -> None:
     log = os.open(_log(spec), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
         os.dup2(log, target)
-    faulthandler.register(_TELL, all_threads=False)  # its ranks are forked from here, and tell likewise
+    faulthandler.register(_WHERE, all_threads=False)  # its ranks are forked from here and inherit it
     os.environ.update(spec.environment)
     if spec.namespace:
         enter(spec.namespace)

@@ -59,8 +59,8 @@ def gang(
         processes = []
         for rank, place in enumerate(places or [HERE] * world):
             ours, theirs = context.Pipe(duplex=False)
-            told = (function, rank, world, place, str(store), str(log), os.getpid(), theirs, args)
-            process = context.Process(target=_rank, args=told, daemon=True)
+            arguments = (function, rank, world, place, str(store), str(log), os.getpid(), theirs, args)
+            process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)

@@ -56,7 +56,7 @@ def wait_for(path: Path, condition: Callable[[list[Entry]], bool], seconds: floa
 
 
 def wait_until_stopped(pid: int, seconds: float) -> None:
-    """Until the kernel says that `pid` is stopped by a signal. Raises TimeoutError after `seconds`."""
+    """Wait until the kernel says that `pid` is stopped by a signal. Raises TimeoutError after `seconds`."""
 
     def state() -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -65,7 +65,7 @@ def wait_until_stopped(pid: int, seconds: float) -> None:
 
 
 def wait_until(holds: Callable[[], bool], seconds: float, found: Callable[[], str]) -> None:
-    """Until `holds`. Raises TimeoutError after `seconds`, with what was `found` instead."""
+    """Wait until `holds`. Raises TimeoutError after `seconds`, with what was `found` instead."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -73,31 +73,31 @@ def wait_until(holds: Callable[[], bool], seconds: float, found: Callable[[], st
         time.sleep(_LOOK_SECONDS)
 
 
-def ended(server: ForkServer, spec: JobSpec, restarts: int = 0, seconds: float = 240) -> RunningJob:
-    """The job, ended in order after that many restarts."""
+def run_to_end(server: ForkServer, spec: JobSpec, restarts: int = 0, seconds: float = 240) -> RunningJob:
+    """Run a job to its regular end, after exactly that many restarts."""
     job = server.start(spec)
     outcome = job.wait(seconds)
     assert (outcome["status"], outcome["restarts"]) == ("succeeded", restarts), (outcome, job.tail())
     return job
 
 
-def sealed(found: list[Entry], iteration: int, ranks: int) -> bool:
-    """Whether the events say that so many ranks hold the version of `iteration`."""
+def captured(found: list[Entry], iteration: int, ranks: int) -> bool:
+    """Whether the events say that at least `ranks` ranks have captured `iteration`."""
     return len([e for e in found if e["name"] == "capture.commit" and e["iteration"] == iteration]) >= ranks
 
 
-def standing_after(server: ForkServer, spec: JobSpec, iteration: int, seconds: float = BOUND) -> RunningJob:
-    """The job, its ranks stopped in the update after `iteration`, whose version every rank has sealed."""
+def stop_after(server: ForkServer, spec: JobSpec, iteration: int, seconds: float = BOUND) -> RunningJob:
+    """Start a job and stop its ranks in the update after `iteration`, once every rank has captured that version."""
     faults = f"update.begin@iteration={iteration + 1}:stop"
     job = server.start(replace(spec, flags=(*spec.flags, "--ftp-faults", faults)))
-    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, iteration, spec.nproc), seconds)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: captured(found, iteration, spec.nproc), seconds)
     return job
 
 
-def checkpointed(server: ForkServer, spec: JobSpec, *iterations: int, seconds: float = BOUND) -> None:
-    """The job run up to each of `iterations` in turn, a checkpoint written there, its ft-run killed; memory stays."""
+def write_checkpoints(server: ForkServer, spec: JobSpec, *iterations: int, seconds: float = BOUND) -> None:
+    """Run the job to each of `iterations` in turn, write a checkpoint there and kill its ft-run; the memory stays."""
     for iteration in iterations:
-        job = standing_after(server, spec, iteration, seconds)
+        job = stop_after(server, spec, iteration, seconds)
         with Client(spec.run_dir) as client:
             found = client.checkpoint("request", seconds)
         assert (found["state"], found["iteration"]) == ("done", iteration), found
@@ -106,7 +106,7 @@ def checkpointed(server: ForkServer, spec: JobSpec, *iterations: int, seconds: f
 
 
 def lose_memory(spec: JobSpec, seconds: float = BOUND) -> None:
-    """As if the machine had been switched off: no SMP, no segments."""
+    """Kill the SMP and remove its segments, as if the machine had been switched off."""
     with Client(spec.run_dir) as client:
         pid = client.status()["pid"]
     descriptor = os.pidfd_open(pid)

@@ -185,7 +185,7 @@ def padding(tensors: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Ten
     for name, elements in held.items():
         if elements != model:
             raise SavedError(
-                f"padding cannot be told from state: without it '{name}' of the optimizer has {elements:,} elements, "
+                f"padding cannot be identified: without it '{name}' of the optimizer has {elements:,} elements, "
                 f"expected the model's {model:,}; save with --dist-ckpt-optim-fully-reshardable, which has no padding"
             )
     return masks

@@ -1,4 +1,4 @@
-"""Runs of the GPT example at TP2 x PP2 x DP2, for exactness: golden ones and protected ones that are killed.
+"""Runs of the Megatron GPT example at TP2 x PP2 x DP2, for exactness: golden ones and protected ones that are killed.
 
 Invariant: a golden run has no system at all; it and the killed one have the same flags but for the systems', the same
 skipped update (an infinite gradient under a constant loss scale; where the optimizer has no scaler, a skipped batch)
@@ -102,7 +102,10 @@ class MegatronRun:
         if self.protected:
             flags.insert(0, "--reft")
         if not Config.from_flags(flags)[0].systems:
-            words, flags = words + flags, []  # there is nothing to launch beside the job: it reads the flags itself
+            words, flags = (
+                words + flags,
+                [],
+            )  # no system is on, so nothing else is launched: the job reads the flags itself
         known = {
             "entry": f"{EXAMPLE}:main",
             "argv": tuple(words),

@@ -1,10 +1,9 @@
-"""A protected job of the GPT example on several emulated nodes, whose nodes come and go as a test tells.
+"""A protected job of a framework's example on several emulated nodes, which a test starts and loses.
 
-Invariant: every node is what a user has: an agent, an SMP, workers, a place of its own in the network. All nodes know
-the job's secret from a file of mode 0600, and lost ones are missed after five seconds, unless
-flags of the run say otherwise.
+Invariant: every node is what a user has: an agent, an SMP, workers, an address of its own. All nodes read the job's
+secret from a file of mode 0600, and a lost node is detected after five seconds unless the run's flags say otherwise.
 
-In: a run, the fork server, places. Out: running nodes, by name.
+In: a run, the fork server, hosts. Out: running nodes, by name.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from typing import Protocol
 from .emulated_nodes import EmulatedHost, destroy
 from .forkserver import ForkServer, JobSpec, RunningJob
 from .golden import Described
-from .waiting import Entry, wait_for
+from .job_control import Entry, wait_for
 
-BOUND = 560.0  # seconds for anything that is waited for: many times what it takes on two idle cores
+BOUND = 560.0  # seconds for any wait: many times what it takes on two idle cores
 DETECT, DETECT_SECONDS = "--ftp-detect-seconds", "5"
 
 Spec = Callable[..., JobSpec]
 
 
-def told(flags: Sequence[str], name: str) -> bool:
+def has_flag(flags: Sequence[str], name: str) -> bool:
     """Whether the flag of that name is among them, as a word or before a '='."""
     return any(word.split("=")[0] == name for word in flags)
 
 
 def until(job: RunningJob, condition: Callable[[list[Entry]], bool], seconds: float = BOUND) -> list[Entry]:
-    """The events of a node once `condition` holds of them. Raises AssertionError with its output where it has ended
-    without that, TimeoutError."""
+    """The events of a node once `condition` holds of them. Raises AssertionError with the node's output if it ends
+    before that, TimeoutError."""
     over = False
 
     def holds(lines: list[Entry]) -> bool:
@@ -91,30 +90,30 @@ class MultiNodeJob:
         spec = self.run.armed(faults).spec(**place.fields())
         known = {k: v for k, v in vars(spec).items() if k not in ("name", "flags")}
         flags = (*spec.flags, "--ftp-node-name", name, "--ftp-secret-file", str(self._secret), *self._flags, *more)
-        if not told(flags, DETECT):
+        if not has_flag(flags, DETECT):
             flags += (DETECT, DETECT_SECONDS)
         spec = self._jobs(**{**known, **self._fields, "node": name, "flags": flags})
         self.nodes[name] = self._server.start(spec)
         return self.nodes[name]
 
-    def until_counts(self, iteration: int) -> None:
-        """Until a version of at least this iteration counts for the node tier on every node."""
+    def until_committed(self, iteration: int) -> None:
+        """Wait until every node has committed a version of at least this iteration to the node tier."""
         for job in self.nodes.values():
             until(job, lambda lines: any(e["name"] == "node.counts" and e["iteration"] >= iteration for e in lines))
 
     def until_captured(self, name: str, iteration: int) -> None:
-        """Until a rank of a node has captured at least this iteration."""
+        """Wait until a rank of the node has captured at least this iteration."""
         until(
             self.nodes[name],
             lambda lines: any(e["name"] == "capture.commit" and e["iteration"] >= iteration for e in lines),
         )
 
     def destroy(self, name: str) -> None:
-        """Lose a node whole: all of its processes and memory."""
+        """Lose a node with all of its processes and memory."""
         destroy(self.nodes.pop(name))
 
     def wait(self) -> None:
-        """Until every node has ended in order. Raises AssertionError with the output of one that did not."""
+        """Wait until every node has ended in order. Raises AssertionError with the output of one that did not."""
         for name, job in self.nodes.items():
             try:
                 outcome = job.wait(BOUND)

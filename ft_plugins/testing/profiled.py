@@ -1,4 +1,4 @@
-"""The GPT examples with their spans recorded, and compute that takes as long as it is told to: sleep.
+"""The GPT examples with their spans recorded and compute emulated by sleeping for a given time.
 
 Invariant: recorded or not, slow or not, every number is that of the plain example, with the same flags. The schedules
 are the frameworks' own; only the length of a forward and of a backward is emulated, so that the bubbles of a pipeline
@@ -95,7 +95,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _emulate(chunks: Iterable[torch.nn.Module], lengths: argparse.Namespace) -> None:
-    """Have each forward and each backward of `chunks` sleep; whatever it computes beside comes on top."""
+    """Have each forward and each backward of `chunks` sleep, in addition to what it computes."""
 
     def forwarded(chunk: torch.nn.Module, args: Any, output: Any) -> None:
         if chunk.training:

@@ -63,7 +63,7 @@ class QuickstartPlan:
     iterations: int
     kill_at: int
     rank: int | None
-    patience: float  # seconds without anything new after which a run counts as hung
+    patience: float  # seconds without anything new after which a run is considered hung
     job: tuple[str, ...]  # flags of the example
     framework: str = "megatron"
     settings: dict[str, Any] | None = None
@@ -212,7 +212,9 @@ def follow(drive: Drive, plan: QuickstartPlan, kill: bool, display: Display) -> 
             struck = True
     display.show(progress)
     if not struck:
-        raise DriveError(f"the job ended before iteration {plan.kill_at} was seen: nobody was killed; see {drive.log}")
+        raise DriveError(
+            f"the job ended before iteration {plan.kill_at} was seen, so no process was killed; see {drive.log}"
+        )
 
 
 def strike(drive: Drive, plan: QuickstartPlan) -> str:
@@ -268,13 +270,13 @@ def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunCompar
 def raising_signals() -> Iterator[None]:
     """SIGTERM, and SIGHUP unless it is ignored (nohup), end the body by SystemExit, so that it cleans up."""
 
-    def told(number: int, frame: FrameType | None) -> Any:
+    def raised(number: int, frame: FrameType | None) -> Any:
         raise SystemExit(128 + number)
 
     usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in usual.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, told)
+            signal.signal(number, raised)
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""What a failure story consists of: a job, what happens to its nodes, what has to hold. Plain facts.
+"""The parts of a failure story: a job, what happens to its nodes, what has to hold. Plain data.
 
-Invariant: nothing here knows of text, or of how it is carried out: `stories` reads them, `storyteller` tells them.
+Invariant: nothing here depends on the text of a story (`story_parser`) or on how it is carried out (`story_runner`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class JobShape:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Until a version of this iteration or a later one counts on every node."""
+class VersionCommitted:
+    """Until a version of this iteration or a later one is committed on every node."""
 
     iteration: int
 
@@ -60,14 +60,14 @@ class Captured:
 
 
 @dataclass(frozen=True)
-class Stored:
+class CheckpointStored:
     """Until a checkpoint of this iteration or a later one is complete."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
-class Stopped:
+class SmpStopped:
     """Until the snapshot process of a node has stopped itself."""
 
     node: str
@@ -90,14 +90,14 @@ class Lose:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a node whose address sorts before (`first`) or behind those of all others."""
+    """Start a node whose address sorts before (`first`) or after those of all others."""
 
     node: str
     first: bool
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredFrom:
     """The last restore of a node, or of all of those that are left, was from that tier, of that iteration or later."""
 
     node: str
@@ -114,15 +114,15 @@ class InTransfer:
 
 
 @dataclass(frozen=True)
-class Older:
-    """A node restored the newest version that counted, while a newer one was being sent."""
+class RestoredCommitted:
+    """A node restored the newest committed version while nodes were exchanging a newer one."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class DeclaredLost:
-    """The others missed a node that had gone silent."""
+    """The remaining nodes declared a silent node lost."""
 
     node: str
 
@@ -136,8 +136,8 @@ class Differed:
 
 
 @dataclass(frozen=True)
-class Certified:
-    """What a node restored was known to be of replicas that agreed."""
+class RestoredCertified:
+    """The version that a node restored was certified: its replicas had agreed."""
 
     node: str
 
@@ -148,7 +148,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class NotStored:
+class CheckpointNotStored:
     """There is no complete checkpoint of this iteration."""
 
     iteration: int
@@ -174,8 +174,8 @@ class InBubbles:
 
 
 @dataclass(frozen=True)
-class NotAnew:
-    """No rank has started from the beginning after something was completed."""
+class NoFreshStart:
+    """No rank has started from scratch once an iteration was completed."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,10 @@ class Golden:
     """State and losses are those of the unfailed run."""
 
 
-Line = (
-    Counts | Captured | Stored | Stopped | Ends | Lose | Start
-    | Restored | InTransfer | Older | DeclaredLost | Compared | Differed | Certified | InBubbles | NotStored | Whole
-    | Reason | NotAnew | Golden
+StoryLine = (
+    VersionCommitted | Captured | CheckpointStored | SmpStopped | Ends | Lose | Start
+    | RestoredFrom | InTransfer | RestoredCommitted | DeclaredLost | Compared | Differed | RestoredCertified
+    | InBubbles | CheckpointNotStored | Whole | Reason | NoFreshStart | Golden
 )  # fmt: skip
 
 
@@ -197,7 +197,7 @@ class Story:
     name: str
     title: str
     job: JobShape
-    lines: tuple[Line, ...]
+    lines: tuple[StoryLine, ...]
     flags: tuple[str, ...] = ()
     store: int = 0
     faults: dict[str, str] = field(default_factory=dict)  # by node

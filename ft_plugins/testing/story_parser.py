@@ -1,39 +1,39 @@
-"""Failure scenarios as text that reads like a story: which job, what happens to its nodes, what then has to hold. Pure.
+"""Parse failure stories: which job, what happens to its nodes, what then has to hold. Pure.
 
-Invariant: a story that is read can be told: every line is understood, every node that it names is there at that line,
-and no promise is made before it can be kept. An error names file and line, what was expected and what was found.
+Invariant: a story that parses can be run: every line is known, every node that it names exists at that line, and no
+claim is made before it can be checked. An error names file and line, what was expected and what was found.
 
-The first line is the title, '#' begins a comment, every other line is a word and what it says:
+The first line is the title, '#' begins a comment, every other line is a keyword and its phrase:
 
     job    megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer    also: 'megatron or deepspeed', 'global batch 12',
-                                                                    '20 iterations'; without: replicated, 10
+                                                                    '20 iterations'; default: replicated, 10
     flags  --reft-redundancy raim6                                  more flags of ft_plugins
     store  every 3 iterations                                       checkpoints, in a folder that all nodes share
     fault  n2 persist.file@rank=5,iteration=6:stop                  a fault point (`ft_plugins.faults`) of one node
     runs   with all configurations                                  not by default
 
-    when   version 2 counts on every node                           the story waits until then
+    when   version 2 is committed on every node                     or a later one: the story waits until then
     when   iteration 11 is captured on n0                           or a later one
     when   checkpoint 3 is complete                                 or a newer one
     when   the smp of n2 has stopped                                at its fault point
-    when   the job has ended  |  the job is refused                 every node of it
+    when   the job has ended  |  the job is refused                 on every node
 
     do     kill n2  |  cut n2  |  freeze n2                         with its memory  |  its link  |  with links open
-    do     start s first  |  last                                   a node that sorts before or behind all others
+    do     start s first  |  last                                   a node that sorts before or after all others
 
     then   s restored from node, iteration >= 2                     or 'every node', '= 2'; 'from storage': the newest
-    then   s restored what counted, not what was in mid-transfer   of versions that nodes send to each other
-    then   version 8 was in mid-transfer                            when the job was restored for the first time
-    then   n1 was declared lost                                     by those that are left
+    then   s restored the committed version, not the one in transfer    while nodes were exchanging a newer one
+    then   version 8 was in transfer                                when the job was restored for the first time
+    then   n1 was declared lost                                     by the remaining nodes
     then   checkpoint 6 is not complete
     then   complete checkpoints are whole, the newest >= 9
     then   the reason is: the parts of ranks 2, 3, 6, 7 are gone    of every refusal, of every restore
-    then   replicas were compared, little was sent                 parity is made where the replicas are
-    then   rank 2 differed in iteration 3                           from its replicas, and no other, with --paft
-    then   s restored what was certified                            of replicas that had agreed
+    then   replicas were compared, little was sent                  each node makes the parity of its own replicas
+    then   rank 2 differed in iteration 3                           from its replicas, and no other rank, with --paft
+    then   s restored a certified version                           whose replicas had agreed
     then   copies went out in bubbles                               some of them, with --baft
-    then   no rank began anew                                       after something was completed
-    then   the final state is golden                                that of the unfailed run, bit for bit
+    then   no rank started from scratch                             once an iteration was completed
+    then   the final state is golden                                bit-identical to that of the unfailed run
 
 The nodes of the job are n0, n1 and so on.
 
@@ -52,9 +52,9 @@ from ..errors import ConfigError, FtError
 from .story import (
     EVERY,
     Captured,
-    Certified,
+    CheckpointNotStored,
+    CheckpointStored,
     Compared,
-    Counts,
     DeclaredLost,
     Differed,
     End,
@@ -64,37 +64,38 @@ from .story import (
     InBubbles,
     InTransfer,
     JobShape,
-    Line,
     Lose,
-    NotAnew,
-    NotStored,
-    Older,
+    NoFreshStart,
     Reason,
-    Restored,
+    RestoredCertified,
+    RestoredCommitted,
+    RestoredFrom,
+    SmpStopped,
     Start,
-    Stopped,
-    Stored,
     Story,
+    StoryLine,
+    VersionCommitted,
     Whole,
 )
 
 
 class StoryError(FtError):
-    """A line of a story that cannot be understood, or that cannot happen there."""
+    """A line of a story that is unknown or cannot happen at that place."""
 
 
-_ACTS = (Counts, Captured, Stored, Stopped, Ends, Lose, Start)
+_ACTS = (VersionCommitted, Captured, CheckpointStored, SmpStopped, Ends, Lose, Start)
 _KNOWN_AT_THE_END = (
-    Restored, InTransfer, Older, DeclaredLost, Whole, Reason, Compared, Differed, Certified, InBubbles, NotAnew, Golden,
+    RestoredFrom, InTransfer, RestoredCommitted, DeclaredLost, Whole, Reason, Compared, Differed, RestoredCertified,
+    InBubbles, NoFreshStart, Golden,
 )  # fmt: skip
 _NODE = r"([a-z]\w*)"
-_Build = Callable[..., Line]
+_Build = Callable[..., StoryLine]
 _PHRASES: dict[str, list[tuple[str, _Build]]] = {
     "when": [
-        (r"version (\d+) counts on every node", lambda at: Counts(int(at))),
+        (r"version (\d+) is committed on every node", lambda at: VersionCommitted(int(at))),
         (rf"iteration (\d+) is captured on {_NODE}", lambda at, node: Captured(node, int(at))),
-        (r"checkpoint (\d+) is complete", lambda at: Stored(int(at))),
-        (rf"the smp of {_NODE} has stopped", Stopped),
+        (r"checkpoint (\d+) is complete", lambda at: CheckpointStored(int(at))),
+        (rf"the smp of {_NODE} has stopped", SmpStopped),
         (r"the job (has ended|is refused)", lambda how: Ends(End(how))),
     ],
     "do": [
@@ -104,19 +105,19 @@ _PHRASES: dict[str, list[tuple[str, _Build]]] = {
     "then": [
         (
             rf"({EVERY}|{_NODE[1:-1]}) restored from (process|node|storage), iteration (>=|=) (\d+)",
-            lambda node, tier, how, at: Restored(node, tier, int(at), how == "="),
+            lambda node, tier, how, at: RestoredFrom(node, tier, int(at), how == "="),
         ),
-        (r"version (\d+) was in mid-transfer", lambda at: InTransfer(int(at))),
-        (rf"{_NODE} restored what counted, not what was in mid-transfer", Older),
+        (r"version (\d+) was in transfer", lambda at: InTransfer(int(at))),
+        (rf"{_NODE} restored the committed version, not the one in transfer", RestoredCommitted),
         (rf"{_NODE} was declared lost", DeclaredLost),
-        (r"checkpoint (\d+) is not complete", lambda at: NotStored(int(at))),
+        (r"checkpoint (\d+) is not complete", lambda at: CheckpointNotStored(int(at))),
         (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: Whole(int(at))),
         (r"the reason is: (.+)", Reason),
         (r"replicas were compared, little was sent", Compared),
         (r"rank (\d+) differed in iteration (\d+)", lambda rank, at: Differed(int(rank), int(at))),
-        (rf"{_NODE} restored what was certified", Certified),
+        (rf"{_NODE} restored a certified version", RestoredCertified),
         (r"copies went out in bubbles", InBubbles),
-        (r"no rank began anew", NotAnew),
+        (r"no rank started from scratch", NoFreshStart),
         (r"the final state is golden", Golden),
     ],
 }
@@ -129,11 +130,11 @@ def read(path: Path) -> Story:
 
 
 def parse(text: str, name: str = "story") -> Story:
-    """The story that `text` tells. Raises StoryError."""
-    told = list(_told(text))
-    if not told:
+    """The story in `text`. Raises StoryError."""
+    lines = list(_lines(text))
+    if not lines:
         raise StoryError(f"{name}: expected a title in the first line, found nothing")
-    (first, title), *rest = told
+    (first, title), *rest = lines
     if title.split()[0] in (*_HEAD, *_PHRASES):
         raise StoryError(f"{name}:{first}: expected a title before the first '{title.split()[0]}', found '{title}'")
     reader = _Reader(name, title)
@@ -145,8 +146,8 @@ def parse(text: str, name: str = "story") -> Story:
     return reader.end()
 
 
-def _told(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that say something, with their numbers."""
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines that are neither empty nor comments, with their numbers."""
     for number, line in enumerate(text.splitlines(), 1):
         words = line.strip()
         if words and not words.startswith("#"):
@@ -154,7 +155,7 @@ def _told(text: str) -> Iterator[tuple[int, str]]:
 
 
 class _Reader:
-    """Guards what was understood of a story up to a line."""
+    """Collects a story line by line and rejects what cannot happen at that line."""
 
     def __init__(self, name: str, title: str) -> None:
         self._name = name
@@ -164,13 +165,13 @@ class _Reader:
         self._store = 0
         self._faults: dict[str, str] = {}
         self._all = False
-        self._lines: list[Line] = []
+        self._lines: list[StoryLine] = []
         self._alive: set[str] = set()
         self._lost: set[str] = set()
         self._end: End | None = None
 
     def take(self, line: str) -> None:
-        """Understand one more line. Raises StoryError, ConfigError."""
+        """Parse one more line. Raises StoryError, ConfigError."""
         word, _, said = line.partition(" ")
         said = said.strip()
         if word in _HEAD and self._lines:
@@ -199,7 +200,7 @@ class _Reader:
             case _:
                 raise StoryError(f"expected one of {', '.join((*_HEAD, *_PHRASES))} first, found '{word}'")
 
-    def _happens(self, line: Line) -> None:
+    def _happens(self, line: StoryLine) -> None:
         if self._job is None:
             raise StoryError("nothing can happen before the 'job' line")
         too_soon = isinstance(line, _KNOWN_AT_THE_END) and self._end is None
@@ -207,7 +208,7 @@ class _Reader:
             raise StoryError("that is known only after 'when the job has ended'")
         if self._end and isinstance(line, _ACTS):
             raise StoryError("nothing happens any more: the job has ended")
-        if isinstance(line, (Stored, NotStored, Whole)) and not self._store:
+        if isinstance(line, (CheckpointStored, CheckpointNotStored, Whole)) and not self._store:
             raise StoryError("there are no checkpoints without a 'store' line")
         match line:
             case Start(node):
@@ -218,13 +219,13 @@ class _Reader:
                 self._there(node)
                 self._alive.remove(node)
                 self._lost.add(node)
-            case Stopped(node) | Captured(node):
+            case SmpStopped(node) | Captured(node):
                 self._there(node)
             case DeclaredLost(node) if node not in self._lost:
                 raise StoryError(f"node {node} was not lost; lost are {_names(self._lost)}")
-            case Older(node) | Certified(node):
+            case RestoredCommitted(node) | RestoredCertified(node):
                 self._there(node)
-            case Restored(node) if node != EVERY:
+            case RestoredFrom(node) if node != EVERY:
                 self._there(node)
             case Ends(how):
                 self._end = how
@@ -262,12 +263,12 @@ def _matched(pattern: str, said: str, expected: str) -> re.Match[str]:
     return found
 
 
-def _phrase(word: str, said: str) -> Line:
+def _phrase(word: str, said: str) -> StoryLine:
     for pattern, build in _PHRASES[word]:
         found = re.fullmatch(pattern, re.sub(r"\s+", " ", said))
         if found is not None:
             return build(*found.groups())
-    raise StoryError(f"'{word}' knows nothing of '{said}'; what it knows stands in ft_plugins/testing/story_parser.py")
+    raise StoryError(f"'{word}' has no phrase '{said}'; ft_plugins/testing/story_parser.py lists them")
 
 
 def _job(said: str) -> JobShape:

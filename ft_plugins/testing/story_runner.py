@@ -1,11 +1,12 @@
-"""Tells a story: runs its job on emulated nodes, loses and starts nodes as it says, and sees that what it says holds.
+"""Run a failure story: start its job on emulated nodes, lose and start nodes, check every claim.
 
-Invariant: the lines are followed in their order, every wait is bounded, and nothing that is claimed is taken from
-anything but what the job itself has written: its events, its outcome, its checkpoints, its final state and losses. What
-a story did to the network and to nodes that are still there in silence is undone, however it ends.
+Invariant: lines are carried out in order, and every wait is bounded. Claims are checked only against what the job
+itself has written: events, outcome, checkpoints, final state and losses. However a story ends, cut links are restored
+and silent nodes are destroyed. A job means the same on each framework: sizes, sharded or replicated optimizer state,
+iterations, flags; what a framework's example cannot do is refused, not approximated.
 
-In: a `Story`, the fork server of its framework, places in a network. Out: nothing, or an AssertionError that names the
-line which does not hold.
+In: a `Story`, the fork server of its framework, hosts. Out: nothing, or an AssertionError that names the line that does
+not hold.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from .deepspeed_runs import DeepSpeedRun
 from .emulated_nodes import EmulatedHost, destroy, freeze
 from .forkserver import ForkServer, RunningJob
 from .golden import assert_identical
+from .job_control import wait_until
 from .megatron_runs import MegatronRun
 from .multinode import BOUND, ExampleRun, MultiNodeJob, Spec
 from .story import (
     EVERY,
     Captured,
-    Certified,
+    CheckpointNotStored,
+    CheckpointStored,
     Compared,
-    Counts,
     DeclaredLost,
     Differed,
     End,
@@ -45,26 +47,25 @@ from .story import (
     InBubbles,
     InTransfer,
     JobShape,
-    Line,
     Lose,
-    NotAnew,
-    NotStored,
-    Older,
+    NoFreshStart,
     Reason,
-    Restored,
+    RestoredCertified,
+    RestoredCommitted,
+    RestoredFrom,
+    SmpStopped,
     Start,
-    Stopped,
-    Stored,
     Story,
+    StoryLine,
+    VersionCommitted,
     Whole,
 )
-from .waiting import wait_until
 
-HOSTS = (11, 12, 13, 14, 15, 16, 5, 25)  # of six nodes, of one that sorts before them and of one behind
+HOSTS = (11, 12, 13, 14, 15, 16, 5, 25)  # of six nodes, of one that sorts before them and of one after
 
 
-class Teller:
-    """Guards the job of one story while it is told."""
+class StoryRunner:
+    """One story while it runs: its nodes, the silent ones, the links that were cut."""
 
     def __init__(
         self,
@@ -93,8 +94,8 @@ class Teller:
         self._cut: list[EmulatedHost] = []
         self._outcomes: dict[str, str] = {}  # reasons of those that were refused
 
-    def tell(self) -> None:
-        """All of the story. Raises AssertionError, TimeoutError."""
+    def run(self) -> None:
+        """Carry out the whole story. Raises AssertionError, TimeoutError."""
         try:
             for index in range(self._story.job.nodes):
                 self._start(f"n{index}", self._places[index])
@@ -112,7 +113,7 @@ class Teller:
     def _start(self, name: str, place: EmulatedHost) -> None:
         self._job.start(name, place, faults=self._story.faults.get(name, ""))
 
-    def _follow(self, line: Line) -> None:
+    def _follow(self, line: StoryLine) -> None:
         match line:
             case Start(node, first):
                 self._start(node, self._places[-2 if first else -1])
@@ -120,11 +121,11 @@ class Teller:
                 self._lose(node, fate)
             case Captured(node, iteration):
                 self._job.until_captured(node, iteration)
-            case Counts(iteration):
-                self._job.until_counts(iteration)
-            case Stored(iteration):
+            case VersionCommitted(iteration):
+                self._job.until_committed(iteration)
+            case CheckpointStored(iteration):
                 wait_until(lambda: max(self._stored(), default=0) >= iteration, BOUND, self._listing)
-            case Stopped(node):
+            case SmpStopped(node):
                 self._until_stopped(node)
             case Ends(End.ENDED):
                 self._job.wait()
@@ -165,24 +166,24 @@ class Teller:
 
     # ---- what has to hold ----
 
-    def _claim(self, line: Line) -> None:
+    def _claim(self, line: StoryLine) -> None:
         match line:
-            case Restored(node, tier, iteration, exactly):
+            case RestoredFrom(node, tier, iteration, exactly):
                 for name in self._job.nodes if node == EVERY else [node]:
                     self._restored(name, tier, iteration, exactly)
             case InTransfer(iteration):
                 begun, counted = self._before_restore("exchange.begin"), self._before_restore("node.counts")
                 assert iteration in begun and iteration not in counted, f"begun {begun}, counted {counted}"
-            case Older(node):
+            case RestoredCommitted(node):
                 begun, counted = self._before_restore("exchange.begin"), self._before_restore("node.counts")
                 fields = restore(self._job.nodes[node]).fields
                 assert counted and max(counted) < max(begun), f"begun {begun}, counted {counted}"
                 assert fields["iteration"] == max(counted), f"counted {counted}: {fields}"
             case DeclaredLost(node):
                 declared = self._events("node.lost")
-                assert declared, "nobody was"
+                assert declared, "no node was"
                 assert all(event.fields["lost"] == [f"node {node}"] for event in declared), declared
-            case NotStored(iteration):
+            case CheckpointNotStored(iteration):
                 assert iteration not in self._stored(), self._listing()
             case Whole(iteration):
                 assert max(self._stored(), default=0) >= iteration, self._listing()
@@ -201,15 +202,15 @@ class Teller:
             case Differed(rank, iteration):
                 found = {(event.fields["iteration"], *event.fields["ranks"]) for event in self._events("sync.differs")}
                 assert found == {(iteration, rank)}, f"iterations, and who differed in them: {sorted(found)}"
-            case Certified(node):
+            case RestoredCertified(node):
                 fields = restore(self._job.nodes[node]).fields
                 assert fields.get("mark") == Mark.CERTIFIED.word, f"node {node}: {fields}"
             case InBubbles():
                 inside = [event.fields["in_bubbles"] for event in self._events("node.counts")]
                 assert any(inside), f"in none of {len(inside)} that count"
-            case NotAnew():
-                anew = self._events("restore.scratch")
-                assert not anew, anew
+            case NoFreshStart():
+                scratch = self._events("restore.scratch")
+                assert not scratch, scratch
             case Golden():
                 assert_identical(self._job.run, self._golden(), self._story.job.ranks)
 

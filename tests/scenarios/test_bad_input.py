@@ -16,8 +16,8 @@ from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.slots import SlotState
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped
 from ft_plugins.testing.megatron_runs import EXAMPLE
-from ft_plugins.testing.waiting import Entry, entries, wait_for, wait_until_stopped
 
 Spec = Callable[..., JobSpec]
 BOUND = 90

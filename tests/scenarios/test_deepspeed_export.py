@@ -19,7 +19,7 @@ from ft_plugins.snapshot import checkpoint
 from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.golden import explain, losses, state_differences
-from ft_plugins.testing.waiting import ended
+from ft_plugins.testing.job_control import run_to_end
 
 Spec = Callable[..., JobSpec]
 BEGUN, ITERATIONS = 3, 6  # an epoch of the script with loaders of its own has three
@@ -60,11 +60,11 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
     golden = DeepSpeedRun("golden", tmp_path / "golden", configuration, {}, 1234, ITERATIONS, words=words)
     if not configuration.pp:
         golden = replace(golden, script=OWN_LOADER)
-    ended(deepspeed_server, golden.spec())
+    run_to_end(deepspeed_server, golden.spec())
 
     flags = ("--reft", "--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", str(BEGUN))
     spec = vars(replace(golden, folder=tmp_path / "written", iterations=BEGUN).spec(flags=flags))
-    ended(deepspeed_server, jobs(**{key: value for key, value in spec.items() if key != "name"}))
+    run_to_end(deepspeed_server, jobs(**{key: value for key, value in spec.items() if key != "name"}))
     (folder,) = (tmp_path / "ck").glob(f"*/v1-{BEGUN}")
     assert f"iteration {BEGUN}" in exported(folder, tmp_path / "exported").stdout
 
@@ -73,7 +73,7 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
         words = (*words, "--samples", str(BEGUN * configuration.json()["train_batch_size"]))
     loaded = replace(golden, name="loaded", folder=tmp_path / "loaded", words=words)
     loaded = replace(loaded, script=LOADS if configuration.pp else OWN_LOADER)
-    ended(deepspeed_server, loaded.spec())
+    run_to_end(deepspeed_server, loaded.spec())
     found = [
         line
         for line in state_differences(loaded.digests, golden.digests, configuration.ranks)

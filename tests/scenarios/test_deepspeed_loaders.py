@@ -15,7 +15,7 @@ import pytest
 from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.golden import assert_identical
-from ft_plugins.testing.waiting import ended
+from ft_plugins.testing.job_control import run_to_end
 
 Spec = Callable[..., JobSpec]
 SCRIPT = f"{Path(__file__).with_name('own_loader.py')}:main"
@@ -32,10 +32,10 @@ def golden_and_killed(
     for name in ("golden", "killed"):
         (folder / name).mkdir()
     golden = DeepSpeedRun("golden", folder / "golden", configuration, {}, 1234, ITERATIONS, SCRIPT, words)
-    ended(server, golden.spec())
+    run_to_end(server, golden.spec())
     run = replace(golden, name="killed", folder=folder / "killed", block={"reft": {}, "faults": kills})
     spec = vars(run.spec())
-    job = ended(server, jobs(**{key: value for key, value in spec.items() if key != "name"}), kills.count(":kill"))
+    job = run_to_end(server, jobs(**{key: value for key, value in spec.items() if key != "name"}), kills.count(":kill"))
     assert_identical(run, golden, configuration.ranks)
     return run, job
 

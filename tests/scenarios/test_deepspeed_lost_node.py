@@ -42,7 +42,7 @@ def test_a_lost_node_is_rebuilt_on_a_fresh_one(
         job = MultiNodeJob(deepspeed_server, jobs, run, NODES, NODES, endpoint)
         for index, place in enumerate(places[:NODES]):
             job.start(f"n{index}", place)
-        job.until_counts(2)
+        job.until_committed(2)
         job.destroy("n1")
         fresh = job.start("s", places[NODES])
         job.wait()

@@ -16,6 +16,7 @@ import pytest
 from ft_plugins.testing import megatron_runs
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.golden import explain, loss_differences, losses, state_differences
+from ft_plugins.testing.job_control import wait_for, wait_until_stopped
 from ft_plugins.testing.megatron_runs import (
     ALL,
     HARDEST,
@@ -25,7 +26,6 @@ from ft_plugins.testing.megatron_runs import (
     MegatronConfiguration,
     MegatronRun,
 )
-from ft_plugins.testing.waiting import wait_for, wait_until_stopped
 
 Spec = Callable[..., JobSpec]
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine

@@ -12,7 +12,7 @@ from pathlib import Path
 from ft_plugins.smp.client import Client
 from ft_plugins.snapshot.paths import path_of, segments_of, vault_of
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.waiting import wait_for, wait_until_stopped
+from ft_plugins.testing.job_control import wait_for, wait_until_stopped
 
 MIB = 256
 

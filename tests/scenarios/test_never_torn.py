@@ -17,7 +17,7 @@ import pytest
 
 from ft_plugins.smp.client import Client
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.testing.waiting import Entry, entries, wait_for
+from ft_plugins.testing.job_control import Entry, entries, wait_for
 
 ENTRY = "ft_plugins.testing.fills:main"
 MANY = 10_000  # restarts: here a version may be restored often on purpose

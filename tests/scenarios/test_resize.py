@@ -57,10 +57,10 @@ def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
     job = MultiNodeJob(megatron_server, jobs, run, most, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=3)
     for index in range(4):
         job.start(f"n{index}", places[index])
-    job.until_counts(4)
+    job.until_committed(4)
     job.destroy("n3")
     first = resized(job.nodes["n0"])
-    job.until_counts(first + 2)
+    job.until_committed(first + 2)
     fresh = job.start("s", places[4])
     second = resized(fresh)
     job.wait()

@@ -17,9 +17,9 @@ from ft_plugins.snapshot.paths import former_segments_of, segments_of
 from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.forkserver import ForkServer, RunningJob
 from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.job_control import wait_for
 from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
 from ft_plugins.testing.multinode import BOUND, MultiNodeJob, Spec
-from ft_plugins.testing.waiting import wait_for
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp", "--global-batch", "24")
@@ -58,7 +58,7 @@ def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
     job = MultiNodeJob(megatron_server, jobs, run, before * PER_NODE, before, endpoint, *wait, min_nodes=after)
     for index in range(before):
         job.start(f"n{index}", places[index])
-    job.until_counts(4)
+    job.until_committed(4)
     job.destroy("n1")
     first = int(str(event(job.nodes["n0"], "restore.resized")["iteration"]))
     spare = job.nodes.pop(f"n{before - 1}")  # for its rank the round is too small

@@ -22,7 +22,7 @@ from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.slots import SlotState, Version
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.waiting import entries, wait_for, wait_until_stopped
+from ft_plugins.testing.job_control import entries, wait_for, wait_until_stopped
 
 BOUND = 60
 STOPPED_AT = "capture.bucket.begin@iteration=4,bucket=2"

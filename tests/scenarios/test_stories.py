@@ -16,7 +16,7 @@ from ft_plugins.testing.emulated_nodes import EmulatedHost, network
 from ft_plugins.testing.multinode import ExampleRun, Spec
 from ft_plugins.testing.story import JobShape, Story
 from ft_plugins.testing.story_parser import read
-from ft_plugins.testing.story_runner import FRAMEWORKS, HOSTS, Teller, golden_run
+from ft_plugins.testing.story_runner import FRAMEWORKS, HOSTS, StoryRunner, golden_run
 
 STORIES = [read(path) for path in sorted(Path(__file__).parent.glob("*.story"))]
 
@@ -67,5 +67,5 @@ def test_the_story_is_true(
     port: int,
 ) -> None:
     server = request.getfixturevalue(f"{framework}_server")
-    teller = Teller(server, jobs, story, framework, tmp_path, places, port, lambda: golden(framework, story.job))
-    teller.tell()
+    runner = StoryRunner(server, jobs, story, framework, tmp_path, places, port, lambda: golden(framework, story.job))
+    runner.run()

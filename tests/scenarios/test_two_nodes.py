@@ -18,8 +18,8 @@ import pytest
 from ft_plugins.snapshot.paths import path_of
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.golden import explain, loss_differences, state_differences
+from ft_plugins.testing.job_control import wait_for, wait_until_stopped
 from ft_plugins.testing.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
-from ft_plugins.testing.waiting import wait_for, wait_until_stopped
 
 Spec = Callable[..., JobSpec]
 BOUND = 240

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from ft_plugins.events import Event
-from workloads.bubble_blocks import BLOCK, compared, cost, every, rounds, sent_share, told
+from workloads.bubble_blocks import BLOCK, committed_between, compared, cost, every, rounds, sent_share
 from workloads.cluster import IterationBlock
 from workloads.emulated_rank import OFF, ON, ONCE
 
@@ -68,7 +68,7 @@ def counts(*versions: tuple[int, int, int]) -> list[Event]:
 
 def test_what_went_is_counted_from_the_first_version_to_the_last_that_was_followed_by_another_one() -> None:
     events = counts((8, 500, 500), (10, 600, 600), (12, 690, 610), (14, 780, 620), (16, 781, 1620), (18, 9999, 9999))
-    assert [event.fields["iteration"] for event in told(events, 10, 16)] == [10, 12, 14, 16]
+    assert [event.fields["iteration"] for event in committed_between(events, 10, 16)] == [10, 12, 14, 16]
     assert every(events, 10, 16) == 2
     assert sent_share([events], 10, 16, ["in"], ["in", "late"]) == 180 / 200
     assert sent_share([events, counts((10, 0, 0), (12, 0, 200), (16, 0, 300))], 10, 16, ["in"], ["in", "late"]) == 0.45

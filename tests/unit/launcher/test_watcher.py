@@ -22,7 +22,7 @@ from ft_plugins.errors import BusyError, FencedError, ProtectionError, ProtocolE
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.watcher import Job, Watcher
 from ft_plugins.smp import liveness
-from ft_plugins.testing.waiting import wait_until
+from ft_plugins.testing.job_control import wait_until
 
 WAIT = 20.0
 

@@ -88,7 +88,7 @@ def test_without_a_plan_there_is_nothing_to_say() -> None:
 def test_a_plan_under_which_no_two_versions_counted_says_so() -> None:
     sending = used(planned(10, iterations=3), counted(11, 8, 100)).sending
     assert sending.every is None and sending.in_bubble_share is None
-    assert "every 3 was planned, no two" in sending.line()
+    assert "every 3 was planned, fewer than two" in sending.line()
 
 
 def told(bytes_by_bubble: dict[int, int]) -> list[list[int]]:

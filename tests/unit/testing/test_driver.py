@@ -21,7 +21,7 @@ from ft_plugins.snapshot.slots import Version
 from ft_plugins.testing.display import LineDisplay, display_on
 from ft_plugins.testing.driven import GrowingLines
 from ft_plugins.testing.driver import NODE, Drive, DriveError, DrivePhase, Progress
-from ft_plugins.testing.waiting import wait_until
+from ft_plugins.testing.job_control import wait_until
 
 ITERATIONS, WAITS_AT = 8, 5
 
@@ -32,7 +32,7 @@ SCRIPT = """
     from ft_plugins import session
     from ft_plugins.adapters.plain import PlainHost
     from ft_plugins.config import launch_context
-    from ft_plugins.testing.waiting import wait_until
+    from ft_plugins.testing.job_control import wait_until
     from ft_plugins.smp.client import Client
 
     losses, iterations, waits_at, fails_at = sys.argv[1], *map(int, sys.argv[2:])

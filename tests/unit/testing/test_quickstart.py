@@ -136,7 +136,7 @@ def test_a_whole_node_is_killed_once(tmp_path: Path) -> None:
 
 
 def test_a_job_that_ends_before_anyone_was_killed_is_no_failed_run() -> None:
-    with pytest.raises(DriveError, match=r"nobody was killed; see output\.log"):
+    with pytest.raises(DriveError, match=r"no process was killed; see output\.log"):
         strikes([(DrivePhase.STARTING, 0), (DrivePhase.ENDING, 10), (DrivePhase.DONE, 10)])
 
 

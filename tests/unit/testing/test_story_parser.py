@@ -9,9 +9,9 @@ import pytest
 from ft_plugins.testing.story import (
     EVERY,
     Captured,
-    Certified,
+    CheckpointNotStored,
+    CheckpointStored,
     Compared,
-    Counts,
     DeclaredLost,
     Differed,
     End,
@@ -22,14 +22,14 @@ from ft_plugins.testing.story import (
     InTransfer,
     JobShape,
     Lose,
-    NotAnew,
-    NotStored,
-    Older,
+    NoFreshStart,
     Reason,
-    Restored,
+    RestoredCertified,
+    RestoredCommitted,
+    RestoredFrom,
+    SmpStopped,
     Start,
-    Stopped,
-    Stored,
+    VersionCommitted,
     Whole,
 )
 from ft_plugins.testing.story_parser import StoryError, parse, read
@@ -47,7 +47,7 @@ fault  n2 persist.file@rank=5,iteration=6:stop;attach.before:kill
 fault  s  vault.xored@hit=2:stop
 runs   with all configurations
 
-when   version 2 counts on every node
+when   version 2 is committed on every node
 when   the smp  of n2 has stopped
 when   iteration 5 is captured on n0
 then   checkpoint 6 is not complete
@@ -63,16 +63,16 @@ when   the job has ended
 then   every node restored from storage, iteration >= 3
 then   s restored from node, iteration >= 2
 then   s restored from node, iteration = 4
-then   version 8 was in mid-transfer
-then   s restored what counted, not what was in mid-transfer
+then   version 8 was in transfer
+then   s restored the committed version, not the one in transfer
 then   n1 was declared lost
 then   complete checkpoints are whole, the newest >= 9
 then   the reason is: the parts of ranks 2, 3 are gone
 then   replicas were compared, little was sent
 then   rank 2 differed in iteration 3
-then   s restored what was certified
+then   s restored a certified version
 then   copies went out in bubbles
-then   no rank began anew
+then   no rank started from scratch
 then   the final state is golden
 """
 
@@ -88,16 +88,19 @@ def test_every_kind_of_line_is_understood() -> None:
         "s": "vault.xored@hit=2:stop",
     }
     assert story.lines == (
-        Counts(2), Stopped("n2"), Captured("n0", 5), NotStored(6), Lose("n2", Fate.KILL), Lose("n1", Fate.CUT),
-        Lose("n3", Fate.FREEZE), Start("s", True), Start("t", False), Stored(3), Ends(End.ENDED),
-        Restored(EVERY, "storage", 3), Restored("s", "node", 2), Restored("s", "node", 4, exactly=True), InTransfer(8),
-        Older("s"), DeclaredLost("n1"), Whole(9), Reason("the parts of ranks 2, 3 are gone"), Compared(),
-        Differed(2, 3), Certified("s"), InBubbles(), NotAnew(), Golden(),
+        VersionCommitted(2), SmpStopped("n2"), Captured("n0", 5), CheckpointNotStored(6), Lose("n2", Fate.KILL),
+        Lose("n1", Fate.CUT), Lose("n3", Fate.FREEZE), Start("s", True), Start("t", False), CheckpointStored(3),
+        Ends(End.ENDED), RestoredFrom(EVERY, "storage", 3), RestoredFrom("s", "node", 2),
+        RestoredFrom("s", "node", 4, exactly=True), InTransfer(8), RestoredCommitted("s"), DeclaredLost("n1"),
+        Whole(9), Reason("the parts of ranks 2, 3 are gone"), Compared(),
+        Differed(2, 3), RestoredCertified("s"), InBubbles(), NoFreshStart(), Golden(),
     )  # fmt: skip
 
 
 def test_what_is_not_said_is_small_and_plain() -> None:
-    story = parse("A story\njob megatron, tp1 pp1 dp1, 1 node\nwhen the job has ended\nthen no rank began anew\n")
+    story = parse(
+        "A story\njob megatron, tp1 pp1 dp1, 1 node\nwhen the job has ended\nthen no rank started from scratch\n"
+    )
     assert story.job == JobShape(("megatron",), 1, 1, 1, 1, distributed=False, iterations=10, global_batch=None)
     assert (story.flags, story.store, story.faults, story.all_configurations) == ((), 0, {}, False)
 
@@ -116,11 +119,11 @@ ENDED = "when the job has ended"
         (["job megatron, tp2 pp2 dp0, 3 nodes"], 2, "0 ranks"),
         (["job megatron, tp2 pp2 dp2, 4 nodes, fp8"], 2, "found 'fp8'"),
         ([JOB, JOB], 3, "one job"),
-        (["when version 2 counts on every node"], 2, "before the 'job' line"),
+        (["when version 2 is committed on every node"], 2, "before the 'job' line"),
         ([JOB, "perhaps kill n2"], 3, "found 'perhaps'"),
         ([JOB, "do hurt n2"], 3, "'do' knows nothing of 'hurt n2'"),
         ([JOB, "do start s"], 3, "'do' knows nothing of 'start s'"),
-        ([JOB, "when version two counts on every node"], 3, "'when' knows nothing"),
+        ([JOB, "when version two is committed on every node"], 3, "'when' knows nothing"),
         ([JOB, "then kill n2"], 3, "'then' knows nothing of 'kill n2'"),
         ([JOB, "do kill n4"], 3, "(n0, n1, n2, n3), found 'n4'"),
         ([JOB, "do kill n2", "", "do freeze n2"], 5, "(n0, n1, n3), found 'n2'"),
@@ -138,8 +141,8 @@ ENDED = "when the job has ended"
         ([JOB, "then n1 restored from node, iteration >= 2", ENDED], 3, "known only after"),
         ([JOB, "when the job is refused", "then the final state is golden"], 4, "known only after"),
         ([JOB, ENDED, "do kill n2"], 4, "the job has ended"),
-        ([JOB, ENDED, "then s restored what counted, not what was in mid-transfer"], 4, "found 's'"),
-        ([JOB, "then version 8 was in mid-transfer", ENDED], 3, "known only after"),
+        ([JOB, ENDED, "then s restored the committed version, not the one in transfer"], 4, "found 's'"),
+        ([JOB, "then version 8 was in transfer", ENDED], 3, "known only after"),
         ([JOB, ENDED, "then n2 was declared lost"], 4, "n2 was not lost; lost are none"),
         ([JOB, "do kill n2", ENDED, "then n2 restored from node, iteration >= 2"], 5, "found 'n2'"),
         ([JOB, ENDED, "then n2 restored from disk, iteration >= 2"], 4, "'then' knows nothing"),
@@ -147,7 +150,7 @@ ENDED = "when the job has ended"
 )
 def test_a_line_that_cannot_be_understood_or_cannot_happen_is_named(lines: list[str], number: int, says: str) -> None:
     with pytest.raises(StoryError) as raised:
-        parse("\n".join(["A story", *lines, ENDED, "then no rank began anew"]), "wrong.story")
+        parse("\n".join(["A story", *lines, ENDED, "then no rank started from scratch"]), "wrong.story")
     assert str(raised.value).startswith(f"wrong.story:{number}: ") and says in str(raised.value)
 
 
@@ -159,7 +162,10 @@ def test_a_line_that_cannot_be_understood_or_cannot_happen_is_named(lines: list[
         ("A story\n", "expected a 'job' line"),
         (f"A story\n{JOB}\ndo kill n2\n", "expected 'when the job has ended'"),
         (f"A story\n{JOB}\n{ENDED}\n", "then what has to hold"),
-        (f"A story\n{JOB}\nfault x a:kill\n{ENDED}\nthen no rank began anew\n", "faults of x, which never was a node"),
+        (
+            f"A story\n{JOB}\nfault x a:kill\n{ENDED}\nthen no rank started from scratch\n",
+            "faults of x, which never was a node",
+        ),
     ],
 )
 def test_a_story_that_lacks_something_is_refused(text: str, says: str) -> None:

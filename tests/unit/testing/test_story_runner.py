@@ -22,7 +22,7 @@ from ft_plugins.snapshot.slots import Pin, Version, slots_for
 from ft_plugins.testing import story_runner
 from ft_plugins.testing.emulated_nodes import EmulatedHost
 from ft_plugins.testing.story_parser import parse
-from ft_plugins.testing.story_runner import Teller, assert_whole
+from ft_plugins.testing.story_runner import StoryRunner, assert_whole
 
 RANKS = 4
 ORIGIN = Origin("j", RANKS, {"layers": 4})
@@ -84,10 +84,10 @@ def follow(folder: Path, said: str, *nodes: Told) -> None:
     """What a story says at its end, of these nodes; n1 was lost."""
     head = "A story\njob megatron, tp2 pp2 dp1, 2 nodes\nstore every 3 iterations\ndo kill n1\ndo start s first\n"
     story = parse(f"{head}{said}")
-    teller = Teller(None, None, story, "megatron", folder, PLACES, 1, None)  # type: ignore[arg-type]
-    teller._job.nodes = {node.node: node for node in nodes}  # type: ignore[misc]
+    runner = StoryRunner(None, None, story, "megatron", folder, PLACES, 1, None)  # type: ignore[arg-type]
+    runner._job.nodes = {node.node: node for node in nodes}  # type: ignore[misc]
     for line in story.lines[2:]:
-        teller._follow(line)
+        runner._follow(line)
 
 
 NODE, FIRST, LAST = restored("node", 4), restored("node", 0), restored("storage", 6)
@@ -95,8 +95,8 @@ CERTIFIED = restored("node", 4, mark="certified")
 ENDED = "when the job has ended\nthen "
 AT_4 = [sent("exchange.begin", 4), sent("node.counts", 4)]
 AT_8, HALF = sent("node.counts", 8), sent("exchange.begin", 8)
-COUNTED = "s restored what counted, not what was in mid-transfer"
-IN_TRANSFER = "version 8 was in mid-transfer"
+COUNTED = "s restored the committed version, not the one in transfer"
+IN_TRANSFER = "version 8 was in transfer"
 EVERY_6 = "every node restored from storage, iteration >= 6"
 
 
@@ -122,12 +122,12 @@ EVERY_6 = "every node restored from storage, iteration >= 6"
         (IN_TRANSFER, [HALF, LAST], [*AT_4, LAST]),
         (IN_TRANSFER, [HALF, LAST], [sent("exchange.begin", 8, lineage=2), LAST]),
         (IN_TRANSFER, [HALF, LAST], [HALF]),
-        ("no rank began anew", [anew(0)], [anew(0), anew(3)]),
+        ("no rank started from scratch", [anew(0)], [anew(0), anew(3)]),
         ("rank 2 differed in iteration 3", [differs(3, 2), differs(3, 2)], []),
         ("rank 2 differed in iteration 3", [differs(3, 2)], [differs(3, 1, 2)]),
         ("rank 2 differed in iteration 3", [differs(3, 2)], [differs(3, 2), differs(4, 2)]),
-        ("s restored what was certified", [CERTIFIED], [NODE]),
-        ("s restored what was certified", [CERTIFIED], [restored("node", 4, mark="unaudited")]),
+        ("s restored a certified version", [CERTIFIED], [NODE]),
+        ("s restored a certified version", [CERTIFIED], [restored("node", 4, mark="unaudited")]),
         ("copies went out in bubbles", [bubbled(0), bubbled(9)], [bubbled(0)]),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_claim_holds_of_what_was_written_or_does_not(
 def test_every_node_has_to_end_as_it_is_said_and_to_give_the_reason(tmp_path: Path) -> None:
     ended, refused = Told("n0"), Told("n0", {"status": "refused", "reason": "too much is gone"})
     other = Told("s", {"status": "refused", "reason": "it is Monday"})
-    end, refusal = f"{ENDED}no rank began anew", "when the job is refused\nthen the reason is: too much"
+    end, refusal = f"{ENDED}no rank started from scratch", "when the job is refused\nthen the reason is: too much"
     follow(tmp_path, end, ended, Told("s"))
     follow(tmp_path, refusal, refused)
     for said, nodes in ((end, (ended, other)), (refusal, (refused, Told("s"))), (refusal, (refused, other))):
@@ -183,7 +183,7 @@ def test_checkpoints_that_are_there_and_whole_are_told_from_others(
     whole = "complete checkpoints are whole, the newest >= 6"
     write(Version(1, 3))
     before = "when checkpoint 3 is complete\nthen checkpoint 6 is not complete\n"
-    follow(tmp_path, f"{before}{ENDED}no rank began anew", Told("n0"))
+    follow(tmp_path, f"{before}{ENDED}no rank started from scratch", Told("n0"))
     with pytest.raises(AssertionError, match="v1-3"):
         follow(tmp_path, f"{ENDED}{whole}", Told("n0"))
     folder = write(Version(1, 6))
