@@ -59,7 +59,7 @@ class Learner:
 
 
 def learner(name: str, seed: int) -> Learner:
-    """The learner called so, as it is before the first iteration. """
+    """The learner of that name, before its first iteration."""
     torch.manual_seed(seed)
     return {"digits": _digits, "text": _text}[name](seed)
 

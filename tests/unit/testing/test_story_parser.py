@@ -121,10 +121,10 @@ ENDED = "when the job has ended"
         ([JOB, JOB], 3, "one job"),
         (["when version 2 is committed on every node"], 2, "before the 'job' line"),
         ([JOB, "perhaps kill n2"], 3, "found 'perhaps'"),
-        ([JOB, "do hurt n2"], 3, "'do' knows nothing of 'hurt n2'"),
-        ([JOB, "do start s"], 3, "'do' knows nothing of 'start s'"),
-        ([JOB, "when version two is committed on every node"], 3, "'when' knows nothing"),
-        ([JOB, "then kill n2"], 3, "'then' knows nothing of 'kill n2'"),
+        ([JOB, "do hurt n2"], 3, "'do' has no phrase 'hurt n2'"),
+        ([JOB, "do start s"], 3, "'do' has no phrase 'start s'"),
+        ([JOB, "when version two is committed on every node"], 3, "'when' has no phrase"),
+        ([JOB, "then kill n2"], 3, "'then' has no phrase 'kill n2'"),
         ([JOB, "do kill n4"], 3, "(n0, n1, n2, n3), found 'n4'"),
         ([JOB, "do kill n2", "", "do freeze n2"], 5, "(n0, n1, n3), found 'n2'"),
         ([JOB, "do kill n2", "do start n2 first"], 4, "there was a node n2 already"),
@@ -145,7 +145,7 @@ ENDED = "when the job has ended"
         ([JOB, "then version 8 was in transfer", ENDED], 3, "known only after"),
         ([JOB, ENDED, "then n2 was declared lost"], 4, "n2 was not lost; lost are none"),
         ([JOB, "do kill n2", ENDED, "then n2 restored from node, iteration >= 2"], 5, "found 'n2'"),
-        ([JOB, ENDED, "then n2 restored from disk, iteration >= 2"], 4, "'then' knows nothing"),
+        ([JOB, ENDED, "then n2 restored from disk, iteration >= 2"], 4, "'then' has no phrase"),
     ],
 )
 def test_a_line_that_cannot_be_understood_or_cannot_happen_is_named(lines: list[str], number: int, says: str) -> None:
