@@ -1,22 +1,20 @@
-"""Compare two runs of one job, one of them killed on the way: as numbers, a table and a verdict.
+"""Compare two runs of one job, one of them killed on the way.
 
 Invariant: every figure is computed from what the runs themselves wrote (events, losses, digests of the final state);
 a figure whose events are missing is None, never a guess. Numbers of one run are taken from that run alone.
 
-In: two `RunRecord`s. Out: `RunComparison`, its JSON, its table (rich), a verdict in words.
+In: two `RunRecord`s. Out: `RunComparison` and its JSON.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-from rich.table import Table
 
 from ..errors import FtError
 from ..events import Event
@@ -278,86 +276,9 @@ def committed(events: Iterable[Event]) -> list[tuple[float, int]]:
     return sorted((max(by.values()), k) for (_, k), by in versions.items() if by.keys() >= ranks)
 
 
-def table(report: RunComparison) -> Table:
-    """The report for a terminal."""
-    what = "one node" if "lost" in report.killed else "one process"
-    grid = Table(title=f"One job, run twice: without a failure, and with {what} killed")
-    grid.add_column("")
-    grid.add_column("unfailed", justify="right")
-    grid.add_column("killed once", justify="right", style="bold")
-    seconds, source = report.seconds, report.restored_from
-    place = "-" if source is None else f"iteration {source.iteration} (lineage {source.lineage}, {source.tier} tier)"
-    for row in (
-        ("iterations", str(report.iterations), str(report.iterations)),
-        ("loss at the end", f"{report.final_loss_unfailed:.6f}", f"{report.final_loss:.6f}"),
-        ("wall time", _s(report.wall_seconds_unfailed), _s(report.wall_seconds)),
-        ("snapshot stall per iteration", _s(report.snapshot_stall_seconds_unfailed), _s(report.snapshot_stall_seconds)),
-        ("snapshot committed after", "", _s(report.snapshot_seconds)),
-        ("snapshots of all ranks", "", str(report.snapshots)),
-        ("host memory for snapshots", "", _memory(report)),
-        ("restored from", "", place),
-        ("iterations lost", "", "-" if report.iterations_lost is None else str(report.iterations_lost)),
-        ("to detect the failure", "", _s(seconds.detect)),
-        ("to restart the ranks", "", _s(seconds.restart)),
-        ("to load the state", "", _s(seconds.load)),
-        ("kill to next iteration done", "", _s(seconds.down)),
-        *_bubble_rows(report),
-        ("final state", "", "identical" if report.identical else f"{len(report.differing)} PARTS DIFFER"),
-    ):
-        grid.add_row(*row)
-    return grid
-
-
-def verdict(report: RunComparison) -> str:
-    """The outcome in a sentence or two."""
-    if report.proven:
-        return (
-            f"Both runs ended in identical parameters, optimizer state and losses, bit for bit: after a SIGKILL of "
-            f"{report.struck} and one restore from memory."
-        )
-    if report.identical:
-        return (
-            "Both runs ended in identical parameters, but survival is not proven: " + "; ".join(report.unproven) + "."
-        )
-    return "The two runs did NOT end in identical state: " + "; ".join(report.unproven) + "."
-
-
-def _bubble_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
-    both = (report.bubbles_unfailed, report.bubbles)
-    if not any(both):
-        return
-
-    def row(name: str, shown: Callable[[Sending], str]) -> tuple[str, str, str]:
-        left, right = ("-" if one is None else shown(one) for one in both)
-        return name, left, right
-
-    yield row("bubbles, of an iteration", lambda one: f"{one.idle_share:.0%}")
-    yield row("a checkpoint on another node every", lambda one: "-" if one.every is None else f"{one.every:.1f} iter.")
-    yield row(
-        "of its bytes, sent in their bubble",
-        lambda one: "-" if one.in_bubble_share is None else f"{one.in_bubble_share:.0%}",
-    )
-
-
 def _sending(run: RunRecord) -> Sending | None:
     use = bubble_use(run.events)
     return None if use is None else use.sending
-
-
-def _s(value: float | None) -> str:
-    """Downtime for people: three significant places, in the unit that needs no zeros."""
-    if value is None:
-        return "-"
-    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.2f} ms"
-
-
-def _memory(report: RunComparison) -> str:
-    if report.host_memory_bytes is None:
-        return "-"
-    shown = f"{report.host_memory_bytes / 2**20:.1f} MiB"
-    if report.captured_bytes:
-        shown += f" ({report.host_memory_bytes / report.captured_bytes:.2f} x the state)"
-    return shown
 
 
 def _ranks(events: Iterable[Event]) -> set[int]:

@@ -30,7 +30,8 @@ from rich.console import Console
 from ..config import Config
 from ..errors import ConfigError, FtError
 from ..report.bubble_use import bubble_use
-from ..report.comparison import EvidenceError, RunComparison, RunRecord, compare_runs, table, verdict
+from ..report.comparison import EvidenceError, RunComparison, RunRecord, compare_runs
+from ..report.comparison_text import table, verdict
 from ..report.run_pictures import draw_bubbles, draw_comparison
 from .display import Display, display_on
 from .driver import Drive, DriveError, DrivePhase

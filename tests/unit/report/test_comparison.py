@@ -23,9 +23,8 @@ from ft_plugins.report.comparison import (
     read_losses,
     same_losses,
     stall,
-    table,
-    verdict,
 )
+from ft_plugins.report.comparison_text import table, verdict
 from ft_plugins.report.run_pictures import draw_comparison
 
 RANKS = 4
