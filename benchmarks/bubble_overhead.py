@@ -3,12 +3,12 @@
     python benchmarks/bubble_overhead.py [--quick] [--batch 64] [--dilation N] [--shapes d2m2p4 ...] [--plot FILE]
 
 Megatron's own schedule between 4 nodes with throttled links, compute replaced by sleeping; how it is scaled, and why
-time is stretched (--dilation), says ft_plugins/rig/cluster.py: a version takes 10 to 22 ms of two cores that all 16
-ranks share, right after the update that all of them wait for, in iterations of 1 s (d4m1p4) as of 3 s.
+time is stretched (--dilation), says workloads/cluster.py: a version takes 10 to 22 ms of two cores that all 16 ranks
+share, right after the update that all of them wait for, in iterations of 1 s (d4m1p4) as of 3 s.
 Blocks of 5 iterations in one run, in random order, each after one that is not counted:
 
     on      captured after every iteration, copies in bubbles
-    off     nothing is protected (ft_plugins/rig/emulated.py says what is there all the same)
+    off     nothing is protected (workloads/emulated_rank.py says what is there all the same)
     once    as off, and after each update every rank sends the same bytes to the same rank at once and waits for
             them, by torch.distributed (the last rounds): what FTPipeHD does
 
@@ -58,6 +58,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from figures import line
 from ft_plugins.bubbles.filling import Granularity, Transfer
 from ft_plugins.bubbles.gate_pacer import least_bytes
 from ft_plugins.bubbles.messages import traffic
@@ -66,13 +67,12 @@ from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
-from ft_plugins.rig import cluster
-from ft_plugins.rig.bubble_blocks import BLOCK, Cost, compared, cost, every, rounds, sent_share
-from ft_plugins.rig.cluster import MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, Emulated, Outcome
-from ft_plugins.rig.emulated import LAYERS, OFF, ON
-from ft_plugins.rig.figures import line
-from ft_plugins.rig.forkserver import ForkServer
-from ft_plugins.rig.nodes import network
+from ft_plugins.testing.emulated_nodes import network
+from ft_plugins.testing.forkserver import ForkServer
+from workloads import cluster
+from workloads.bubble_blocks import BLOCK, BubbleCost, compared, cost, every, rounds, sent_share
+from workloads.cluster import MESSAGE_BYTES, NODES, RANKS_OF_NODE, SCALE, ClusterOutcome, EmulatedJob
+from workloads.emulated_rank import LAYERS, OFF, ON
 
 PAIRS, QUICK_PAIRS = 40, 6
 ONCE_ROUNDS = 3
@@ -88,11 +88,11 @@ EACH = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class ShapeMeasurement:
     """One shape. Shares are of an iteration without protection, or of bytes."""
 
     name: str
-    cost: Cost
+    cost: BubbleCost
     processor: float
     in_bubble: float | None
     filled: float | None
@@ -129,12 +129,12 @@ HEAD = (
 )
 
 
-def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
+def evaluate(one: EmulatedJob, outcome: ClusterOutcome, pairs: int) -> ShapeMeasurement:
     """Figures of a run."""
     found, profile = cost(outcome.blocks, pairs), outcome.profile
     begun, through = outcome.blocks[0].completed, compared(outcome.blocks, pairs)[0][-1].completed
     planned, by_layers = (plan(one, profile, granularity) for granularity in Granularity)
-    return Measured(
+    return ShapeMeasurement(
         one.name, found,
         (outcome.processor(ON) - outcome.processor(OFF)) / found.seconds,
         sent_share(outcome.events, begun, through, ("in_bubbles",), ("in_bubbles", "late", "by_rate")),
@@ -148,7 +148,7 @@ def evaluate(one: Emulated, outcome: Outcome, pairs: int) -> Measured:
     )  # fmt: skip
 
 
-def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int = 1) -> BubblePlan:
+def plan(one: EmulatedJob, profile: Profile, granularity: Granularity, times: int = 1) -> BubblePlan:
     """What the ranks have planned, also by layers, but for the time of capture and what goes out beside a slot; or of a
     state so many times as large."""
     job = one.job
@@ -167,12 +167,12 @@ def plan(one: Emulated, profile: Profile, granularity: Granularity, times: int =
     )  # fmt: skip
 
 
-def reserve_ms(one: Emulated) -> float:
+def reserve_ms(one: EmulatedJob) -> float:
     """At both ends of a bubble, for the pipeline's own messages."""
     return RESERVE_MS * one.dilation
 
 
-def for_simulator(one: Emulated, outcome: Outcome, seconds: float) -> dict[str, Any]:
+def for_simulator(one: EmulatedJob, outcome: ClusterOutcome, seconds: float) -> dict[str, Any]:
     """One line of --cluster: the times of the first pipeline's ranks, and what came of them."""
     profile, job = outcome.profile, one.job
     ranks = pipelines(Topology(tp=job.tp, pp=job.pp, dp=job.dp))[0]
@@ -210,7 +210,7 @@ def latency(pipeline: Sequence[Timeline], bytes_per_second: float) -> float:
     return max(0.0, statistics.median(found) - MESSAGE_BYTES / bytes_per_second)
 
 
-def disturbed(one: Emulated, how: str) -> tuple[Emulated, int]:
+def disturbed(one: EmulatedJob, how: str) -> tuple[EmulatedJob, int]:
     """The job, and how many times slower its links get."""
     if how == "jitter":
         return replace(one, jitter=JITTER), 1
@@ -220,8 +220,8 @@ def disturbed(one: Emulated, how: str) -> tuple[Emulated, int]:
 
 
 def measure(
-    chosen: Sequence[Emulated], pairs: int, seed: int, how: str, written: Path | None, raw: Path | None
-) -> list[Measured]:
+    chosen: Sequence[EmulatedJob], pairs: int, seed: int, how: str, written: Path | None, raw: Path | None
+) -> list[ShapeMeasurement]:
     """One shape after the other."""
     found = []
     hosts = range(1, NODES + 1)
@@ -247,7 +247,7 @@ def append(file: Path | None, told: dict[str, Any]) -> None:
             lines.write(json.dumps(told) + "\n")
 
 
-def figures(found: Sequence[Measured]) -> dict[str, float | bool]:
+def figures(found: Sequence[ShapeMeasurement]) -> dict[str, float | bool]:
     """For the last line."""
     told: dict[str, float | bool | None] = {
         "overhead_worst": max(one.cost.overhead_upper for one in found),
@@ -298,7 +298,7 @@ def main() -> None:
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
     found = measure(chosen, pairs, args.seed, args.disturb, args.cluster, args.raw)
     if args.plot is not None:
-        from ft_plugins.rig.bubble_pictures import draw_measured
+        from ft_plugins.report.plan_pictures import draw_measured
 
         costs = [(one.name, one.cost) for one in found]
         draw_measured([(name, of.overhead, of.overhead_upper, of.unplanned) for name, of in costs], args.plot)

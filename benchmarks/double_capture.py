@@ -25,10 +25,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
-from snapshot_stall import make_state
 
+from figures import line
 from ft_plugins.model.inventory import Inventory, Item, Role
-from ft_plugins.rig.figures import line
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.double import with_parity
 from ft_plugins.snapshot.layout import Layout, plan_layout
@@ -36,6 +35,7 @@ from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version
+from snapshot_stall import make_state
 
 NBYTES = 512 << 20
 BUCKET = 4 << 20

@@ -35,12 +35,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from baselines import xor_work
 
+from baselines import xor_work
+from figures import line
 from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.kernels import Loops
 from ft_plugins.redundancy.parity import Placement, Stripe, place, plan_decode
-from ft_plugins.rig.figures import line
 
 GROUP_BYTES = 128 << 20  # four times the last level cache of the machine that this was written on
 FRAME_BYTES = 512 << 10  # what is verified and added at once: the frame and that of the target stay in cache

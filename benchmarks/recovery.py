@@ -40,17 +40,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baselines import loopback
-
+from figures import line
 from ft_plugins.errors import FtError
 from ft_plugins.events import Event
-from ft_plugins.rig import fills
-from ft_plugins.rig.figures import line
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.journal import entries, wait_for
-from ft_plugins.rig.nodes import Place, destroy, network
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
 from ft_plugins.snapshot.paths import segments_of, vault_of
+from ft_plugins.testing import fills
+from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.job_control import entries, wait_for
 
 BOUND = 120.0  # seconds, for anything that is waited for
 SIGNS = ("worker.failed", "node.lost", "workers.left", "smp.fence")  # the last where agents begin another round at once
@@ -136,7 +135,14 @@ class Cluster:
     """A job over several nodes, a rank each. Use as a context manager: nothing of it is left behind."""
 
     def __init__(
-        self, server: ForkServer, folder: Path, places: list[Place], count: int, code: str, mib: int, compute: float
+        self,
+        server: ForkServer,
+        folder: Path,
+        places: list[EmulatedHost],
+        count: int,
+        code: str,
+        mib: int,
+        compute: float,
     ) -> None:
         self._server = server
         self._folder = folder
@@ -177,7 +183,7 @@ class Cluster:
         self.nodes[name] = self._server.start(spec)
         return self.nodes[name]
 
-    def until_counts(self, more: int, since: float = 0.0) -> int:
+    def until_committed(self, more: int, since: float = 0.0) -> int:
         """Wait until so many versions have counted on every node since a time; the newest iteration that does."""
         return min(
             max(event["iteration"] for event in wait_for(
@@ -222,7 +228,7 @@ def strike(
     After the `last` one the job ends by itself.
     """
     floors = [loopback(repeats=3)]
-    cluster.until_counts(1, time.time())
+    cluster.until_committed(1, time.time())
     time.sleep(rng.uniform(0, cluster.compute))
     newest = max(event.fields["iteration"] for event in cluster.events(0) if event.name == "capture.commit")
     if last:
@@ -277,21 +283,21 @@ def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
         stack.callback(shutil.rmtree, folder)
         os.environ["OMP_NUM_THREADS"] = "1"
         hosts = range(101, 107)
-        places = [Place("", f"127.78.0.{host}", "lo") for host in hosts]
+        places = [EmulatedHost("", f"127.78.0.{host}", "lo") for host in hosts]
         if namespaces:
             places = stack.enter_context(network(hosts))
         preload = [str(Path(__file__).resolve()), "ft_plugins.launcher.launch"]
         server = stack.enter_context(ForkServer(preload))
         print(HEAD)
         with Cluster(server, folder, places, 3, "raim5", mib, compute) as job, memory.watched(job):
-            job.until_counts(1)
+            job.until_committed(1)
             trainer = strike(job, "a trainer killed", rng, killed="n1")
             ones = [
                 strike(job, "a node of three lost, RAIM5", rng, lost=(node,), last=node == turns[-1]) for node in turns
             ]
             identical &= job.until_ended()
         with Cluster(server, folder, places, 4, "raim6", mib, compute) as job, memory.watched(job):
-            job.until_counts(1)
+            job.until_committed(1)
             two = strike(job, "two nodes of four lost, RAIM6", rng, lost=("n1", "n2"), last=True)
             identical &= job.until_ended()
     every = (trainer, *ones, two)

@@ -3,10 +3,10 @@
     python benchmarks/sdc.py [--quick] [--learners digits text] [--seeds 1 2 3] [--plot FOLDER]
 
 4 gloo ranks train a small ResNet on scikit-learn's digits (test accuracy) and a small GPT on bytes of real text (loss,
-nats a byte) through sessions, as a user's own loop does (ft_plugins/rig/learners.py, trained.py). To each rank's
+nats a byte) through sessions, as a user's own loop does (workloads/learners.py, trained.py). To each rank's
 gradients noise is added after their aggregation; its *variance*, sigma squared, is quoted, as in the paper. Runs are
 short: the paper's 120 epochs are 13 here, and bursts come every 40 iterations instead of 500. Methods and noises are in
-rig/sdc_runs.py, the rules of the paper's order in rig/sdc_order.py.
+workloads/sdc_runs.py, the rules of the paper's order and the comparison with theory in workloads/sdc_checks.py.
 
     LEARNER_clean, LEARNER_NOISE_METHOD     mean score of replicas and seeds, of the last version as the next update
                                             would find it
@@ -34,14 +34,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from figures import line
 from ft_plugins.errors import FtError
-from ft_plugins.rig import learners, sdc_order, sdc_theory
-from ft_plugins.rig.figures import line
-from ft_plugins.rig.sdc_order import SCALES
-from ft_plugins.rig.sdc_pictures import draw_learner
-from ft_plugins.rig.sdc_runs import ALONE, AUDIT, BURSTS, CLEAN, METHODS, NOISED, RANKS, VARIANCES, Case, cases
-from ft_plugins.rig.sdc_theory import Errors
-from ft_plugins.rig.trained import Outcome, train
+from workloads import learners, sdc_checks
+from workloads.pictures import draw_learner
+from workloads.sdc_checks import SCALES, TheoryErrors
+from workloads.sdc_runs import ALONE, AUDIT, BURSTS, CLEAN, METHODS, NOISED, RANKS, VARIANCES, Case, cases
+from workloads.trained import TrainingOutcome, train
 
 ITERATIONS = {"digits": 150, "text": 240}
 SCORES = {"digits": "test accuracy, %", "text": "loss on text kept back, nats a byte"}
@@ -56,7 +55,7 @@ class Result:
     """A case and what came of it."""
 
     case: Case
-    outcome: Outcome
+    outcome: TrainingOutcome
 
     @property
     def struck(self) -> int:
@@ -87,9 +86,9 @@ def identical(results: Sequence[Result]) -> bool:
     return bool(audited) and bool(alone) and all(same) and all(other) and all(one.struck for one in audited + alone)
 
 
-def by_method(results: Sequence[Result], name: str) -> dict[tuple[str, str], list[Outcome]]:
+def by_method(results: Sequence[Result], name: str) -> dict[tuple[str, str], list[TrainingOutcome]]:
     """Outcomes of a learner by noise and method, one for each seed."""
-    found: dict[tuple[str, str], list[Outcome]] = {}
+    found: dict[tuple[str, str], list[TrainingOutcome]] = {}
     for one in results:
         if one.case.run.learner == name:
             found.setdefault((one.case.noise, one.case.method), []).append(one.outcome)
@@ -110,7 +109,7 @@ def draw(results: Sequence[Result], name: str, folder: Path) -> None:
     draw_learner(name, scores, apart, SCORES[name], folder / f"sdc_{name}.png")
 
 
-def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[Errors]) -> dict[str, float | bool]:
+def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[TheoryErrors]) -> dict[str, float | bool]:
     """For the last line; tells the rules on the way."""
     told: dict[str, float | bool] = {}
     verdicts = []
@@ -122,11 +121,11 @@ def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[Er
             if math.isfinite(mean := statistics.fmean(found)):
                 told[f"{name}_{noise}_{method}"] = mean
         averaged = {key: found for key, found in scores.items() if key[1] in METHODS}
-        judged = sdc_order.judge(SCALES[name].losses(clean, averaged))
-        told[f"order_holds_{name}"] = sdc_order.order_holds(judged)
+        judged = sdc_checks.judge(SCALES[name].losses(clean, averaged))
+        told[f"order_holds_{name}"] = sdc_checks.order_holds(judged)
         print(f"{name}:", *judged, sep="\n  ", flush=True)
         verdicts += judged
-    told["order_holds"] = sdc_order.order_holds(verdicts)
+    told["order_holds"] = sdc_checks.order_holds(verdicts)
     told["audit_identical"] = identical(results)
     told["sigma_error"] = max(one.sigma for one in theory)
     told["divergence_error"] = max(one.divergence for one in theory)
@@ -134,14 +133,15 @@ def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[Er
     return told
 
 
-def measure(names: Sequence[str], seeds: Sequence[int], quick: bool) -> tuple[list[Result], list[Errors]]:
+def measure(names: Sequence[str], seeds: Sequence[int], quick: bool) -> tuple[list[Result], list[TheoryErrors]]:
     """All runs, one after the other; a line for each."""
     results, theory = [], []
     learners.prepare((*names, "digits"))
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder:
         for noise, variance in list(VARIANCES.items())[1 if quick else 0 :: 2 if quick else 1]:
-            run, sigma = sdc_theory.run(noise, variance)
-            theory.append(sdc_theory.errors(train(run, RANKS, Path(folder) / f"theory{noise}", every=True), sigma))
+            run, sigma = sdc_checks.theory_run(noise, variance)
+            outcome = train(run, RANKS, Path(folder) / f"theory{noise}", every=True)
+            theory.append(sdc_checks.theory_errors(outcome, sigma))
             print(f"theory at {noise}: {theory[-1]}", flush=True)
         for number, case in enumerate(chosen(names, seeds, quick)):
             began = time.monotonic()

@@ -34,14 +34,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from figures import line
 from ft_plugins.bubbles.messages import traffic
 from ft_plugins.planner import fitting, idle
 from ft_plugins.planner.goodput import Protection, table
-from ft_plugins.planner.jobs import FAMILY, PAPER
 from ft_plugins.planner.pipeline import Pipeline, Schedule
 from ft_plugins.planner.simulate import Link, Times, simulate
-from ft_plugins.planner.study import Scale, Shape, scales_table, shapes_table, study_scale, study_shape
-from ft_plugins.rig.figures import line
+from workloads.jobs import FAMILY, PAPER
+from workloads.study import ScaleStudy, ShapeStudy, scales_table, shapes_table, study_scale, study_shape
 
 STAGES, MICROBATCHES, LAYERS = 64, 512, 96
 LONG_STATE = 25e9  # bytes
@@ -95,9 +95,7 @@ def compare(measured: dict[str, Any]) -> tuple[float, float]:
     names = ("forward", "backward", "weight", "reduce", "update")
     several = {name: tuple(measured[name]) for name in names if name in measured}
     link = Link(measured["latency"], measured["bandwidth"])
-    times = Times(
-        **several, links=(link,), message_bytes=measured["message_bytes"], joint=measured.get("joint", True)
-    )
+    times = Times(**several, links=(link,), message_bytes=measured["message_bytes"], joint=measured.get("joint", True))
     timelines = simulate(pipeline, times)
     return (
         abs(timelines[0].seconds / measured["iteration_seconds"] - 1),
@@ -118,9 +116,9 @@ def compared(path: Path) -> dict[str, float | bool]:
     return figures
 
 
-def draw(shapes: list[Shape], scales: list[Scale], folder: Path) -> None:
+def draw(shapes: list[ShapeStudy], scales: list[ScaleStudy], folder: Path) -> None:
     """All pictures."""
-    from ft_plugins.rig import bubble_pictures as pictures
+    from ft_plugins.report import plan_pictures as pictures
 
     folder.mkdir(parents=True, exist_ok=True)
     pictures.draw_shapes(shapes, folder / "bubbles_by_shape.png")

@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from baselines import GIB, memcpy
 
+from baselines import GIB, memcpy
+from figures import line
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
-from ft_plugins.rig.figures import line
 from ft_plugins.session import Session
 from ft_plugins.smp.client import Client, ensure
 

@@ -3,7 +3,7 @@
     python benchmarks/sync_overhead.py [--quick] [--plot FILE]
 
 4 ranks, each in a network namespace of its own whose link `tc` throttles (so: as root); gradients, averages and digests
-really pass it. Compute is slept, so that 2 cores are enough; ft_plugins/rig/sync_cost.py says what is real. Gradients
+really pass it. Compute is slept, so that 2 cores are enough; workloads/sync_cost.py says what is real. Gradients
 are reduced in every iteration over the same link, in as many bytes as an averaging takes: so it cannot cost more than
 1/H of an iteration, and H is 2. First the link is throttled until PAFT-Sync costs 23% of a plain iteration (the paper
 at 32 workers: 0.333 s plain, 0.411 s PAFT-Sync, 0.373 s PAFT); then, in the same run, rounds of blocks of 20
@@ -29,13 +29,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from figures import line
 from ft_plugins.errors import FtError
-from ft_plugins.rig import sync_blocks, sync_cost
-from ft_plugins.rig.figures import line
-from ft_plugins.rig.gang import gang
-from ft_plugins.rig.nodes import network
-from ft_plugins.rig.sync_blocks import PLAIN, Cost
-from ft_plugins.rig.sync_cost import ADAPTIVE, Measured, Plan
+from ft_plugins.testing.emulated_nodes import network
+from ft_plugins.testing.gang import gang
+from workloads import sync_blocks, sync_cost
+from workloads.sync_blocks import PLAIN, SyncCost
+from workloads.sync_cost import ADAPTIVE, SyncMeasurement, SyncPlan
 
 RANKS = 4
 H = 2
@@ -58,15 +58,15 @@ MODES = {
 }
 
 
-def planned(rounds: int, seed: int) -> Plan:
+def planned(rounds: int, seed: int) -> SyncPlan:
     """What is measured."""
     blocks = sync_blocks.shuffled((PLAIN, *MODES), rounds, seed)
-    return Plan(
+    return SyncPlan(
         MODES, blocks, BLOCK, COMPUTE_SECONDS, LAYERS, WIDTH, H, TARGET, CALIBRATE_WITHIN, MBPS, CALIBRATIONS, NOISE
     )
 
 
-def measure(plan: Plan, seconds: float) -> Measured:
+def measure(plan: SyncPlan, seconds: float) -> SyncMeasurement:
     """Times are the mean over ranks, which meet in every iteration; the rest is what rank 0 says."""
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(range(1, RANKS + 1)) as places:
         if not all(place.namespace for place in places):
@@ -76,10 +76,10 @@ def measure(plan: Plan, seconds: float) -> Measured:
         {name: statistics.mean(each[name] for each in rows) for name in rows[0]}
         for rows in zip(*(one.seconds for one in found), strict=True)
     )
-    return Measured(together, found[0].calibration, found[0].mbps, found[0].intervals)
+    return SyncMeasurement(together, found[0].calibration, found[0].mbps, found[0].intervals)
 
 
-def figures(plan: Plan, measured: Measured, costs: dict[str, Cost]) -> dict[str, float | bool]:
+def figures(plan: SyncPlan, measured: SyncMeasurement, costs: dict[str, SyncCost]) -> dict[str, float | bool]:
     """For the last line."""
     sync, dyn = costs["paft_sync"], costs["paft_dyn"]
     told: dict[str, float | bool] = {name: cost.share for name, cost in costs.items()}
@@ -120,7 +120,7 @@ def main() -> None:
     for name, cost in costs.items():
         print(f"{name:<14} {cost}", flush=True)
     if args.plot is not None:
-        from ft_plugins.rig.sdc_pictures import draw_costs
+        from workloads.pictures import draw_costs
 
         draw_costs(costs, args.plot)
     print(line("sync_overhead", figures(plan, measured, costs)))

@@ -354,9 +354,9 @@ def _in_storage(storage: Mapping[str, Any]) -> str:
 
 def _draw(cluster: Cluster, threshold: float, path: Path) -> None:
     with _drawing("--plot", path):
-        from .rig.survival_picture import draw
+        from .report.plan_pictures import draw_survival
 
-        draw(cluster, threshold, path)
+        draw_survival(cluster, threshold, path)
 
 
 def _draw_bubbles(outlook: PipelineOutlook | None, path: Path) -> None:
@@ -366,7 +366,7 @@ def _draw_bubbles(outlook: PipelineOutlook | None, path: Path) -> None:
             "(--state-gib and the others for intervals) are given too"
         )
     with _drawing("--plot-bubbles", path):
-        from .rig.bubble_pictures import draw_plan
+        from .report.plan_pictures import draw_plan
 
         draw_plan(outlook.timelines, outlook.plans, path)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ft_plugins.launcher.worker import bind_to_agent
-from ft_plugins.rig.fills import write
+from ft_plugins.testing.fills import write
 
 
 def main(argv: list[str]) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import read
-from ft_plugins.rig.deepspeed_runs import EXAMPLE, Configuration, DeepSpeedRun
-from ft_plugins.rig.golden import assert_identical
+from ft_plugins.testing.deepspeed_runs import EXAMPLE, DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.golden import assert_identical
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
-SMALLEST = Configuration(2, 1)
+SMALLEST = DeepSpeedConfiguration(2, 1)
 LINE = Path(__file__).with_name("deepspeed_line.py")
 BOUND = 280
 FT_RUN = ("-m", "ft_plugins.launcher.command")
@@ -168,7 +168,7 @@ def test_what_cannot_be_is_one_clear_line(
     short: Path, launcher: tuple[str, ...], script: Path, block: dict[str, Any], message: str, ranks: int
 ) -> None:
     """One line of ours: what torchrun and DeepSpeed say beside it about ranks that failed is their own."""
-    run = DeepSpeedRun("bad", short, Configuration(ranks, 1))
+    run = DeepSpeedRun("bad", short, DeepSpeedConfiguration(ranks, 1))
     argv = run.spec().argv
     written = json.loads((short / "ds.json").read_text())
     (short / "ds.json").write_text(json.dumps({**written, "ft_plugins": block}))

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.rig.megatron_lm import RUN_SECONDS, Run, ft_run, write_corpus
-from ft_plugins.rig.saved import differences, read
+from ft_plugins.testing.megatron_checkpoints import differences, read
+from ft_plugins.testing.megatron_lm import RUN_SECONDS, MegatronLmRun, ft_run, write_corpus
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -92,7 +92,7 @@ def script(checkout: Path, corpus: Path, case: Case) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def unfailed(script: list[object], case: Case, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def unfailed(script: list[object], case: Case, tmp_path_factory: pytest.TempPathFactory) -> MegatronLmRun:
     saved = tmp_path_factory.mktemp("unfailed")
     run = ft_run(script, saved, "--save", saved, "--load", saved, job=f"unfailed-{case.name}")
     assert run.status == 0, run.output[-4000:]
@@ -100,7 +100,7 @@ def unfailed(script: list[object], case: Case, tmp_path_factory: pytest.TempPath
 
 
 def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
-    script: list[object], case: Case, unfailed: Run, tmp_path: Path
+    script: list[object], case: Case, unfailed: MegatronLmRun, tmp_path: Path
 ) -> None:
     kill = f"{case.point}@iteration={case.iteration},rank=3,restart=0:kill"
 
@@ -120,7 +120,7 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
     assert differences(final_state(unfailed.saved), final_state(tmp_path)) == []
 
 
-def test_another_seed_ends_in_another_state(script: list[object], unfailed: Run, tmp_path: Path) -> None:
+def test_another_seed_ends_in_another_state(script: list[object], unfailed: MegatronLmRun, tmp_path: Path) -> None:
     other = ft_run(script, tmp_path, "--save", tmp_path, "--seed", 4321, job="megatron-seed")
     assert other.status == 0, other.output[-4000:]
     found = differences(final_state(unfailed.saved), final_state(tmp_path))

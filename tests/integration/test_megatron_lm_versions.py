@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig import saved
-from ft_plugins.rig.checkouts import SCRIPT, Checkout, checkout
-from ft_plugins.rig.megatron_lm import Run, ft_run, write_corpus
+from ft_plugins.testing import megatron_checkpoints
+from ft_plugins.testing.megatron_lm import SCRIPT, Checkout, MegatronLmRun, checkout, ft_run, write_corpus
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -68,7 +67,7 @@ def script(tree: Checkout, tmp_path_factory: pytest.TempPathFactory) -> list[obj
 
 
 @pytest.fixture(scope="module")
-def unprotected(script: list[object], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def unprotected(script: list[object], tmp_path_factory: pytest.TempPathFactory) -> MegatronLmRun:
     folder = tmp_path_factory.mktemp("unprotected")
     run = ft_run(script, folder, "--save", folder, job="unprotected", ranks=RANKS)
     print(run.output)
@@ -79,7 +78,7 @@ def unprotected(script: list[object], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize("kill", KILLS.values(), ids=KILLS)
 def test_killed_in_forward_or_update_it_ends_in_the_checkpoint_of_an_unprotected_run(
     script: list[object],
-    unprotected: Run,
+    unprotected: MegatronLmRun,
     tmp_path: Path,
     kill: Kill,
     record_property: Callable[[str, object], None],
@@ -102,7 +101,9 @@ def test_killed_in_forward_or_update_it_ends_in_the_checkpoint_of_an_unprotected
     assert versions in ({sealed}, {older}), versions
 
     iteration = f"iter_{ITERATIONS:07d}"
-    comparison = saved.compare(saved.read(unprotected.saved / iteration), saved.read(killed.saved / iteration))
+    comparison = megatron_checkpoints.compare(
+        megatron_checkpoints.read(unprotected.saved / iteration), megatron_checkpoints.read(killed.saved / iteration)
+    )
     record_property("compared", str(comparison))
     print(comparison.listing(), comparison, sep="\n")
     assert not comparison.differences, "\n".join([str(comparison), *comparison.differences])

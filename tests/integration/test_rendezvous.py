@@ -20,8 +20,8 @@ import pytest
 
 from ft_plugins.launcher import secret
 from ft_plugins.launcher.line import Credentials, ask
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.journal import wait_for
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.job_control import wait_for
 
 BOUND = 120.0
 ROOT = Path(__file__).resolve().parents[2]

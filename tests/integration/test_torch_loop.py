@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
-from ft_plugins.rig.golden import assert_identical
+from ft_plugins.testing.golden import assert_identical
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "torch_loop.py"
 FT_RUN, TORCHRUN = ("-m", "ft_plugins.launcher.command"), ("-m", "torch.distributed.run", "--standalone")

@@ -2,7 +2,7 @@ Two nodes are killed at once that keep each other's copies; parity, which the sa
 
 job   megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer, 80 iterations
 flags --baft --reft-redundancy both
-when  version 14 counts on every node
+when  version 14 is committed on every node
 do    kill n0
 do    kill n1
 do    start s0 first

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import FtError
-from ft_plugins.rig import deepspeed_runs, gpt_runs
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.multinode import DETECT, told
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
+from ft_plugins.testing import deepspeed_runs, megatron_runs
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.multinode import DETECT, has_flag
 
 _GONE_SECONDS = 10.0  # an SMP that is told to end, or that is not to be reached any more
 SERVERS = frozenset({"torch_server", "megatron_server", "deepspeed_server"})
@@ -27,14 +27,14 @@ Start = Callable[..., RunningJob]
 def torch_server() -> Iterator[ForkServer]:
     """Jobs of torch alone."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    with ForkServer(["ft_plugins.rig.fills", "ft_plugins.launcher.launch"]) as server:
+    with ForkServer(["ft_plugins.testing.fills", "ft_plugins.launcher.launch"]) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def megatron_server() -> Iterator[ForkServer]:
     """Jobs of the GPT example."""
-    with ForkServer(gpt_runs.PRELOAD) as server:
+    with ForkServer(megatron_runs.PRELOAD) as server:
         yield server
 
 
@@ -65,7 +65,7 @@ def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
         name = f"t{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}"
         made.append(JobSpec(**{"name": name, "folder": str(tmp_path), **fields, "runtime": str(tmp_path)}))  # type: ignore[arg-type]
         flags = made[-1].flags
-        if any(":stop" in word for word in flags) and not told(flags, DETECT):
+        if any(":stop" in word for word in flags) and not has_flag(flags, DETECT):
             # a stop is where a test looks around, for as long as it takes
             made[-1] = replace(made[-1], flags=(*flags, DETECT, "600"))
         return made[-1]

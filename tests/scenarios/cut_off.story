@@ -2,7 +2,7 @@ A node is cut off from the network: it is missed, and goes on by itself to no ef
 
 job   megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer
 runs  with all configurations
-when  version 2 counts on every node
+when  version 2 is committed on every node
 do    cut n1
 do    start s last
 when  the job has ended

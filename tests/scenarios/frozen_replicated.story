@@ -1,7 +1,7 @@
 Every process of a node stops, with all connections open: it is missed all the same
 
 job   megatron, tp2 pp2 dp2, 4 nodes, replicated optimizer
-when  version 2 counts on every node
+when  version 2 is committed on every node
 do    freeze n3
 do    start s first
 when  the job has ended

@@ -10,6 +10,6 @@ do     kill n0
 do     start s last
 when   the job has ended
 then   s restored from node, iteration >= 4
-then   no rank began anew
+then   no rank started from scratch
 then   complete checkpoints are whole, the newest >= 12
 then   the final state is golden

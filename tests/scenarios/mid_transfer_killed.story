@@ -10,6 +10,6 @@ do     kill n2
 do     start s first
 when   the job has ended
 then   s restored from node, iteration >= 4
-then   s restored what counted, not what was in mid-transfer
-then   no rank began anew
+then   s restored the committed version, not the one in transfer
+then   no rank started from scratch
 then   the final state is golden

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.gpt_runs import EXAMPLE
-from ft_plugins.rig.journal import Entry, entries, wait_for, wait_until_stopped
 from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.slots import SlotState
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped
+from ft_plugins.testing.megatron_runs import EXAMPLE
 
 Spec = Callable[..., JobSpec]
 BOUND = 90
@@ -25,7 +25,7 @@ BOUND = 90
 
 def fills(jobs: Spec, tmp_path: Path, *words: str, flags: tuple[str, ...] = ("--reft",), mib: int = 8) -> JobSpec:
     argv = ("--mib", str(mib), "--journal", str(tmp_path / "journal"), *words)
-    return jobs(entry="ft_plugins.rig.fills:main", argv=argv, flags=flags)
+    return jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=flags)
 
 
 def left_behind(server: ForkServer, jobs: Spec, tmp_path: Path) -> JobSpec:

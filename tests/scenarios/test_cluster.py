@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from ft_plugins.errors import FtError
-from ft_plugins.rig import cluster
-from ft_plugins.rig.emulated import OFF, ON, ONCE
-from ft_plugins.rig.forkserver import ForkServer
-from ft_plugins.rig.nodes import Place, network
+from ft_plugins.testing.emulated_nodes import EmulatedHost, network
+from ft_plugins.testing.forkserver import ForkServer
+from workloads import cluster
+from workloads.emulated_rank import OFF, ON, ONCE
 
 BLOCKS = [(ON, 20), (OFF, 3), (ONCE, 3), (ON, 4)]
 
 
 @pytest.fixture
-def places() -> Iterator[list[Place]]:
+def places() -> Iterator[list[EmulatedHost]]:
     with network(range(1, cluster.NODES + 1)) as found:
         if not found[0].namespace:
             pytest.skip("network namespaces cannot be made here")
@@ -25,7 +25,7 @@ def places() -> Iterator[list[Place]]:
 
 @pytest.mark.all_configurations
 def test_copies_of_all_ranks_go_in_bubbles_and_only_while_protection_is_on(
-    places: list[Place], tmp_path_factory: pytest.TempPathFactory
+    places: list[EmulatedHost], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("c")
     one = cluster.shapes(64)[0]
@@ -47,6 +47,6 @@ def test_copies_of_all_ranks_go_in_bubbles_and_only_while_protection_is_on(
 
 
 def test_without_throttled_links_it_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    here = [Place("", "127.0.0.1", "lo")] * cluster.NODES
+    here = [EmulatedHost("", "127.0.0.1", "lo")] * cluster.NODES
     with pytest.raises(FtError, match="network namespaces"):
         cluster.run(None, cluster.shapes(64)[0], here, tmp_path_factory.mktemp("c"), BLOCKS, 1.0)  # type: ignore[arg-type]

@@ -13,28 +13,28 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.rig.deepspeed_runs import ITERATIONS, Configuration, DeepSpeedRun
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.golden import assert_identical, loss_differences, losses, state_differences
+from ft_plugins.testing.deepspeed_runs import ITERATIONS, DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import assert_identical, loss_differences, losses, state_differences
 
 Spec = Callable[..., JobSpec]
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
-SMALLEST = Configuration(2, 1)
+SMALLEST = DeepSpeedConfiguration(2, 1)
 CONFIGURATIONS = (
     SMALLEST,
-    Configuration(4, 0, bf16=False, pp=2),
-    Configuration(4, 0, accumulate="bf16", pp=2),
-    Configuration(4, 1, accumulate="bf16", pp=2),
-    Configuration(4, 1, accumulate="fp32", pp=2),
-    Configuration(8, 1, pp=2, tp=2),
-    Configuration(4, 2),
-    Configuration(4, 3),
-    Configuration(2, 0, bf16=False),
-    Configuration(2, 0),
-    Configuration(2, 3, bf16=False),
+    DeepSpeedConfiguration(4, 0, bf16=False, pp=2),
+    DeepSpeedConfiguration(4, 0, accumulate="bf16", pp=2),
+    DeepSpeedConfiguration(4, 1, accumulate="bf16", pp=2),
+    DeepSpeedConfiguration(4, 1, accumulate="fp32", pp=2),
+    DeepSpeedConfiguration(8, 1, pp=2, tp=2),
+    DeepSpeedConfiguration(4, 2),
+    DeepSpeedConfiguration(4, 3),
+    DeepSpeedConfiguration(2, 0, bf16=False),
+    DeepSpeedConfiguration(2, 0),
+    DeepSpeedConfiguration(2, 3, bf16=False),
 )
 MORE = CONFIGURATIONS[-3:]  # plain engines, whose state is of the same kinds as that of pipelines
 
@@ -42,9 +42,9 @@ MORE = CONFIGURATIONS[-3:]  # plain engines, whose state is of the same kinds as
 @pytest.fixture(scope="module")
 def golden(deepspeed_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DeepSpeedRun]:
     """The unfailed run of a configuration, made once."""
-    made: dict[Configuration, DeepSpeedRun] = {}
+    made: dict[DeepSpeedConfiguration, DeepSpeedRun] = {}
 
-    def run(configuration: Configuration) -> DeepSpeedRun:
+    def run(configuration: DeepSpeedConfiguration) -> DeepSpeedRun:
         if configuration not in made:
             folder = tmp_path_factory.mktemp("golden")
             made[configuration] = finish(deepspeed_server, DeepSpeedRun("golden", folder, configuration))
@@ -61,7 +61,7 @@ def finish(server: ForkServer, run: DeepSpeedRun) -> DeepSpeedRun:
 
 
 def start(
-    server: ForkServer, jobs: Spec, folder: Path, configuration: Configuration, **block: Any
+    server: ForkServer, jobs: Spec, folder: Path, configuration: DeepSpeedConfiguration, **block: Any
 ) -> tuple[DeepSpeedRun, RunningJob]:
     run = DeepSpeedRun("protected", folder, configuration, {"reft": {}, **block})
     return run, server.start(jobs(**{key: value for key, value in vars(run.spec()).items() if key != "name"}))
@@ -106,7 +106,7 @@ def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run
     golden: Callable[..., DeepSpeedRun],
     jobs: Spec,
     tmp_path: Path,
-    configuration: Configuration,
+    configuration: DeepSpeedConfiguration,
     record_property: Callable[[str, object], None],
 ) -> None:
     unfailed = golden(configuration)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
-from ft_plugins.rig.forkserver import ForkServer, JobSpec
-from ft_plugins.rig.golden import explain, losses, state_differences
-from ft_plugins.rig.stands import ended
 from ft_plugins.snapshot import checkpoint
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.forkserver import ForkServer, JobSpec
+from ft_plugins.testing.golden import explain, losses, state_differences
+from ft_plugins.testing.job_control import run_to_end
 
 Spec = Callable[..., JobSpec]
 BEGUN, ITERATIONS = 3, 6  # an epoch of the script with loaders of its own has three
@@ -33,13 +33,13 @@ UNUSED = "/tied_modules.embedding.place"
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
 CONFIGURATIONS = (
-    Configuration(2, 1),
-    Configuration(2, 1, pp=2),
-    Configuration(2, 0, bf16=False),
-    Configuration(2, 2),
-    Configuration(2, 3),
-    Configuration(4, 0, bf16=False, pp=2),
-    Configuration(4, 1, accumulate="fp32", pp=2),
+    DeepSpeedConfiguration(2, 1),
+    DeepSpeedConfiguration(2, 1, pp=2),
+    DeepSpeedConfiguration(2, 0, bf16=False),
+    DeepSpeedConfiguration(2, 2),
+    DeepSpeedConfiguration(2, 3),
+    DeepSpeedConfiguration(4, 0, bf16=False, pp=2),
+    DeepSpeedConfiguration(4, 1, accumulate="fp32", pp=2),
 )
 MORE = CONFIGURATIONS[2:]
 
@@ -52,7 +52,7 @@ MORE = CONFIGURATIONS[2:]
     ],
 )
 def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bit(
-    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, configuration: Configuration
+    deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, configuration: DeepSpeedConfiguration
 ) -> None:
     words = ("--dropout", "0", *(("--eval-at", "0") if configuration.pp else ("--loader", "distributed")))
     for name in ("golden", "written", "loaded"):
@@ -60,11 +60,11 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
     golden = DeepSpeedRun("golden", tmp_path / "golden", configuration, {}, 1234, ITERATIONS, words=words)
     if not configuration.pp:
         golden = replace(golden, script=OWN_LOADER)
-    ended(deepspeed_server, golden.spec())
+    run_to_end(deepspeed_server, golden.spec())
 
     flags = ("--reft", "--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", str(BEGUN))
     spec = vars(replace(golden, folder=tmp_path / "written", iterations=BEGUN).spec(flags=flags))
-    ended(deepspeed_server, jobs(**{key: value for key, value in spec.items() if key != "name"}))
+    run_to_end(deepspeed_server, jobs(**{key: value for key, value in spec.items() if key != "name"}))
     (folder,) = (tmp_path / "ck").glob(f"*/v1-{BEGUN}")
     assert f"iteration {BEGUN}" in exported(folder, tmp_path / "exported").stdout
 
@@ -73,7 +73,7 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
         words = (*words, "--samples", str(BEGUN * configuration.json()["train_batch_size"]))
     loaded = replace(golden, name="loaded", folder=tmp_path / "loaded", words=words)
     loaded = replace(loaded, script=LOADS if configuration.pp else OWN_LOADER)
-    ended(deepspeed_server, loaded.spec())
+    run_to_end(deepspeed_server, loaded.spec())
     found = [
         line
         for line in state_differences(loaded.digests, golden.digests, configuration.ranks)
@@ -93,7 +93,7 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
     assert path.name in line
 
 
-def unused(line: str, configuration: Configuration) -> bool:
+def unused(line: str, configuration: DeepSpeedConfiguration) -> bool:
     """Whether a difference is in what the last stage has and does not read."""
     stage = configuration.ranks // max(1, configuration.pp)  # the pipeline is the outermost axis
     last = range(configuration.ranks - stage, configuration.ranks) if configuration.pp else ()

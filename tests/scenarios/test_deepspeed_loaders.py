@@ -12,30 +12,30 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.golden import assert_identical
-from ft_plugins.rig.stands import ended
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.job_control import run_to_end
 
 Spec = Callable[..., JobSpec]
 SCRIPT = f"{Path(__file__).with_name('own_loader.py')}:main"
-CONFIGURATION = Configuration(2, 1)
+CONFIGURATION = DeepSpeedConfiguration(2, 1)
 ITERATIONS = 7  # an epoch has three
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
 
 def golden_and_killed(
-    server: ForkServer, jobs: Spec, folder: Path, configuration: Configuration, kills: str, *words: str
+    server: ForkServer, jobs: Spec, folder: Path, configuration: DeepSpeedConfiguration, kills: str, *words: str
 ) -> tuple[DeepSpeedRun, RunningJob]:
     """The unfailed run is not protected; the other one ended as it did, after as many restarts as kills."""
     for name in ("golden", "killed"):
         (folder / name).mkdir()
     golden = DeepSpeedRun("golden", folder / "golden", configuration, {}, 1234, ITERATIONS, SCRIPT, words)
-    ended(server, golden.spec())
+    run_to_end(server, golden.spec())
     run = replace(golden, name="killed", folder=folder / "killed", block={"reft": {}, "faults": kills})
     spec = vars(run.spec())
-    job = ended(server, jobs(**{key: value for key, value in spec.items() if key != "name"}), kills.count(":kill"))
+    job = run_to_end(server, jobs(**{key: value for key, value in spec.items() if key != "name"}), kills.count(":kill"))
     assert_identical(run, golden, configuration.ranks)
     return run, job
 
@@ -59,7 +59,7 @@ def test_a_skipped_update_is_an_iteration_of_its_own(
     deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, stage: int
 ) -> None:
     kills = "update.end@iteration=2,rank=0,restart=0:kill;iteration.forward@iteration=6,rank=1,restart=1:kill"
-    configuration = Configuration(2, stage, checked=True)
+    configuration = DeepSpeedConfiguration(2, stage, checked=True)
     words = ("--skip-at", "2", "4", "5")
     run, job = golden_and_killed(deepspeed_server, jobs, tmp_path, configuration, kills, *words)
     small = json.loads(Path(f"{run.digests}00000.json").read_text())["small"]

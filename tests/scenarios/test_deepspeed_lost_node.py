@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
-from ft_plugins.rig.forkserver import ForkServer, JobSpec
-from ft_plugins.rig.golden import assert_identical
-from ft_plugins.rig.multinode import BOUND, MultiNodeJob
-from ft_plugins.rig.nodes import network
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.emulated_nodes import network
+from ft_plugins.testing.forkserver import ForkServer, JobSpec
+from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.multinode import BOUND, MultiNodeJob
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
 NODES = 3
 ITERATIONS = 60  # so many that the node is lost in the middle of them
-CONFIGURATIONS = (Configuration(NODES, 1), Configuration(NODES, 0, bf16=False))
+CONFIGURATIONS = (DeepSpeedConfiguration(NODES, 1), DeepSpeedConfiguration(NODES, 0, bf16=False))
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_a_lost_node_is_rebuilt_on_a_fresh_one(
-    deepspeed_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path, configuration: Configuration
+    deepspeed_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path, configuration: DeepSpeedConfiguration
 ) -> None:
     folders = [tmp_path / "golden", tmp_path / "lost"]
     for folder in folders:
@@ -42,7 +42,7 @@ def test_a_lost_node_is_rebuilt_on_a_fresh_one(
         job = MultiNodeJob(deepspeed_server, jobs, run, NODES, NODES, endpoint)
         for index, place in enumerate(places[:NODES]):
             job.start(f"n{index}", place)
-        job.until_counts(2)
+        job.until_committed(2)
         job.destroy("n1")
         fresh = job.start("s", places[NODES])
         job.wait()

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.golden import assert_identical
-from ft_plugins.rig.stands import checkpointed, ended, lose_memory, standing_after
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.job_control import lose_memory, run_to_end, stop_after, write_checkpoints
 
 Spec = Callable[..., JobSpec]
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Callable[..., DeepSpeedRun]:
 
     def made(name: str, stage: int, *words: str) -> DeepSpeedRun:
         (tmp_path / name).mkdir()
-        configuration = Configuration(2, stage)
+        configuration = DeepSpeedConfiguration(2, stage)
         return DeepSpeedRun(name, tmp_path / name, configuration, {}, 1234, ITERATIONS, SCRIPT, words)
 
     return made
@@ -58,11 +58,11 @@ def test_when_memory_is_gone_a_job_goes_on_from_storage(
     deepspeed_server: ForkServer, jobs: Spec, run: Callable[..., DeepSpeedRun], stage: int
 ) -> None:
     golden, other = run("golden", stage), run("other", stage)
-    ended(deepspeed_server, golden.spec())
+    run_to_end(deepspeed_server, golden.spec())
     spec = protected(jobs, other)
-    checkpointed(deepspeed_server, spec, 4)
+    write_checkpoints(deepspeed_server, spec, 4)
     lose_memory(spec)
-    job = ended(deepspeed_server, spec)
+    job = run_to_end(deepspeed_server, spec)
     assert restored(job) == [("storage", 4)]
     assert_identical(other, golden, 2)
 
@@ -74,11 +74,11 @@ def test_an_older_checkpoint_that_the_script_loads_gives_way_to_memory(
     deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, run: Callable[..., DeepSpeedRun], stage: int
 ) -> None:
     golden, other = run("golden", stage), run("other", stage)
-    ended(deepspeed_server, golden.spec())
+    run_to_end(deepspeed_server, golden.spec())
     own = str(tmp_path / "own")
     kills = "iteration.forward@iteration=5,rank=0,restart=0:kill;update.middle@iteration=7,rank=1,restart=1:kill"
     spec = protected(jobs, other, "--load", own, "--save", own, "--save-at", "2", faults=kills)
-    job = ended(deepspeed_server, spec, 2)
+    job = run_to_end(deepspeed_server, spec, 2)
     assert {iteration for _, iteration in restored(job)} in ({3, 6}, {4, 6})
     assert_identical(other, golden, 2)
 
@@ -87,14 +87,14 @@ def test_a_newer_checkpoint_that_the_script_loads_wins_and_is_protected(
     deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path, run: Callable[..., DeepSpeedRun]
 ) -> None:
     own = str(tmp_path / "own")
-    ended(deepspeed_server, run("writes", 1, "--save", own, "--save-at", "4").spec())
+    run_to_end(deepspeed_server, run("writes", 1, "--save", own, "--save-at", "4").spec())
     golden, other = run("golden", 1, "--load", own), run("other", 1)
-    ended(deepspeed_server, golden.spec())
-    job = standing_after(deepspeed_server, protected(jobs, other), 2)
+    run_to_end(deepspeed_server, golden.spec())
+    job = stop_after(deepspeed_server, protected(jobs, other), 2)
     job.kill()
     job.wait(90)
     other.loss_log.unlink()
     kill = "update.middle@iteration=7,rank=1,restart=0:kill"
-    job = ended(deepspeed_server, protected(jobs, other, "--load", own, faults=kill), 1)
+    job = run_to_end(deepspeed_server, protected(jobs, other, "--load", own, faults=kill), 1)
     assert restored(job)[-1] == ("process", 6)
     assert_identical(other, golden, 2)

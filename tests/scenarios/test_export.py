@@ -18,11 +18,11 @@ import pytest
 import xxhash
 
 from ft_plugins.model.topology import Coords, Topology
-from ft_plugins.rig.forkserver import ForkServer, JobSpec
-from ft_plugins.rig.golden import differing, explain
-from ft_plugins.rig.gpt_runs import ITERATIONS, RANKS, Configuration, GptRun
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot.shares import Shares
+from ft_plugins.testing.forkserver import ForkServer, JobSpec
+from ft_plugins.testing.golden import differing, explain
+from ft_plugins.testing.megatron_runs import ITERATIONS, RANKS, MegatronConfiguration, MegatronRun
 
 Spec = Callable[..., JobSpec]
 BOUND = 240
@@ -30,16 +30,16 @@ LOADER = f"{Path(__file__).with_name('loads_export.py')}:main"
 TOPOLOGY, HALF = Topology(tp=2, pp=2, dp=2), Topology(tp=2, pp=2, dp=1)
 
 CONFIGURATIONS = [
-    Configuration(bf16=True, distributed_optimizer=True, interleaved=True, overlap_param_gather=True),
-    Configuration(bf16=True, distributed_optimizer=False, interleaved=False),
-    Configuration(bf16=False, distributed_optimizer=True, interleaved=False),
-    Configuration(bf16=False, distributed_optimizer=False, interleaved=True),
+    MegatronConfiguration(bf16=True, distributed_optimizer=True, interleaved=True, overlap_param_gather=True),
+    MegatronConfiguration(bf16=True, distributed_optimizer=False, interleaved=False),
+    MegatronConfiguration(bf16=False, distributed_optimizer=True, interleaved=False),
+    MegatronConfiguration(bf16=False, distributed_optimizer=False, interleaved=True),
 ]
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_an_exported_checkpoint_loads_into_megatron_bit_for_bit_also_at_other_sizes(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, configuration: Configuration
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, configuration: MegatronConfiguration
 ) -> None:
     run, folder = written(megatron_server, jobs, tmp_path, configuration)
     target = tmp_path / "exported"
@@ -90,18 +90,20 @@ def test_a_job_of_torch_alone_has_no_format_to_be_exported_to(
 ) -> None:
     flags = ("--reft", "--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", "4")
     argv = ("--iterations", "4", "--mib", "1", "--journal", str(tmp_path / "journal"))
-    job = torch_server.start(jobs(entry="ft_plugins.rig.fills:main", argv=argv, flags=flags, nproc=2))
+    job = torch_server.start(jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=flags, nproc=2))
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
     (folder,) = (tmp_path / "ck").glob("*/v1-4")
     line = refused(folder, tmp_path / "new")
     assert "only checkpoints of Megatron and DeepSpeed jobs can be exported" in line and str(folder) in line
 
 
-def written(server: ForkServer, jobs: Spec, tmp_path: Path, configuration: Configuration) -> tuple[GptRun, Path]:
+def written(
+    server: ForkServer, jobs: Spec, tmp_path: Path, configuration: MegatronConfiguration
+) -> tuple[MegatronRun, Path]:
     """A run that ended in order, and the checkpoint of its last iteration."""
     (tmp_path / "run").mkdir()
     flags = ("--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", str(ITERATIONS))
-    run = GptRun("written", tmp_path / "run", configuration, protected=True, flags=flags)
+    run = MegatronRun("written", tmp_path / "run", configuration, protected=True, flags=flags)
     spec = run.spec()
     job = server.start(jobs(**{key: value for key, value in vars(spec).items() if key != "name"}))
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
@@ -132,7 +134,7 @@ def refused(folder: Path, target: Path) -> str:
 
 
 def loaded(
-    server: ForkServer, folder: Path, configuration: Configuration, target: Path, *more: str, ranks: int = RANKS
+    server: ForkServer, folder: Path, configuration: MegatronConfiguration, target: Path, *more: str, ranks: int = RANKS
 ) -> Path:
     """The prefix of the digests of a job of `ranks` that has loaded `target`."""
     folder.mkdir()
@@ -155,7 +157,7 @@ def state(prefix: Path, rank: int) -> dict[str, Any]:
     return found
 
 
-def assert_same_model(run: GptRun, half: Path) -> None:
+def assert_same_model(run: MegatronRun, half: Path) -> None:
     """Half as many replicas hold the same parameters."""
     for rank in range(RANKS):
         at = TOPOLOGY.coords(rank)

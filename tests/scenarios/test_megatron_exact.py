@@ -13,11 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig import gpt_runs
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.golden import explain, loss_differences, losses, state_differences
-from ft_plugins.rig.gpt_runs import ALL, HARDEST, ITERATIONS, RANKS, SKIPPED, Configuration, GptRun
-from ft_plugins.rig.journal import wait_for, wait_until_stopped
+from ft_plugins.testing import megatron_runs
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import explain, loss_differences, losses, state_differences
+from ft_plugins.testing.job_control import wait_for, wait_until_stopped
+from ft_plugins.testing.megatron_runs import (
+    ALL,
+    HARDEST,
+    ITERATIONS,
+    RANKS,
+    SKIPPED,
+    MegatronConfiguration,
+    MegatronRun,
+)
 
 Spec = Callable[..., JobSpec]
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
@@ -32,20 +40,22 @@ DEFAULT = {  # of the product, what the default run takes: both precisions, opti
 
 
 @pytest.fixture(scope="module")
-def golden(megatron_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Configuration], GptRun]:
+def golden(
+    megatron_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[MegatronConfiguration], MegatronRun]:
     """The unfailed run of a configuration, made once."""
-    made: dict[Configuration, GptRun] = {}
+    made: dict[MegatronConfiguration, MegatronRun] = {}
 
-    def run(configuration: Configuration) -> GptRun:
+    def run(configuration: MegatronConfiguration) -> MegatronRun:
         if configuration not in made:
             folder = tmp_path_factory.mktemp(f"golden-{configuration}")
-            made[configuration] = finish(megatron_server, GptRun("golden", folder, configuration))
+            made[configuration] = finish(megatron_server, MegatronRun("golden", folder, configuration))
         return made[configuration]
 
     return run
 
 
-def finish(server: ForkServer, run: GptRun) -> GptRun:
+def finish(server: ForkServer, run: MegatronRun) -> MegatronRun:
     job = server.start(run.spec())
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail()}"
@@ -53,14 +63,14 @@ def finish(server: ForkServer, run: GptRun) -> GptRun:
 
 
 def start(
-    server: ForkServer, jobs: Spec, folder: Path, configuration: Configuration, kills: str
-) -> tuple[GptRun, RunningJob]:
-    run = GptRun("protected", folder, configuration, protected=True, kills=kills)
+    server: ForkServer, jobs: Spec, folder: Path, configuration: MegatronConfiguration, kills: str
+) -> tuple[MegatronRun, RunningJob]:
+    run = MegatronRun("protected", folder, configuration, protected=True, kills=kills)
     spec = run.spec()
     return run, server.start(jobs(**{key: value for key, value in vars(spec).items() if key != "name"}))
 
 
-def assert_identical(run: GptRun, golden: GptRun) -> None:
+def assert_identical(run: MegatronRun, golden: MegatronRun) -> None:
     found = state_differences(run.digests, golden.digests, RANKS) + loss_differences(run.loss_log, golden.loss_log)
     assert not found, explain(found)
 
@@ -78,13 +88,13 @@ def restored(job: RunningJob) -> list[int]:
 
 
 def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
-    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], tmp_path: Path
+    megatron_server: ForkServer, golden: Callable[[MegatronConfiguration], MegatronRun], tmp_path: Path
 ) -> None:
     first = golden(HARDEST)
     (tmp_path / "again").mkdir()
     (tmp_path / "other").mkdir()
-    again = finish(megatron_server, GptRun("again", tmp_path / "again", HARDEST))
-    other = finish(megatron_server, GptRun("other", tmp_path / "other", HARDEST, seed=4321))
+    again = finish(megatron_server, MegatronRun("again", tmp_path / "again", HARDEST))
+    other = finish(megatron_server, MegatronRun("other", tmp_path / "other", HARDEST, seed=4321))
     assert_identical(again, first)
     found = state_differences(other.digests, first.digests, RANKS)
     for rank in range(RANKS):
@@ -92,10 +102,10 @@ def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
     assert loss_differences(other.loss_log, first.loss_log)
 
 
-def test_the_injected_infinity_skips_an_update(golden: Callable[[Configuration], GptRun]) -> None:
+def test_the_injected_infinity_skips_an_update(golden: Callable[[MegatronConfiguration], MegatronRun]) -> None:
     entries = losses(golden(HARDEST).loss_log)
     assert entries[SKIPPED]["skipped"] and not entries[SKIPPED + 1]["skipped"]
-    assert "valid_loss_hex" in entries[gpt_runs.EVALUATED], "one evaluation lies within the run"
+    assert "valid_loss_hex" in entries[megatron_runs.EVALUATED], "one evaluation lies within the run"
 
 
 @pytest.mark.parametrize(
@@ -107,10 +117,10 @@ def test_the_injected_infinity_skips_an_update(golden: Callable[[Configuration],
 )
 def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run(
     megatron_server: ForkServer,
-    golden: Callable[[Configuration], GptRun],
+    golden: Callable[[MegatronConfiguration], MegatronRun],
     jobs: Spec,
     tmp_path: Path,
-    configuration: Configuration,
+    configuration: MegatronConfiguration,
     record_property: Callable[[str, object], None],
 ) -> None:
     unfailed = golden(configuration)
@@ -160,7 +170,11 @@ STORIES = {
 
 @pytest.mark.parametrize("name", STORIES)
 def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(
-    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path, name: str
+    megatron_server: ForkServer,
+    golden: Callable[[MegatronConfiguration], MegatronRun],
+    jobs: Spec,
+    tmp_path: Path,
+    name: str,
 ) -> None:
     story = STORIES[name]
     run, job = start(megatron_server, jobs, tmp_path, HARDEST, story.kills)
@@ -180,7 +194,7 @@ def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(
 
 
 def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(
-    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path
+    megatron_server: ForkServer, golden: Callable[[MegatronConfiguration], MegatronRun], jobs: Spec, tmp_path: Path
 ) -> None:
     """Data position and RNG are restored although no iteration begins any more."""
     run, job = start(megatron_server, jobs, tmp_path, HARDEST, "shutdown.before@rank=2,restart=0:stop")
@@ -203,7 +217,7 @@ def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(
 
 
 def test_killed_at_the_agent_the_same_command_given_again_resumes(
-    megatron_server: ForkServer, golden: Callable[[Configuration], GptRun], jobs: Spec, tmp_path: Path
+    megatron_server: ForkServer, golden: Callable[[MegatronConfiguration], MegatronRun], jobs: Spec, tmp_path: Path
 ) -> None:
     run, job = start(megatron_server, jobs, tmp_path, HARDEST, "")
     wait_for(run.loss_log, lambda lines: len(lines) >= 4, BOUND)
@@ -219,7 +233,7 @@ def test_killed_at_the_agent_the_same_command_given_again_resumes(
 @pytest.mark.parametrize("with_trainer", [False, True], ids=["alone", "with-a-trainer"])
 def test_the_smp_killed_loses_at_most_one_iteration(
     megatron_server: ForkServer,
-    golden: Callable[[Configuration], GptRun],
+    golden: Callable[[MegatronConfiguration], MegatronRun],
     jobs: Spec,
     tmp_path: Path,
     with_trainer: bool,

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec
-from ft_plugins.rig.journal import wait_for, wait_until_stopped
 from ft_plugins.smp.client import Client
 from ft_plugins.snapshot.paths import path_of, segments_of, vault_of
+from ft_plugins.testing.forkserver import ForkServer, JobSpec
+from ft_plugins.testing.job_control import wait_for, wait_until_stopped
 
 MIB = 256
 
@@ -22,7 +22,7 @@ def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(
 ) -> None:
     argv = ("--iterations", "12", "--mib", str(MIB), "--journal", str(tmp_path / "journal"))
     faults = "iteration.forward@iteration=1:stop;iteration.forward@iteration=9,restart=0:kill"
-    spec = jobs(entry="ft_plugins.rig.fills:main", argv=argv, flags=("--reft", "--ftp-faults", faults))
+    spec = jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=("--reft", "--ftp-faults", faults))
     job = torch_server.start(spec)
     segment = path_of(spec.name, spec.node, 0)
     wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "start.fresh" for e in lines), 60)
@@ -60,7 +60,7 @@ def test_nodes_that_protect_each_other_claim_two_slots_more_and_parity_of_two_ve
         argv = ("--iterations", "8", "--seconds", "0.2", "--mib", str(mib), "--journal", str(tmp_path / name))
         flags = ("--reft", "--ftp-node-name", name, "--ftp-secret-file", str(secret))
         spec = jobs(
-            entry="ft_plugins.rig.fills:main", argv=argv, flags=flags, node=name, nnodes=nodes, endpoint=endpoint,
+            entry="ft_plugins.testing.fills:main", argv=argv, flags=flags, node=name, nnodes=nodes, endpoint=endpoint,
             rendezvous="ft_plugins", address="127.0.0.1",
         )  # fmt: skip
         running.append(torch_server.start(spec))

@@ -1,6 +1,6 @@
 """Old or new, never torn: wherever a trainer is killed, what is restored is one complete version.
 
-Every tensor of the job is filled with its iteration number (`rig.fills`), 256 MiB of them; each incarnation writes
+Every tensor of the job is filled with its iteration number (`testing.fills`), 256 MiB of them; each incarnation writes
 what it has restored, which tensors are not filled with that number, and in which states it found the slots.
 """
 
@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.journal import Entry, entries, wait_for
 from ft_plugins.smp.client import Client
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.job_control import Entry, entries, wait_for
 
-ENTRY = "ft_plugins.rig.fills:main"
+ENTRY = "ft_plugins.testing.fills:main"
 MANY = 10_000  # restarts: here a version may be restored often on purpose
 
 Spec = Callable[..., JobSpec]

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.journal import Entry, entries, wait_for, wait_until_stopped
-from ft_plugins.rig.nodes import Place, destroy, network
+from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.job_control import Entry, entries, wait_for, wait_until_stopped
 
 Spec = Callable[..., JobSpec]
 BOUND = 60
-ENTRY = "ft_plugins.rig.fills:main"
+ENTRY = "ft_plugins.testing.fills:main"
 _ports = itertools.count(29500)
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[Place]]:
+def places() -> Iterator[list[EmulatedHost]]:
     with network(range(31, 37)) as found:
         yield found
 
@@ -33,7 +33,7 @@ class Job:
     """Three nodes that fill 8 MiB each, `seconds` per iteration, and what they have written."""
 
     def __init__(
-        self, server: ForkServer, jobs: Spec, folder: Path, places: list[Place], replicated: bool, *more: str
+        self, server: ForkServer, jobs: Spec, folder: Path, places: list[EmulatedHost], replicated: bool, *more: str
     ) -> None:
         self.server = server
         self.jobs = jobs
@@ -64,7 +64,7 @@ class Job:
         """The newest iteration that counts, as a node has said."""
         return max((event.fields["iteration"] for event in self.nodes[name].events("node.counts")), default=0)
 
-    def until_counts(self, iteration: int) -> None:
+    def until_committed(self, iteration: int) -> None:
         for job in self.nodes.values():
             path = job.spec.run_dir / "events.jsonl"
             wait_for(path, lambda lines: any(_counts(line) >= iteration for line in lines), BOUND)
@@ -110,7 +110,9 @@ def assert_whole(found: list[Entry]) -> None:
 
 
 @pytest.fixture
-def job(torch_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place]) -> Iterator[Callable[..., Job]]:
+def job(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost]
+) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
     def make(replicated: bool = False, *more: str) -> Job:
@@ -179,7 +181,7 @@ def test_a_node_lost_at_a_point_of_the_exchange_leaves_the_version_that_counted_
     found = story.restored(6)
     # what was being exchanged is taken if the nodes that are left have all of it: its seal on the lost one is no matter
     assert {entry["restored"] for entry in found[3:]} <= {counted, under_way}
-    story.until_counts(counted + 1)
+    story.until_committed(counted + 1)
     story.end()
 
 
@@ -188,7 +190,7 @@ def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job: Calla
     story = job()
     for name in ("n0", "n1", "n2"):
         story.start(name)
-    story.until_counts(2)
+    story.until_committed(2)
     story.destroy("n1")
     counted = story.counted("n0")
     story.start("s1", f"{point}:stop")
@@ -197,7 +199,7 @@ def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job: Calla
     restores = 6 if point.startswith("rebuild") else 9
     found = story.restored(restores)
     assert {entry["restored"] for entry in found[-3:]} == {counted}
-    story.until_counts(counted + 1)
+    story.until_committed(counted + 1)
     story.end()
 
 
@@ -205,7 +207,7 @@ def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: C
     story = job()
     for name in ("n0", "n1", "n2"):
         story.start(name)
-    story.until_counts(2)
+    story.until_committed(2)
     story.destroy("n0")
     counted = story.counted("n2")
     story.start("s0", "restore.tensors@restart=0:kill")
@@ -229,7 +231,7 @@ def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_r
     running = story.nodes["n1"]
     wait_for(running.spec.run_dir / "events.jsonl", lambda e: any(x["name"] == "smp.lost" for x in e), BOUND)
     wait_for(running.spec.run_dir / "events.jsonl", lambda e: sum(x["name"] == "smp.start" for x in e) >= 2, BOUND)
-    story.until_counts(story.counted("n0") + 2)
+    story.until_committed(story.counted("n0") + 2)
     story.destroy("n2")
     counted = story.counted("n0")
     under_way = max(event.fields["iteration"] for event in story.nodes["n0"].events("exchange.begin"))

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.rig.deepspeed_runs import DeepSpeedRun
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.frameworks import FRAMEWORKS
-from ft_plugins.rig.golden import assert_identical, explain, loss_differences, losses, state_differences
-from ft_plugins.rig.gpt_runs import Configuration, GptRun
-from ft_plugins.rig.multinode import Run
-from ft_plugins.rig.story import JobShape
+from ft_plugins.testing.deepspeed_runs import DeepSpeedRun
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import assert_identical, explain, loss_differences, losses, state_differences
+from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
+from ft_plugins.testing.multinode import ExampleRun
+from ft_plugins.testing.story import JobShape
+from ft_plugins.testing.story_runner import FRAMEWORKS
 
 Spec = Callable[..., JobSpec]
 BOUND = 280  # seconds for one run; far more than it takes on an idle machine
@@ -47,31 +47,35 @@ class Bench:
     server: ForkServer
     jobs: Spec
     folder: Path
-    made: dict[Any, Run]
+    made: dict[Any, ExampleRun]
     clipping: bool = True
 
-    def of(self, of: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = False) -> Run:
+    def of(
+        self, of: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = False
+    ) -> ExampleRun:
         found = FRAMEWORKS[self.framework](of, name, folder, flags, protected)
         if isinstance(found, DeepSpeedRun) and not self.clipping:
             return replace(found, configuration=replace(found.configuration, clipping=0.0))
         return found
 
-    def run(self, of: JobShape, *flags: str, protected: bool = False, faults: str = "", name: str = "run") -> Run:
+    def run(
+        self, of: JobShape, *flags: str, protected: bool = False, faults: str = "", name: str = "run"
+    ) -> ExampleRun:
         folder = self.folder / name
         folder.mkdir()
         return self.of(of, name, folder, flags, protected).armed(faults)
 
-    def start(self, run: Run) -> RunningJob:
+    def start(self, run: ExampleRun) -> RunningJob:
         name = f"t{os.getpid()}-{abs(hash(run.folder)) % 10**6}"  # each run of a test is a job of its own
         return self.server.start(self.jobs(**{**vars(run.spec()), "name": name}))
 
-    def finish(self, run: Run) -> RunningJob:
+    def finish(self, run: ExampleRun) -> RunningJob:
         job = self.start(run)
         outcome = job.wait(BOUND)
         assert outcome["status"] == "succeeded", f"{outcome}\n{job.tail(60)}"
         return job
 
-    def clean(self, of: JobShape, folder: Path) -> Run:
+    def clean(self, of: JobShape, folder: Path) -> ExampleRun:
         key = self.framework, of, self.clipping
         if key not in self.made:
             self.made[key] = self.of(of, "clean", folder)
@@ -81,12 +85,12 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[Any, Run]:
+def made() -> dict[Any, ExampleRun]:
     return {}
 
 
 @pytest.fixture(params=tuple(FRAMEWORKS))
-def bench(request: pytest.FixtureRequest, jobs: Spec, tmp_path: Path, made: dict[Any, Run]) -> Bench:
+def bench(request: pytest.FixtureRequest, jobs: Spec, tmp_path: Path, made: dict[Any, ExampleRun]) -> Bench:
     if request.param == "deepspeed":
         pytest.importorskip("deepspeed", reason="needs the extra [deepspeed]")
     server = request.getfixturevalue(f"{request.param}_server")
@@ -99,13 +103,13 @@ def once(job: RunningJob, name: str) -> dict[str, Any]:
     return {**event.fields, "rank": event.rank}
 
 
-def agree(run: Run, ranks: range) -> bool:
+def agree(run: ExampleRun, ranks: range) -> bool:
     """Whether these ranks have ended with the same items and parameters."""
     ends = [json.loads(Path(f"{run.digests}{rank:05d}.json").read_text()) for rank in ranks]
     return all((end["items"], end["parameters"]) == (ends[0]["items"], ends[0]["parameters"]) for end in ends)
 
 
-def assert_same(run: Run, clean: Run, ranks: int) -> None:
+def assert_same(run: ExampleRun, clean: ExampleRun, ranks: int) -> None:
     """The same end, but for what a replica has counted: an update that it alone has skipped was skipped."""
     found = state_differences(run.digests, clean.digests, ranks) + loss_differences(run.loss_log, clean.loss_log)
     found = [line for line in found if "skipped_updates" not in line]
@@ -237,8 +241,8 @@ def test_of_fp32_shards_the_gathered_parameters_are_replicas_and_a_majority_repa
     runs = []
     for name, words in (("clean", ()), ("wrong", (*AUDIT, "1"))):
         (tmp_path / name).mkdir()
-        fp32 = Configuration(bf16=False, distributed_optimizer=True, interleaved=False)
-        one = GptRun(name, tmp_path / name, fp32, flags=words, argv=("--tp", "1", "--pp", "1"), ranks=4)
+        fp32 = MegatronConfiguration(bf16=False, distributed_optimizer=True, interleaved=False)
+        one = MegatronRun(name, tmp_path / name, fp32, flags=words, argv=("--tp", "1", "--pp", "1"), ranks=4)
         one = one.armed(flips if words else "")
         runs.append(one)
         job = Bench("megatron", megatron_server, jobs, tmp_path, {}).finish(one)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.deepspeed_runs import Configuration, DeepSpeedRun
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.golden import assert_identical
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import assert_identical
 
 Spec = Callable[..., JobSpec]
 BOUND = 280  # seconds for one run; far more than it takes on an idle machine
@@ -19,7 +19,7 @@ BOUND = 280  # seconds for one run; far more than it takes on an idle machine
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
 AUDIT = {"mode": "audit", "audit_interval": 1}
-SCRIPT = Configuration(4, 0, bf16=False)
+SCRIPT = DeepSpeedConfiguration(4, 0, bf16=False)
 
 
 def start(server: ForkServer, jobs: Spec, run: DeepSpeedRun) -> RunningJob:
@@ -53,7 +53,7 @@ def test_a_scripts_own_loop_is_repaired_before_its_next_forward_and_its_run_is_t
 def test_zero3_which_keeps_nothing_together_is_refused_by_name(
     deepspeed_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
-    run = DeepSpeedRun("refused", tmp_path / "refused", Configuration(2, 3), {"paft": AUDIT})
+    run = DeepSpeedRun("refused", tmp_path / "refused", DeepSpeedConfiguration(2, 3), {"paft": AUDIT})
     outcome = start(deepspeed_server, jobs, run).wait(BOUND)
     assert outcome["status"] == "refused"
     assert "ZeRO-3 gathers parameters for the moment of their use" in outcome["reason"]

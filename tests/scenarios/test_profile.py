@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.model.timeline import Kind, Timeline
-from ft_plugins.rig.deepspeed_runs import Configuration
-from ft_plugins.rig.forkserver import ForkServer
-from ft_plugins.rig.golden import assert_identical
-from ft_plugins.rig.profiled import ProfiledRun
+from ft_plugins.testing.deepspeed_runs import DeepSpeedConfiguration
+from ft_plugins.testing.forkserver import ForkServer
+from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.profiled import ProfiledRun
 
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
 FORWARD = 0.06  # seconds, twice as much where more ranks compute at once; a backward takes two of it
@@ -107,7 +107,7 @@ def finish(server: ForkServer, run: ProfiledRun) -> ProfiledRun:
     run.folder.mkdir()
     if run.entry == "deepspeed":
         stages = int(run.argv[run.argv.index("--pp") + 1])
-        settings = {**Configuration(4, 1, pp=stages).json(), "train_batch_size": 16}
+        settings = {**DeepSpeedConfiguration(4, 1, pp=stages).json(), "train_batch_size": 16}
         settings["train_micro_batch_size_per_gpu"] = 2 if stages == 2 else 4
         (run.folder / "ds.json").write_text(json.dumps(settings))
     job = server.start(run.spec())

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, RunningJob
-from ft_plugins.rig.golden import assert_identical
-from ft_plugins.rig.gpt_runs import Configuration, GptRun
-from ft_plugins.rig.multinode import BOUND, MultiNodeJob, Spec, until
-from ft_plugins.rig.nodes import Place, network
+from ft_plugins.testing.emulated_nodes import EmulatedHost, network
+from ft_plugins.testing.forkserver import ForkServer, RunningJob
+from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
+from ft_plugins.testing.multinode import BOUND, MultiNodeJob, Spec, until
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp")
@@ -25,7 +25,7 @@ PP = 2
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[Place]]:
+def places() -> Iterator[list[EmulatedHost]]:
     with network([11, 12, 13, 14, 5]) as found:
         yield found
 
@@ -46,21 +46,21 @@ def resized(job: RunningJob) -> int:
     ],
 )
 def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place], distributed: bool, tp: int
+    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[EmulatedHost], distributed: bool, tp: int
 ) -> None:
-    configuration = Configuration(bf16=True, distributed_optimizer=distributed, interleaved=False)
+    configuration = MegatronConfiguration(bf16=True, distributed_optimizer=distributed, interleaved=False)
     argv, per_node = (*ARGV, *BATCH, "--tp", str(tp)), tp * PP
     most, fewer = 4 * per_node, 3 * per_node
     killed = "resize.filling@rank=5,restart=1:kill"  # in the middle of being taken over: it is begun anew
-    run = GptRun("resize", tmp_path, configuration, protected=True, kills=killed, argv=argv, iterations=ITERATIONS)
+    run = MegatronRun("resize", tmp_path, configuration, protected=True, kills=killed, argv=argv, iterations=ITERATIONS)
     endpoint = ",".join(f"{place.address}:29430" for place in places[:4])
     job = MultiNodeJob(megatron_server, jobs, run, most, 4, endpoint, "--reft-wait-seconds", "1", min_nodes=3)
     for index in range(4):
         job.start(f"n{index}", places[index])
-    job.until_counts(4)
+    job.until_committed(4)
     job.destroy("n3")
     first = resized(job.nodes["n0"])
-    job.until_counts(first + 2)
+    job.until_committed(first + 2)
     fresh = job.start("s", places[4])
     second = resized(fresh)
     job.wait()
@@ -71,8 +71,8 @@ def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
     folder = tmp_path / "reference"  # one loss log for all three
     folder.mkdir()
 
-    def reference(name: str, ranks: int, *words: str) -> GptRun:
-        found = GptRun(name, folder, configuration, argv=(*argv, *words), iterations=ITERATIONS)
+    def reference(name: str, ranks: int, *words: str) -> MegatronRun:
+        found = MegatronRun(name, folder, configuration, argv=(*argv, *words), iterations=ITERATIONS)
         started = megatron_server.start(found.spec(entry=REFERENCE, nproc=ranks))
         assert started.wait(BOUND)["status"] == "succeeded", started.tail()
         return found

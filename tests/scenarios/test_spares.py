@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, RunningJob
-from ft_plugins.rig.golden import assert_identical
-from ft_plugins.rig.gpt_runs import Configuration, GptRun
-from ft_plugins.rig.journal import wait_for
-from ft_plugins.rig.multinode import BOUND, MultiNodeJob, Spec
-from ft_plugins.rig.nodes import Place, network
 from ft_plugins.snapshot.paths import previous_segments_of, segments_of
+from ft_plugins.testing.emulated_nodes import EmulatedHost, network
+from ft_plugins.testing.forkserver import ForkServer, RunningJob
+from ft_plugins.testing.golden import assert_identical
+from ft_plugins.testing.job_control import wait_for
+from ft_plugins.testing.megatron_runs import MegatronConfiguration, MegatronRun
+from ft_plugins.testing.multinode import BOUND, MultiNodeJob, Spec
 
 REFERENCE = f"{Path(__file__).parent / 'framework_checkpoint.py'}:main"
 ARGV = ("--order", "tp-cp-ep-pp-dp", "--global-batch", "24")
@@ -28,7 +28,7 @@ PER_NODE = 2
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[Place]]:
+def places() -> Iterator[list[EmulatedHost]]:
     with network([21, 22, 23, 24, 25, 26]) as found:
         yield found
 
@@ -43,16 +43,22 @@ def event(job: RunningJob, name: str, seconds: float = BOUND) -> dict[str, objec
 @pytest.mark.all_configurations
 @pytest.mark.parametrize(("before", "after", "again"), [(4, 2, True), (6, 4, False)])
 def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, places: list[Place], before: int, after: int, again: bool
+    megatron_server: ForkServer,
+    jobs: Spec,
+    tmp_path: Path,
+    places: list[EmulatedHost],
+    before: int,
+    after: int,
+    again: bool,
 ) -> None:
-    configuration = Configuration(bf16=True, distributed_optimizer=True, interleaved=False)
-    run = GptRun("spares", tmp_path, configuration, protected=True, argv=ARGV, iterations=ITERATIONS)
+    configuration = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleaved=False)
+    run = MegatronRun("spares", tmp_path, configuration, protected=True, argv=ARGV, iterations=ITERATIONS)
     endpoint = ",".join(f"{place.address}:29430" for place in places[:before])
     wait = ("--reft-wait-seconds", "1")
     job = MultiNodeJob(megatron_server, jobs, run, before * PER_NODE, before, endpoint, *wait, min_nodes=after)
     for index in range(before):
         job.start(f"n{index}", places[index])
-    job.until_counts(4)
+    job.until_committed(4)
     job.destroy("n1")
     first = int(str(event(job.nodes["n0"], "restore.resized")["iteration"]))
     spare = job.nodes.pop(f"n{before - 1}")  # for its rank the round is too small
@@ -74,8 +80,8 @@ def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
     folder = tmp_path / "reference"  # one loss log for both
     folder.mkdir()
 
-    def reference(title: str, ranks: int, *words: str) -> GptRun:
-        found = GptRun(title, folder, configuration, argv=(*ARGV, *words), iterations=ITERATIONS)
+    def reference(title: str, ranks: int, *words: str) -> MegatronRun:
+        found = MegatronRun(title, folder, configuration, argv=(*ARGV, *words), iterations=ITERATIONS)
         started = megatron_server.start(found.spec(entry=REFERENCE, nproc=ranks))
         assert started.wait(BOUND)["status"] == "succeeded", started.tail()
         return found

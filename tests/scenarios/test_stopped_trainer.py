@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from ft_plugins.config import Config, LaunchContext, run_directory
-from ft_plugins.rig.forkserver import ForkServer, JobSpec
-from ft_plugins.rig.journal import entries, wait_for, wait_until_stopped
 from ft_plugins.smp.client import Client, ensure
 from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.slots import SlotState, Version
+from ft_plugins.testing.forkserver import ForkServer, JobSpec
+from ft_plugins.testing.job_control import entries, wait_for, wait_until_stopped
 
 BOUND = 60
 STOPPED_AT = "capture.bucket.begin@iteration=4,bucket=2"
@@ -46,7 +46,7 @@ class Node:
         )[0]
         context = LaunchContext(config, self.run_dir, token, os.getpid(), 0, 0, 1, 1, 0, token - 1)
         words = ["--iterations", str(iterations), "--mib", "64", "--journal", str(self.journal)]
-        command = [sys.executable, "-c", f"from ft_plugins.rig import fills; fills.main({words!r})"]
+        command = [sys.executable, "-c", f"from ft_plugins.testing import fills; fills.main({words!r})"]
         process = subprocess.Popen(command, env={**os.environ, **context.environment(), "OMP_NUM_THREADS": "1"})
         self.started.append(process)
         return process
@@ -131,7 +131,7 @@ def test_a_trainer_that_stays_stopped_is_lost_and_the_job_goes_on(
     journal = tmp_path / "journal"
     flags = ("--reft", "--ftp-faults", "update.begin@iteration=5,rank=1,restart=0:stop", "--ftp-detect-seconds", "1")
     argv = ("--iterations", "9", "--mib", "1", "--journal", str(journal), "--replicated")
-    job = torch_server.start(jobs(entry="ft_plugins.rig.fills:main", argv=argv, flags=flags, nproc=2))
+    job = torch_server.start(jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=flags, nproc=2))
     outcome = job.wait(BOUND)
     assert outcome == {"status": "succeeded", "reason": "", "restarts": 1}, job.tail()
     (declared,) = job.events("node.lost")

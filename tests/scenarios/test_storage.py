@@ -1,6 +1,6 @@
 """Checkpoints in storage: a job whose memory is gone starts from the newest one that is whole, or says why it cannot.
 
-Every tensor is filled with its iteration number (`rig.fills`), so what is restored is one version or visibly torn.
+Every tensor is filled with its iteration number (`testing.fills`), so what is restored is one version or visibly torn.
 Checkpoints are asked for while the ranks stand still at a known iteration: names are known, nothing depends on speed.
 """
 
@@ -18,11 +18,19 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.journal import Entry, entries, wait_for
-from ft_plugins.rig.stands import BOUND, checkpointed, lose_memory, sealed, standing_after
 from ft_plugins.smp.client import Client, newest_common
 from ft_plugins.snapshot import checkpoint
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.job_control import (
+    BOUND,
+    Entry,
+    captured,
+    entries,
+    lose_memory,
+    stop_after,
+    wait_for,
+    write_checkpoints,
+)
 
 Spec = Callable[..., JobSpec]
 MIB = 8
@@ -35,7 +43,7 @@ def fills(
     given = ("--ftp-detect-seconds", "120")  # ranks that stand still are meant to
     given += ("--reft", "--reft-bucket-mib", "1", "--reft-checkpoint-dir", str(tmp_path / "ck"), *flags)
     given += ("--ftp-faults", faults) if faults else ()
-    return jobs(**{"entry": "ft_plugins.rig.fills:main", "argv": argv, "flags": given, "nproc": ranks, **fields})
+    return jobs(**{"entry": "ft_plugins.testing.fills:main", "argv": argv, "flags": given, "nproc": ranks, **fields})
 
 
 ON_REQUEST = ("--reft-checkpoint-interval", "0")
@@ -93,7 +101,7 @@ def test_when_memory_is_gone_the_newest_checkpoint_is_resumed_from(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4, 8)
+    write_checkpoints(torch_server, spec, 4, 8)
     assert complete(spec) == ["v1-4", "v2-8"]
     lose_memory(spec)
     assert resumed(torch_server, spec) == 8
@@ -105,8 +113,8 @@ def test_as_long_as_memory_has_a_version_storage_is_not_read(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
     spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4)
-    standing_after(torch_server, spec, 6).kill()
+    write_checkpoints(torch_server, spec, 4)
+    stop_after(torch_server, spec, 6).kill()
     assert resumed(torch_server, spec, "process") == 6
 
 
@@ -114,8 +122,8 @@ def test_storage_asked_for_is_resumed_from_although_memory_has_newer(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
     spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4)
-    job = standing_after(torch_server, spec, 6)
+    write_checkpoints(torch_server, spec, 4)
+    job = stop_after(torch_server, spec, 6)
     for path in base(spec).glob("*"):  # the orphaned SMP would write version 6 as well
         path.rename(tmp_path / path.name)
     job.kill()
@@ -135,7 +143,7 @@ def test_a_trainer_killed_while_it_reads_resumes_from_the_same_checkpoint(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
     spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4)
+    write_checkpoints(torch_server, spec, 4)
     lose_memory(spec)
     points = ["restore.storage@rank=0,bucket=0", "restore.storage@rank=1,bucket=3", "restore.tensors@rank=0"]
     points += ["restore.opened@rank=1"]
@@ -152,9 +160,9 @@ def test_memory_of_an_earlier_life_gives_way_to_what_the_job_has_written_since(
 ) -> None:
     """The job was killed, went on from storage on another machine, and comes back to the first one."""
     spec = fills(jobs, tmp_path, 14, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4)
+    write_checkpoints(torch_server, spec, 4)
     elsewhere = jobs(**{**vars(spec), "node": "node1"})
-    checkpointed(torch_server, elsewhere, 9)
+    write_checkpoints(torch_server, elsewhere, 9)
     assert complete(spec) == ["v1-4", "v2-9"]
     assert resumed(torch_server, spec) == 9
 
@@ -191,7 +199,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_passed_over_by_all(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path, what: str, rank: int
 ) -> None:
     spec = fills(jobs, tmp_path, 10, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4, 8)
+    write_checkpoints(torch_server, spec, 4, 8)
     lose_memory(spec)
     damage(base(spec) / "v2-8", what, rank)
     assert resumed(torch_server, spec) == 4
@@ -204,7 +212,7 @@ def test_when_every_checkpoint_is_damaged_the_job_is_refused_until_fresh_is_said
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
     spec = fills(jobs, tmp_path, 6, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4)
+    write_checkpoints(torch_server, spec, 4)
     lose_memory(spec)
     damage(base(spec) / "v1-4", "flipped", 1)
     line = refused(torch_server.start(spec))
@@ -226,7 +234,7 @@ def test_the_checkpoint_of_another_job_or_layout_is_refused_by_name(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path, changed: tuple[str, tuple[str, ...]], words: tuple[str, ...]
 ) -> None:
     spec = fills(jobs, tmp_path, 6, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4)
+    write_checkpoints(torch_server, spec, 4)
     lose_memory(spec)
     field, more = changed
     kept = [word for word in getattr(spec, field) if field != "flags" or word not in ("--reft-bucket-mib", "1")]
@@ -246,7 +254,7 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start_and_not_missed_lat
 
     faults = "iteration.forward@iteration=5,rank=1,restart=0:kill;update.begin@iteration=3,rank=0,restart=0:stop"
     job = torch_server.start(dataclasses.replace(spec, flags=(*spec.flags, "--ftp-faults", faults)))
-    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, 2, 2), BOUND)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: captured(found, 2, 2), BOUND)
     base(spec).rmdir()
     (tmp_path / "ck").rmdir()
     (tmp_path / "ck").write_text("")
@@ -268,13 +276,13 @@ def test_an_smp_and_then_a_trainer_killed_while_a_checkpoint_is_written_lose_no_
     torch_server: ForkServer, jobs: Spec, tmp_path: Path, point: str
 ) -> None:
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4)
+    write_checkpoints(torch_server, spec, 4)
     lose_memory(spec)
     kills = f"{point}{',' if '@' in point else '@'}adopted=0:kill;iteration.forward@iteration=11,rank=0,restart=0:kill"
     stop = "update.begin@iteration=9,restart=0:stop"
     flags = (*spec.flags, "--ftp-faults", f"{kills};{stop}")
     job = torch_server.start(dataclasses.replace(spec, flags=flags))
-    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, 8, 2), BOUND)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: captured(found, 8, 2), BOUND)
     with Client(spec.run_dir) as client:
         found = client.checkpoint("request", BOUND)  # asked again of the successor when the first one dies over it
     assert (found["state"], found["iteration"]) == ("done", 8), found
@@ -288,10 +296,10 @@ def test_an_smp_and_then_a_trainer_killed_while_a_checkpoint_is_written_lose_no_
 
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(torch_server: ForkServer, jobs: Spec, tmp_path: Path) -> None:
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4)
+    write_checkpoints(torch_server, spec, 4)
     full = "persist.write@rank=1,hit=7:enospc;update.begin@iteration=9:stop"
     job = torch_server.start(dataclasses.replace(spec, flags=(*spec.flags, "--ftp-faults", full)))
-    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, 8, 2), BOUND)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: captured(found, 8, 2), BOUND)
     end_smp_started_without_faults(spec)
     with Client(spec.run_dir) as client:
         found = client.checkpoint("request", BOUND)
@@ -341,7 +349,7 @@ def test_told_to_end_ft_run_leaves_the_newest_snapshot_in_storage_and_says_where
 ) -> None:
     spec = fills(jobs, tmp_path, 1_000_000, *ON_REQUEST)
     job = torch_server.start(spec)
-    wait_for(spec.run_dir / "events.jsonl", lambda found: sealed(found, 20, 2), BOUND)
+    wait_for(spec.run_dir / "events.jsonl", lambda found: captured(found, 20, 2), BOUND)
     job.kill(signal.SIGTERM)
     assert "got signal: 15" in job.wait(BOUND)["reason"]
     with Client(spec.run_dir) as client:
@@ -357,7 +365,7 @@ def test_an_orphaned_snapshot_process_writes_what_it_holds(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
-    job = standing_after(torch_server, spec, 7)
+    job = stop_after(torch_server, spec, 7)
     job.kill()
     wait_for(spec.run_dir / "events.jsonl", lambda found: any(persisted(line, 7) for line in found), BOUND)
     assert complete(spec) == ["v1-7"]
@@ -383,7 +391,7 @@ def test_a_person_asks_for_a_checkpoint_and_is_told_where_it_is(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
-    job = standing_after(torch_server, spec, 5)
+    job = stop_after(torch_server, spec, 5)
     program = "from ft_plugins.cli import main; main()"
     command = [sys.executable, "-c", program, "checkpoint", "now", "--keep", "--job", spec.name]
     environment = {**os.environ, "XDG_RUNTIME_DIR": spec.folder}
@@ -431,7 +439,7 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
     port = free_port()
     running = start(1_000_000, before)
     for job in running:
-        wait_for(job.spec.run_dir / "events.jsonl", lambda found: sealed(found, 20, 1), BOUND)
+        wait_for(job.spec.run_dir / "events.jsonl", lambda found: captured(found, 20, 1), BOUND)
     for job in running:
         job.kill(signal.SIGTERM)
     for job in running:
@@ -481,7 +489,7 @@ def test_the_rank_files_are_plain_safetensors(torch_server: ForkServer, jobs: Sp
     from safetensors.numpy import load_file
 
     spec = fills(jobs, tmp_path, 6, *ON_REQUEST)
-    checkpointed(torch_server, spec, 4)
+    write_checkpoints(torch_server, spec, 4)
     shares = [load_file(base(spec) / "v1-4" / checkpoint.data_file(rank)) for rank in range(2)]
     for share in shares:
         values = share["data"].view("float32")

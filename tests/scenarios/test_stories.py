@@ -1,6 +1,6 @@
 """Every *.story file here is told, on emulated nodes: own agent, SMP, workers and network namespace each.
 
-What a story can say stands in `ft_plugins.rig.stories`.
+What a story can say stands in `ft_plugins.testing.story_parser`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.frameworks import FRAMEWORKS
-from ft_plugins.rig.multinode import Run, Spec
-from ft_plugins.rig.nodes import Place, network
-from ft_plugins.rig.stories import read
-from ft_plugins.rig.story import JobShape, Story
-from ft_plugins.rig.storyteller import HOSTS, Teller, golden_run
+from ft_plugins.testing.emulated_nodes import EmulatedHost, network
+from ft_plugins.testing.multinode import ExampleRun, Spec
+from ft_plugins.testing.story import JobShape, Story
+from ft_plugins.testing.story_parser import read
+from ft_plugins.testing.story_runner import FRAMEWORKS, HOSTS, StoryRunner, golden_run
 
 STORIES = [read(path) for path in sorted(Path(__file__).parent.glob("*.story"))]
 
@@ -34,7 +33,7 @@ def told() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[Place]]:
+def places() -> Iterator[list[EmulatedHost]]:
     with network(HOSTS) as found:
         yield found
 
@@ -42,11 +41,11 @@ def places() -> Iterator[list[Place]]:
 @pytest.fixture(scope="module")
 def golden(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, JobShape], Run]:
+) -> Callable[[str, JobShape], ExampleRun]:
     """The unfailed run of a job, made once for all stories about it, on however many nodes."""
-    made: dict[tuple[str, JobShape], Run] = {}
+    made: dict[tuple[str, JobShape], ExampleRun] = {}
 
-    def run(framework: str, shape: JobShape) -> Run:
+    def run(framework: str, shape: JobShape) -> ExampleRun:
         key = (framework, replace(shape, nodes=1, frameworks=()))
         if key not in made:
             server = request.getfixturevalue(f"{framework}_server")
@@ -59,14 +58,14 @@ def golden(
 @pytest.mark.parametrize(("story", "framework", "port"), list(told()))
 def test_the_story_is_true(
     request: pytest.FixtureRequest,
-    golden: Callable[[str, JobShape], Run],
+    golden: Callable[[str, JobShape], ExampleRun],
     jobs: Spec,
     tmp_path: Path,
-    places: list[Place],
+    places: list[EmulatedHost],
     story: Story,
     framework: str,
     port: int,
 ) -> None:
     server = request.getfixturevalue(f"{framework}_server")
-    teller = Teller(server, jobs, story, framework, tmp_path, places, port, lambda: golden(framework, story.job))
-    teller.tell()
+    runner = StoryRunner(server, jobs, story, framework, tmp_path, places, port, lambda: golden(framework, story.job))
+    runner.run()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec
+from ft_plugins.testing.forkserver import ForkServer, JobSpec
 
 
 def waits_for_ever(argv: Sequence[str]) -> None:

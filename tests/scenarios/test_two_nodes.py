@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
-from ft_plugins.rig.golden import explain, loss_differences, state_differences
-from ft_plugins.rig.gpt_runs import RANKS, Configuration, GptRun
-from ft_plugins.rig.journal import wait_for, wait_until_stopped
 from ft_plugins.snapshot.paths import path_of
+from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
+from ft_plugins.testing.golden import explain, loss_differences, state_differences
+from ft_plugins.testing.job_control import wait_for, wait_until_stopped
+from ft_plugins.testing.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
 
 Spec = Callable[..., JobSpec]
 BOUND = 240
@@ -42,14 +42,14 @@ def mapped_segments(pid: int) -> set[str]:
 def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one(
     megatron_server: ForkServer, jobs: Spec, tmp_path: Path, distributed: bool
 ) -> None:
-    configuration = Configuration(bf16=True, distributed_optimizer=distributed, interleaved=False)
+    configuration = MegatronConfiguration(bf16=True, distributed_optimizer=distributed, interleaved=False)
     (tmp_path / "golden").mkdir()
-    golden = GptRun("golden", tmp_path / "golden", configuration, argv=ARGV)
+    golden = MegatronRun("golden", tmp_path / "golden", configuration, argv=ARGV)
     unfailed = megatron_server.start(golden.spec())
     assert unfailed.wait(BOUND)["status"] == "succeeded", unfailed.tail()
 
     kills = "iteration.forward@iteration=5,rank=6,restart=0:kill;iteration.forward@iteration=7,restart=1,rank=1:stop"
-    run = GptRun("two", tmp_path, configuration, protected=True, kills=kills, argv=ARGV)
+    run = MegatronRun("two", tmp_path, configuration, protected=True, kills=kills, argv=ARGV)
     endpoint = f"localhost:{free_port()}"
     fields = {key: value for key, value in vars(run.spec()).items() if key not in ("name", "nproc", "flags")}
     running: list[RunningJob] = []

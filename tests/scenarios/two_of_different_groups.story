@@ -2,7 +2,7 @@ Two nodes are killed at once, of different sharding groups: 0 and 2 share groups
 
 job   megatron, tp2 pp2 dp2, 4 nodes, distributed optimizer
 runs  with all configurations
-when  version 2 counts on every node
+when  version 2 is committed on every node
 do    kill n0
 do    kill n1
 do    start s0 first

@@ -3,7 +3,7 @@ Two nodes of one sharding group are killed at once: RAIM6 makes up for both
 job    megatron, tp2 pp2 dp4, 4 nodes, distributed optimizer
 flags  --reft-redundancy raim6
 runs   with all configurations
-when   version 2 counts on every node
+when   version 2 is committed on every node
 do     kill n0
 do     kill n2
 do     start s0 first

@@ -302,7 +302,7 @@ def test_plan_draws_the_curves(ft_plugins: Command, tmp_path: Path) -> None:
 def test_plan_says_what_to_install_where_there_is_no_matplotlib(
     ft_plugins: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delitem(sys.modules, "ft_plugins.rig.survival_picture", raising=False)
+    monkeypatch.delitem(sys.modules, "ft_plugins.report.plan_pictures", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     line = ft_plugins(*PAPER, "--plot", str(tmp_path / "survival.png"), status=1)

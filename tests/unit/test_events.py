@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.events import SUMMED, Event, Events, file_sink, read, recent_of
-from ft_plugins.rig.journal import entries
+from ft_plugins.testing.job_control import entries
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -19,7 +19,7 @@ from ft_plugins import cli, faults, intake
 from ft_plugins.config import Config, deepspeed_json, launch_context, worker_environment
 from ft_plugins.errors import ConfigError, FtError
 from ft_plugins.launcher.endpoint import Endpoint
-from ft_plugins.rig.hostile import altered, damaged, nested
+from ft_plugins.testing.hostile import altered, damaged, nested
 
 BLOCK = {
     "job": "j", "resume": "auto", "detect_seconds": 5, "faults": "a@b=1,c%2=0:hold",

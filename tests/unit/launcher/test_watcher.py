@@ -21,8 +21,8 @@ from ft_plugins.config import Config
 from ft_plugins.errors import BusyError, FencedError, ProtectionError, ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.watcher import Job, Watcher
-from ft_plugins.rig.journal import wait_until
 from ft_plugins.smp import liveness
+from ft_plugins.testing.job_control import wait_until
 
 WAIT = 20.0
 

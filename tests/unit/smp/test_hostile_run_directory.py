@@ -29,7 +29,6 @@ from ft_plugins.events import Event, Events, file_sink
 from ft_plugins.intake import within
 from ft_plugins.launcher.watcher import Job, Watcher
 from ft_plugins.recovery.resize import sizes
-from ft_plugins.rig.hostile import altered, damaged
 from ft_plugins.smp import client, liveness
 from ft_plugins.smp.alarms import Alarms
 from ft_plugins.smp.checkpoints import Checkpoints
@@ -43,6 +42,7 @@ from ft_plugins.snapshot.retention import Storage, Stored
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, Version, slots_for
+from ft_plugins.testing.hostile import altered, damaged
 
 SHAPE = Shape(9000, 2000, 2, 3, slots_for(Pin.NODE, Pin.SOURCE))
 NODE = "n"

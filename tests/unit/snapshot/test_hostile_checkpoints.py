@@ -24,7 +24,6 @@ from ft_plugins import intake
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
 from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier
-from ft_plugins.rig.hostile import altered, damaged
 from ft_plugins.smp.notices import Notices
 from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist, retention
 from ft_plugins.snapshot import segment as segments
@@ -34,6 +33,7 @@ from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.shares import Shares
 from ft_plugins.snapshot.slots import Mark, Pin, Version, slots_for
+from ft_plugins.testing.hostile import altered, damaged
 
 V, TOKEN = Version(2, 300), 9
 ORIGIN = Origin("job", 2, {"layers": 4, "seed": 1})

@@ -1,0 +1,155 @@
+"""Jobs to plan with: those that BAFT was measured on, and a family from 16 to 16,384 ranks.
+
+A job is sizes and speeds; from these follow the times of a pass, the bytes of a message and of the state, and so all
+that simulator and goodput ask for:
+
+    forward      2 x parameters of a stage x tokens of a microbatch / (speed of a rank x tp); backward twice that, half
+                 of it for weights (recomputation left out). All stages have the same part of the layers, the last one
+                 the head as well: vocabulary x hidden
+    message      tokens of a microbatch x hidden x 2 bytes / tp, through the link of a rank: the node's over its ranks,
+                 where the next stage is on another node
+    state        of a rank: `state_bytes` x parameters / (pp x tp x dp), its part of the replicated state or its shard
+
+The paper's testbed: 4 nodes of 4 A40, 10 Gb/s between nodes (shared by their ranks), 31.5 GB/s inside. Which GPT-2 it
+ran and what an A40 sustained is not stated: 1.5 B parameters, 1,024 tokens and 40 Tflop/s are assumed. The family:
+nodes of 8 H100, 400 Gb/s and 500 Tflop/s in a pass for each, the largest as Llama 3 405B was trained (The Llama 3
+Herd of Models: tp 8, pp 16, dp 128, 16 M tokens a batch; storage of 2 TB/s); failures as there, 419 in 54 days, 63 of
+them by software.
+
+Invariant: a job's ranks are dp x tp x pp; ranks of a tensor-parallel group, then of a data-parallel one, lie together.
+
+In: sizes. Out: `TrainingJob`, and from it `Pipeline`, `Times`, `Cluster`, `Costs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_plugins.planner.intervals import Costs
+from ft_plugins.planner.pipeline import Pipeline, Schedule
+from ft_plugins.planner.simulate import Link, Times
+from ft_plugins.planner.survival import Cluster
+
+GIB = float(1 << 30)
+FULL_STATE = 12.0  # bytes a parameter: fp32 master, two moments; bf16 copies are rebuilt
+WEIGHTS_ONLY = 4.0  # what the paper sends: fp32 parameters, from which nothing resumes exactly
+LLAMA3_INTERRUPTIONS, LLAMA3_SOFTWARE, LLAMA3_DAYS, LLAMA3_RANKS = 419, 63, 54, 16384
+RANK_FAILURES = LLAMA3_INTERRUPTIONS / LLAMA3_DAYS / LLAMA3_RANKS  # a day
+SOFTWARE_SHARE = LLAMA3_SOFTWARE / LLAMA3_INTERRUPTIONS
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Of what a cluster is built. Speeds per second: flop of a rank, bytes of a link; storage of the whole cluster."""
+
+    node_ranks: int
+    flops: float
+    node_link: float
+    inner_link: float
+    storage: float
+    latency: float = 20e-6
+
+
+A40 = Machine(node_ranks=4, flops=40e12, node_link=10e9 / 8, inner_link=31.5e9, storage=10e9 / 8)
+H100 = Machine(node_ranks=8, flops=500e12, node_link=8 * 50e9, inner_link=400e9, storage=2e12 / LLAMA3_RANKS)
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A 3D-parallel training job. `batch` is in sequences, `storage` of H100 for each rank."""
+
+    name: str
+    machine: Machine
+    parameters: float
+    hidden: int
+    sequence: int
+    dp: int
+    tp: int
+    pp: int
+    batch: int
+    micro_batch: int = 1
+    chunks: int = 1
+    vocabulary: int = 128256
+    state_bytes: float = FULL_STATE
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.dp * self.tp * self.pp
+
+    @property
+    def nodes(self) -> int:
+        """All of them."""
+        return self.ranks // self.machine.node_ranks
+
+    @property
+    def stages_per_node(self) -> int:
+        """Pipeline ranks that share a node."""
+        return max(1, self.machine.node_ranks // (self.tp * self.dp))
+
+    @property
+    def rank_bytes(self) -> float:
+        """What a rank has to send for a checkpoint."""
+        return self.state_bytes * self.parameters / self.ranks
+
+    @property
+    def rank_link(self) -> float:
+        """Bytes a second to another node while all ranks of the node send."""
+        return self.machine.node_link / self.machine.node_ranks
+
+    def pipeline(self, schedule: Schedule | None = None) -> Pipeline:
+        """One of its pipelines, in the job's own schedule or in another one."""
+        count = self.batch // self.dp // self.micro_batch
+        if schedule is None:
+            schedule = Schedule.INTERLEAVED if self.chunks > 1 else Schedule.ONE_F_ONE_B
+        if schedule is Schedule.INTERLEAVED:
+            return Pipeline(schedule, self.pp, count, max(2, self.chunks), overlap=True)
+        return Pipeline(schedule, self.pp, count)
+
+    def times(self, pipeline: Pipeline) -> Times:
+        """Of that pipeline."""
+        tokens = self.micro_batch * self.sequence
+        head = float(self.vocabulary * self.hidden)
+        parameters = [(self.parameters - head) / pipeline.stages] * pipeline.stages
+        parameters[-1] += head
+        forward = tuple(2 * part * tokens / (self.machine.flops * self.tp) for part in parameters)
+        backward = tuple(2 * seconds for seconds in forward)
+        outer, inner = Link(self.machine.latency, self.rank_link), Link(self.machine.latency, self.machine.inner_link)
+        share = self.stages_per_node
+        links = tuple(outer if (rank + 1) % share == 0 else inner for rank in range(self.pp))
+        nbytes = 2.0 * tokens * self.hidden / self.tp
+        return Times(forward, backward, forward, links=links, message_bytes=nbytes)
+
+    def cluster(self) -> Cluster:
+        """Its failures. Protection groups are of at most 8 nodes."""
+        rate = RANK_FAILURES * self.machine.node_ranks
+        group = next(size for size in (8, 4, 2) if self.nodes % size == 0)
+        return Cluster(self.nodes, group, rate * (1 - SOFTWARE_SHARE), rate * SOFTWARE_SHARE)
+
+    def costs(self, iteration_seconds: float, snapshot_seconds: float = 0.05) -> Costs:
+        """What saving takes."""
+        storage = self.machine.storage * (self.ranks if self.machine is H100 else 1)
+        return Costs(
+            state_gib=self.rank_bytes * self.machine.node_ranks / GIB,
+            iteration_seconds=iteration_seconds,
+            snapshot_seconds=snapshot_seconds,
+            link_gib_per_second=self.machine.node_link / GIB,
+            storage_gib_per_second=storage / GIB,
+        )
+
+
+def _paper(dp: int, tp: int, pp: int, batch: int) -> TrainingJob:
+    return TrainingJob(f"d{dp}m{tp}p{pp}", A40, 1.5e9, 1600, 1024, dp, tp, pp, batch, micro_batch=8, vocabulary=50257)
+
+
+PAPER_SHAPES = ((2, 2, 4), (4, 1, 4), (1, 4, 4), (2, 1, 8), (1, 2, 8))  # dp, tp, pp
+PAPER = {batch: tuple(_paper(*shape, batch) for shape in PAPER_SHAPES) for batch in (128, 64)}
+
+FAMILY = (
+    TrainingJob("16", H100, 8e9, 4096, 8192, 2, 2, 4, 64),
+    TrainingJob("64", H100, 8e9, 4096, 8192, 4, 4, 4, 128, chunks=2),
+    TrainingJob("256", H100, 70e9, 8192, 8192, 8, 4, 8, 256, chunks=2),
+    TrainingJob("1024", H100, 70e9, 8192, 8192, 16, 8, 8, 512, chunks=5),
+    TrainingJob("4096", H100, 405e9, 16384, 8192, 32, 8, 16, 1024, chunks=4),
+    TrainingJob("16384", H100, 405e9, 16384, 8192, 128, 8, 16, 2048, chunks=4),
+)

@@ -1,0 +1,200 @@
+"""Two small models that really learn, for runs whose gradients are corrupted: what is trained, on what, how judged.
+
+    digits    a ResNet of 5 convolutions on scikit-learn's digits, SGD with momentum; the score is test accuracy, in %
+    text      a GPT of 2 blocks on bytes of real text, Adam; the score is the loss on text kept back, nats a byte; what
+              gradients are of is its sum over the bytes of a window, so that they stand to noise of one variance much
+              as those of the digits do
+
+Invariant: what a rank learns from in an iteration follows from seed, iteration and rank; nothing else is random,
+so an iteration's gradients can be computed again, bit for bit. Normalisation is by group or by layer: there is no
+running statistic, which a corrupt pass would leave behind.
+
+In: a name and a seed. Out: `Learner`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ft_plugins.errors import ConfigError
+from ft_plugins.testing.forkserver import load
+
+BYTE_TEXT = Path(__file__).resolve().parents[2] / "launch" / "examples" / "byte_text.py"
+TEST_SHARE = 0.2
+WARM_UP = 0.1  # share of the iterations in which the learning rate rises, as a line; then it falls, as a cosine
+_DIGITS_BATCH, _TEXT_BATCH = 32, 8  # of a rank
+_SEQUENCE, _VOCABULARY, _WIDTH, _HEADS, _BLOCKS = 24, 256, 48, 4, 2
+_TEXT_BYTES, _JUDGED_WINDOWS = 1 << 20, 64
+
+
+@dataclass(frozen=True)
+class Learner:
+    """One model with its data. `loss(model, iteration, rank, ranks)` is of that rank's batch; `rate` by iteration, from
+    1, of so many."""
+
+    name: str
+    model: nn.Module
+    loss: Callable[[nn.Module, int, int, int], torch.Tensor]
+    score: Callable[[nn.Module], float]
+    optimizer: str  # 'momentum' or 'adam'
+    peak_rate: float
+
+    def rate(self, iteration: int, iterations: int) -> float:
+        """The learning rate."""
+        warm = max(1, round(WARM_UP * iterations))
+        if iteration <= warm:
+            return self.peak_rate * iteration / warm
+        return self.peak_rate * (1 + math.cos(math.pi * (iteration - warm) / (iterations - warm + 1))) / 2
+
+
+def learner(name: str, seed: int) -> Learner:
+    """The learner of that name, before its first iteration."""
+    torch.manual_seed(seed)
+    return {"digits": _digits, "text": _text}[name](seed)
+
+
+def prepare(names: Sequence[str]) -> None:
+    """Read and import, once for all ranks that are forked from here, what they would else read and import each.
+
+    Raises ConfigError where scikit-learn is needed and not installed.
+    """
+    torch.set_num_threads(1)  # nothing parallel before the fork
+    if "digits" in names:
+        if importlib.util.find_spec("sklearn") is None:
+            raise ConfigError("the digits are scikit-learn's, which is not installed: pip install 'ft_plugins[bench]'")
+        _read_digits()
+    if "text" in names:
+        _read_text()
+    nothing = nn.Parameter(torch.zeros(1))
+    nothing.grad = torch.zeros(1)
+    torch.optim.SGD([nothing], lr=0.0).step()  # the first one imports the compiler: a second and a half
+
+
+def _batch(seed: int, iteration: int, rank: int, high: int, count: int) -> torch.Tensor:
+    generator = np.random.Generator(np.random.PCG64([seed, iteration, rank]))
+    return torch.from_numpy(generator.integers(0, high, count))
+
+
+# ---- digits ----
+
+
+class _Residual(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.first_norm = nn.GroupNorm(4, outer)
+        self.second = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.second_norm = nn.GroupNorm(4, outer)
+        self.around = nn.Conv2d(inner, outer, 1, stride, bias=False) if inner != outer else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.relu(self.first_norm(self.first(x)))
+        return functional.relu(self.second_norm(self.second(y)) + self.around(x))
+
+
+def _resnet() -> nn.Sequential:
+    """(N, 1, 8, 8) -> (N, 10)."""
+    stem = nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU())
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(stem, _Residual(16, 16, 1), _Residual(16, 32, 2), head)
+
+
+@functools.cache
+def _read_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """(1797, 1, 8, 8) in about -0.3 to 0.7, and what they show."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return torch.from_numpy(data.images).float().unsqueeze(1) / 16 - 0.3, torch.from_numpy(data.target)
+
+
+def _digits(seed: int) -> Learner:
+    images, labels = _read_digits()
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))  # the same split for all seeds
+    cut = round(len(order) * TEST_SHARE)
+    test, train = order[:cut], order[cut:]
+
+    def loss(model: nn.Module, iteration: int, rank: int, ranks: int) -> torch.Tensor:
+        chosen = train[_batch(seed, iteration, rank, len(train), _DIGITS_BATCH)]
+        return functional.cross_entropy(model(images[chosen]), labels[chosen])
+
+    def score(model: nn.Module) -> float:
+        with torch.no_grad():
+            right = model(images[test]).argmax(1) == labels[test]
+        return 100 * right.float().mean().item()
+
+    return Learner("digits", _resnet(), loss, score, "momentum", 0.03)
+
+
+# ---- text ----
+
+
+class _AttentionBlock(nn.Module):
+    """Attention to what came before, then a network of each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.network_norm = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.project, self.merge = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.widen, self.narrow = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(self.attention_norm(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.merge(seen.transpose(1, 2).flatten(2))
+        return x + self.narrow(functional.gelu(self.widen(self.network_norm(x))))
+
+
+class _Gpt(nn.Module):
+    """(N, length) bytes -> (N, length, 256)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(_VOCABULARY, _WIDTH), nn.Embedding(_SEQUENCE, _WIDTH)
+        self.blocks = nn.Sequential(*(_AttentionBlock() for _ in range(_BLOCKS)))
+        self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY)
+        for table in (self.tokens, self.places):
+            nn.init.normal_(table.weight, std=0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+@functools.cache
+def _read_text() -> torch.Tensor:
+    """(windows, length + 1) bytes."""
+    found: Any = load(f"{BYTE_TEXT}:Text").read(None)
+    content = torch.from_numpy(np.array(found.content[:_TEXT_BYTES])).long()
+    return content[: len(content) // (_SEQUENCE + 1) * (_SEQUENCE + 1)].view(-1, _SEQUENCE + 1)
+
+
+def _text(seed: int) -> Learner:
+    windows = _read_text()
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(windows)))
+    judged, train = windows[order[:_JUDGED_WINDOWS]], windows[order[_JUDGED_WINDOWS:]]
+
+    def of(model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten())
+
+    def loss(model: nn.Module, iteration: int, rank: int, ranks: int) -> torch.Tensor:
+        return _SEQUENCE * of(model, train[_batch(seed, iteration, rank, len(train), _TEXT_BATCH)])
+
+    def score(model: nn.Module) -> float:
+        with torch.no_grad():
+            return of(model, judged).item()
+
+    return Learner("text", _Gpt(), loss, score, "adam", 0.012)

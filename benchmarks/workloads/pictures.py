@@ -1,0 +1,179 @@
+"""Pictures of benchmarks: bubbles by shape and by schedule (BAFT, figures 3 and 4), what a checkpoint costs (figure 7),
+training with corrupted gradients (PAFT, figures 2, 5, 6 and 9), and what averaging costs.
+
+Invariant: draws what was computed or measured and nothing else; what is missing is left out; needs no display.
+
+In: studies, costs, curves by noise and method. Out: pictures, in the format that a name ends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+
+from ft_plugins.planner.pipeline import Schedule
+from ft_plugins.report.canvas import plain, sheet
+from ft_plugins.report.plan_pictures import goodput_axes
+from workloads.sdc_runs import BURSTS, CLEAN, NOISED, VARIANCES
+from workloads.study import ScaleStudy, ShapeStudy
+from workloads.sync_blocks import SyncCost
+
+SCHEDULES = dict(zip(Schedule, ("#7a8794", "#0b6fb8", "#2c8a4b", "#c8322b", "#d98e04"), strict=True))
+PAPER_LEAST = 0.2  # bubbles that the paper found everywhere
+Curve = Sequence[tuple[int, float]]
+Curves = Mapping[tuple[str, str], Curve]  # by noise and method; the clean one under ('', 'clean')
+METHODS = {
+    CLEAN: "#1c1f22", NOISED: "#c8322b", "sync_5": "#2c8a4b", "sync_10": "#7fb069", "sync_50": "#d98e04",
+    "dyn": "#0b6fb8",
+}  # fmt: skip
+NOISES = dict(zip(VARIANCES, ("#f0c75e", "#d98e04", "#c8322b", "#6b1a16"), strict=True))
+DEGREE, BURST = "1e-2", "with bursts of variance "
+
+
+def draw_goodput(scales: Sequence[ScaleStudy], path: Path) -> None:
+    """Goodput of the family."""
+    figure = sheet(path, 10, 6)
+    goodput_axes(figure.subplots(), [one.plan for one in scales], [one.job.ranks for one in scales], "ranks")
+    figure.savefig(path)
+
+
+def draw_shapes(shapes: Sequence[ShapeStudy], path: Path) -> None:
+    """Bubbles of each stage, a panel for each batch (figure 3)."""
+    figure = sheet(path, 12, 5)
+    batches = sorted({one.job.batch for one in shapes}, reverse=True)
+    for axes, batch in zip(figure.subplots(1, len(batches), sharey=True, squeeze=False)[0], batches, strict=True):
+        chosen = [one for one in shapes if one.job.batch == batch]
+        for at, one in enumerate(chosen):
+            width = 0.8 / len(one.bubble_shares)
+            places = [at - 0.4 + width * (stage + 0.5) for stage in range(len(one.bubble_shares))]
+            axes.bar(places, one.bubble_shares, width * 0.9, color="#0b6fb8")
+        axes.axhline(PAPER_LEAST, color="#c8322b", linewidth=1.0)
+        axes.set_xticks(range(len(chosen)), [one.job.name for one in chosen])
+        axes.set_title(f"batch {batch}, microbatch {chosen[0].job.micro_batch}", loc="left", fontweight="bold")
+        plain(axes)
+    figure.axes[0].set_ylabel("share of the iteration that is bubbles, by stage")
+    figure.savefig(path)
+
+
+def draw_schedules(scales: Sequence[ScaleStudy], path: Path) -> None:
+    """Bubbles of each schedule over the size of the job (figure 4)."""
+    figure = sheet(path, 12, 5)
+    axes = figure.subplots()
+    width = 0.8 / len(Schedule)
+    for number, schedule in enumerate(Schedule):
+        places = [at - 0.4 + width * (number + 0.5) for at in range(len(scales))]
+        shares = [one.shares[schedule] for one in scales]
+        axes.bar(places, shares, width * 0.9, color=SCHEDULES[schedule], label=schedule.value)
+    labels = [f"{one.job.ranks} ranks\nd{one.job.dp}m{one.job.tp}p{one.job.pp}" for one in scales]
+    axes.set_xticks(range(len(scales)), labels)
+    axes.set_ylabel("share of the iteration that is bubbles")
+    axes.legend(frameon=False, ncols=len(Schedule), loc="lower right", bbox_to_anchor=(1, 1))
+    plain(axes)
+    figure.savefig(path)
+
+
+def draw_overheads(shapes: Sequence[ShapeStudy], path: Path) -> None:
+    """Time of an iteration without checkpoints, with one sent in bubbles, with one sent at once; and the overhead of
+    the first two (figure 7)."""
+    figure = sheet(path, 13, 5)
+    batches = sorted({one.job.batch for one in shapes}, reverse=True)
+    for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+        chosen = [one for one in shapes if one.job.batch == batch]
+        bars = (
+            ("no checkpoints", "#7a8794", [0.0 for _ in chosen]),
+            ("BAFT, in bubbles", "#2c8a4b", [one.in_bubbles for one in chosen]),
+            ("at once", "#d98e04", [one.at_once for one in chosen]),
+        )
+        for number, (label, colour, more) in enumerate(bars):
+            places = [at - 0.27 + 0.27 * number for at in range(len(chosen))]
+            heights = [one.iteration_seconds * (1 + share) for one, share in zip(chosen, more, strict=True)]
+            axes.bar(places, heights, 0.25, color=colour, label=label)
+        axes.set_xticks(range(len(chosen)), [f"{one.job.name}\nevery {one.iterations}" for one in chosen])
+        axes.set_ylabel("seconds of an iteration, on average")
+        axes.set_title(f"batch {batch}, microbatch {chosen[0].job.micro_batch}", loc="left", fontweight="bold")
+        plain(axes)
+        overhead = axes.twinx()
+        overhead.plot([one.in_bubbles * 100 for one in chosen], "o-", color="#c8322b", label="BAFT's overhead")
+        overhead.set_ylim(0, 4)
+        wait = f"{chosen[0].snapshot_seconds * 1e3:.0f} ms"
+        overhead.set_ylabel(f"overhead of BAFT, %, if training waits {wait} for a snapshot", color="#c8322b")
+        overhead.spines[["top"]].set_visible(False)
+    figure.axes[0].legend(frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -> None:
+    """Of each shape its name, overhead in bubbles, the upper end of its interval, overhead of sending at once."""
+    figure = sheet(path, 11, 4.5)
+    left, right = figure.subplots(1, 2)
+    names = [name for name, *_ in rows]
+    means = [100 * mean for _, mean, _, _ in rows]
+    errors = [max(0.0, 100 * upper - mean) for (_, _, upper, _), mean in zip(rows, means, strict=True)]
+    left.bar(names, means, color="#2c8a4b", yerr=[[0.0] * len(errors), errors], capsize=4)
+    left.axhline(1.0, color="#c8322b", linewidth=1, linestyle="--")
+    left.set_title("copies in bubbles", loc="left", fontweight="bold")
+    right.bar(names, [100 * share for *_, share in rows], color="#d98e04")
+    right.set_title("copies at once, in the iteration that sends", loc="left", fontweight="bold")
+    for axes in (left, right):
+        axes.set_ylabel("% of an iteration without protection")
+        plain(axes)
+    figure.savefig(path)
+
+
+def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, path: Path) -> None:
+    """All panels of one learner. Raises ConfigError for another format, OSError where it cannot be written."""
+    figure = sheet(path, 14, 8)
+    panels = figure.subplots(2, 3)
+    clean = scores.get(("", CLEAN), ())
+    fails, drifts, degrees, intervals, *bursts = panels.flat
+    for noise, colour in NOISES.items():
+        _line(fails, scores.get((noise, NOISED), ()), colour, f"noised, {noise}")
+        _line(drifts, [point for point in divergences.get((noise, NOISED), ()) if point[1] > 0], colour, noise)
+        _line(degrees, scores.get((noise, NOISED), ()), colour, f"noised, {noise}", "--")
+        _line(degrees, scores.get((noise, "dyn"), ()), colour, f"PAFT, {noise}")
+    _line(fails, clean, METHODS[CLEAN], CLEAN)
+    _line(degrees, clean, METHODS[CLEAN], CLEAN)
+    drifts.set_yscale("log")
+    panel = zip([DEGREE, *BURSTS], [intervals, *bursts], strict=True)
+    for noise, axes in panel:
+        for method, colour in METHODS.items():
+            _line(axes, clean if method == CLEAN else scores.get((noise, method), ()), colour, method)
+    for axes, title in zip(
+        panels.flat,
+        (f"{name}: noise not averaged away", "how far replicas drift apart", "degrees of noise",
+         f"how often, variance {DEGREE}", *(BURST + noise.removeprefix("burst_") for noise in BURSTS)),
+        strict=True,
+    ):  # fmt: skip
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("||mean - theta||" if axes is drifts else score)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e7ea", linewidth=0.8)
+        if axes.has_data():
+            axes.legend(frameon=False, fontsize=7)
+    figure.savefig(path)
+
+
+def draw_costs(costs: Mapping[str, SyncCost], path: Path) -> None:
+    """Of each way its share of an iteration, with the interval."""
+    figure = sheet(path, 8, 4.5)
+    axes = figure.subplots()
+    names = list(costs)
+    shares = [100 * one.share for one in costs.values()]
+    below = [max(0.0, 100 * (one.share - one.low)) for one in costs.values()]
+    above = [max(0.0, 100 * (one.high - one.share)) for one in costs.values()]
+    axes.bar(names, shares, color="#0b6fb8", yerr=[below, above], capsize=4)
+    for at, share in enumerate(shares):
+        axes.annotate(f"{share:.2f}%", (at, share), xytext=(12, 4), textcoords="offset points", fontsize=9)
+    axes.set_ylabel("% of a plain iteration")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _line(axes: Axes, curve: Curve, colour: str, label: str, style: str = "-") -> None:
+    points = [point for point in curve if math.isfinite(point[1])]
+    if points:
+        axes.plot([at for at, _ in points], [value for _, value in points], style, color=colour, label=label)

@@ -1,0 +1,237 @@
+"""A replica of a learner that is trained under a session, as a user's loop of torch alone is, and corrupted on the way.
+
+    iteration t    iteration_begin, gradients, their mean over all ranks, before_update, update, after_update, _end
+
+Invariant: a run with nothing configured calls nothing of the package: the clean run is torch's own. What is judged is
+version T as the update after it finds it: iteration T + 1 is begun, and ends at its fence (before_update), where an
+averaging in flight has been applied and a verdict carried out.
+
+In: `TrainingRun`. Out: `TrainedRank`, by rank; events in the run directory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.config import Config, LaunchContext
+from ft_plugins.errors import FtError
+from ft_plugins.events import Event, read
+from ft_plugins.model.inventory import Role
+from ft_plugins.session import Session, attach
+from ft_plugins.testing.gang import gang
+from workloads.learners import learner
+
+MOMENTUM, BETAS = 0.9, (0.9, 0.99)  # the paper's
+_STATE = {"adam": ("exp_avg", "exp_avg_sq", "step"), "momentum": ("momentum_buffer",), "sgd": ()}
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What is trained, for how long, and with which configuration: `paft` is its block of JSON, None for nothing."""
+
+    learner: str
+    seed: int
+    iterations: int
+    paft: Mapping[str, Any] | None = None
+    faults: str = ""
+    judgings: int = 10  # of the score on the way, the last one included
+    optimizer: str = ""  # in place of the learner's own
+    peak_rate: float = 0.0  # in place of the learner's own
+
+
+@dataclass(frozen=True)
+class TrainedRank:
+    """What one rank has found. `divergences`: ||mean - theta||, root mean square over ranks, right before each update;
+    only where asked for."""
+
+    scores: tuple[tuple[int, float], ...]
+    divergences: tuple[tuple[int, float], ...]
+    digest: str  # of parameters and optimizer state
+    rates: tuple[float, ...]
+    dimension: int
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """Of a run: what its ranks have found, and its events."""
+
+    run: TrainingRun
+    ranks: tuple[TrainedRank, ...]
+    events: tuple[Event, ...] = field(repr=False)
+
+    @property
+    def scores(self) -> list[tuple[int, float]]:
+        """The mean over replicas, by iteration. A replica that has no number left is judged as NaN."""
+        return [
+            (points[0][0], math.fsum(score for _, score in points) / len(points))
+            for points in zip(*(one.scores for one in self.ranks), strict=True)
+        ]
+
+    @property
+    def score(self) -> float:
+        """Of the last version."""
+        return self.scores[-1][1]
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """By rank."""
+        return tuple(one.digest for one in self.ranks)
+
+    def named(self, name: str) -> list[Event]:
+        """The events of that name."""
+        return [event for event in self.events if event.name == name]
+
+
+class Replica:
+    """One rank's."""
+
+    def __init__(self, rank: int, world: int, run: TrainingRun, run_dir: Path) -> None:
+        self._learner = learner(run.learner, run.seed)
+        self._rank, self._world, self._run = rank, world, run
+        self._model = self._learner.model
+        self.parameters = dict(self._model.named_parameters())
+        kind = run.optimizer or self._learner.optimizer
+        self._peak = run.peak_rate or self._learner.peak_rate
+        self._optimizer = _optimizer(kind, list(self.parameters.values()))
+        self._tensors, roles, layers = _state(self.parameters, self._optimizer, kind)
+        self._session: Session | None = None
+        if run.paft is not None:
+            host = PlainHost(
+                self._tensors, rank=rank, world_size=world, replicated=True, roles=roles, layers=layers,
+                learning_rate=self._rate, gradients=self._gradients, recompute=self.gradients,
+            )  # fmt: skip
+            config = Config.from_json({"paft": dict(run.paft), **({"faults": run.faults} if run.faults else {})})
+            context = LaunchContext(None, run_dir, 0, None, rank, rank, world, world, 0, 0)
+            self._session = attach(host, config, context)
+            self._session.resume()
+
+    def _rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
+
+    def gradients(self, iteration: int) -> None:
+        """Those of an iteration, the mean over all ranks."""
+        self._optimizer.zero_grad()
+        self._learner.loss(self._model, iteration, self._rank, self._world).backward()
+        own = list(self._gradients().values())
+        flat = torch.cat([gradient.flatten() for gradient in own])
+        dist.all_reduce(flat)
+        for gradient, part in zip(own, (flat / self._world).split([each.numel() for each in own]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def up_to_fence(self, iteration: int) -> None:
+        """An iteration until right before its update."""
+        rate = self._peak / self._learner.peak_rate * self._learner.rate(iteration, self._run.iterations)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        if self._session is not None:
+            self._session.iteration_begin(iteration)
+        self.gradients(iteration)
+        if self._session is not None:
+            self._session.before_update(iteration)
+
+    def update(self, iteration: int) -> float:
+        """The rest of it; the learning rate that it was made with."""
+        self._optimizer.step()
+        if self._session is not None:
+            self._session.after_update(iteration)
+            self._session.iteration_end(iteration)
+        return self._rate()
+
+    def end(self) -> None:
+        """In order."""
+        if self._session is not None:
+            self._session.shutdown()
+
+    def score(self) -> float:
+        """As the learner has it."""
+        return self._learner.score(self._model)
+
+    def divergence(self) -> float:
+        """How far this replica and the others are from their mean."""
+        own = torch.cat([one.detach().flatten() for one in self.parameters.values()]).double()
+        mean = own.clone()
+        dist.all_reduce(mean)
+        squares = (mean / self._world - own).square().sum()
+        dist.all_reduce(squares)
+        return math.sqrt(squares.item() / self._world)
+
+    def digest(self) -> str:
+        """Of all that the replicas have in common."""
+        found = xxhash.xxh3_64()
+        for name in sorted(self._tensors):
+            found.update(self._tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+
+def _optimizer(kind: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    match kind:
+        case "adam":
+            return torch.optim.Adam(parameters, lr=0.0, betas=BETAS)
+        case "momentum":
+            return torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=0.0)
+    raise FtError(f"optimizer '{kind}': expected one of {', '.join(_STATE)}")
+
+
+def _state(
+    parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, kind: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Role], dict[str, int]]:
+    """All tensors, made before the first update as that would make them; roles and layers. A layer is a module."""
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
+    tensors: dict[str, torch.Tensor] = {}
+    roles, layers = {}, {}
+    for name, parameter in parameters.items():
+        layer = modules.index(name.rpartition(".")[0])
+        tensors[name], layers[name] = parameter, layer
+        for key in _STATE[kind]:
+            moment = torch.zeros(()) if key == "step" else torch.zeros_like(parameter)
+            optimizer.state[parameter][key] = moment
+            own = f"{name}.{key}"
+            tensors[own], roles[own], layers[own] = moment, Role.MOMENT, layer
+    return tensors, roles, layers
+
+
+def judged_at(iterations: int, judgings: int) -> list[int]:
+    """After which iterations the score is taken: evenly, the last one included."""
+    return sorted({round(iterations * number / judgings) for number in range(1, judgings + 1)} - {0})
+
+
+def _train(rank: int, world: int, run: TrainingRun, run_dir: str, every: bool) -> TrainedRank:
+    replica = Replica(rank, world, run, Path(run_dir))
+    points = judged_at(run.iterations, run.judgings)
+    scores, divergences, rates = [], [], []
+    for iteration in range(1, run.iterations + 2):
+        if every and iteration > 1:  # of the version before, as the update has left it
+            divergences.append((iteration - 1, replica.divergence()))
+        replica.up_to_fence(iteration)
+        if iteration - 1 in points:
+            scores.append((iteration - 1, replica.score()))
+            if not every:
+                divergences.append((iteration - 1, replica.divergence()))
+        if iteration <= run.iterations:
+            rates.append(replica.update(iteration))
+    dimension = sum(one.numel() for one in replica.parameters.values())
+    digest = replica.digest()
+    replica.end()
+    return TrainedRank(tuple(scores), tuple(divergences), digest, tuple(rates), dimension)
+
+
+def train(run: TrainingRun, world: int, run_dir: Path, every: bool = False, seconds: float = 300.0) -> TrainingOutcome:
+    """The run, on ranks of its own. `every`: divergence after each update, before anything is averaged; else where the
+    score is taken. Raises what `gang` raises."""
+    run_dir.mkdir(parents=True)
+    found: Sequence[TrainedRank] = gang(_train, world, run, str(run_dir), every, seconds=seconds)
+    return TrainingOutcome(run, tuple(found), tuple(read(run_dir / "events.jsonl")))

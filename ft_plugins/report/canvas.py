@@ -1,0 +1,42 @@
+"""What all pictures share: an empty figure that can be saved without a display, colours of spans, a plain style.
+
+In: a path whose suffix is the format. Out: a figure.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ..errors import ConfigError
+from ..model.timeline import Kind
+
+FORMATS = (".png", ".svg", ".pdf")
+SPANS = {
+    Kind.FORWARD: "#0b6fb8",
+    Kind.BACKWARD: "#2c8a4b",
+    Kind.SEND: "#f0c75e",
+    Kind.RECV: "#f3e3b3",
+    Kind.REDUCE: "#8a5ab3",
+    Kind.UPDATE: "#7a8794",
+}
+MOST_RANKS = 64  # that a picture has rows for
+
+
+def sheet(path: Path, width: float, height: float, dpi: int = 130) -> Figure:
+    """For a picture at `path`, sizes in inches. Raises ConfigError for a name that ends on none of FORMATS."""
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"{path}: expected a name that ends on one of {', '.join(FORMATS)}")
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plain(axes: Axes) -> None:
+    """Lines of the value axis alone, behind what is drawn."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e7ea", linewidth=0.8)
+    axes.set_axisbelow(True)

@@ -1,0 +1,308 @@
+"""Compare two runs of one job, one of them killed on the way.
+
+Invariant: every figure is computed from what the runs themselves wrote (events, losses, digests of the final state);
+a figure whose events are missing is None, never a guess. Numbers of one run are taken from that run alone.
+
+In: two `RunRecord`s. Out: `RunComparison` and its JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..errors import FtError
+from ..events import Event
+from .bubble_use import Sending, bubble_use
+
+NOTICED = ("worker.failed", "node.lost", "workers.restart")  # whichever comes first: a launcher knows of a failure
+FROM_THE_BEGINNING = ("start.fresh", "restore.scratch")  # without a version, and by the second something was lost
+MEMORY_TIERS = ("process", "node")  # as recovery names them; the third is storage
+KILL = "kill"  # emitted by the sender of the signal, right before it; of a rank, or of the node in its field `lost`
+
+
+class EvidenceError(FtError):
+    """What the runs wrote contradicts itself or is not there: no report can be made of it."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One line of a loss log. `time` is seconds since the epoch, after the iteration."""
+
+    iteration: int
+    loss: float
+    time: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run wrote. `began` is when its command was started, seconds since the epoch. `digests` names each part
+    of the final state of each rank (`rank 3 / item`) and its digest."""
+
+    began: float
+    ended: float
+    events: Sequence[Event]
+    losses: Sequence[Loss]
+    digests: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class RestoredVersion:
+    """Where state was restored from."""
+
+    tier: str
+    lineage: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Downtime:
+    """Where the downtime went: until the launcher saw the failure, from there until every new rank had attached, and
+    the slowest rank's time to load. `down` is the whole: from the kill to the first iteration completed after it."""
+
+    detect: float | None
+    restart: float | None
+    load: float | None
+    down: float | None
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """The outcome. Bytes are of all ranks together; stalls are medians over the iterations of a run."""
+
+    identical: bool
+    differing: tuple[str, ...]  # parts of the final state whose digests differ, or that only one run has
+    losses_identical: bool
+    iterations: int
+    iterations_lost: int | None
+    restores: int
+    scratch_restarts: int  # starts from the beginning after the kill
+    restored_from: RestoredVersion | None
+    killed: Mapping[str, Any]
+    seconds: Downtime
+    snapshot_stall_seconds: float | None
+    snapshot_stall_seconds_unfailed: float | None
+    snapshot_seconds: float | None  # from the version point to the seal, hidden behind compute
+    snapshots: int
+    host_memory_bytes: int | None  # the kernel's figure for the segments
+    captured_bytes: int | None  # of one version
+    final_loss: float
+    final_loss_unfailed: float
+    wall_seconds: float
+    wall_seconds_unfailed: float
+    bubbles: Sending | None = None  # where copies went out in bubbles
+    bubbles_unfailed: Sending | None = None
+    unproven: tuple[str, ...] = field(default=())  # what keeps this from being a proof, in sentences
+
+    @property
+    def struck(self) -> str:
+        """Whom the signal was sent to: 'rank 3', 'node1'."""
+        return str(self.killed["lost"]) if "lost" in self.killed else f"rank {self.killed['rank']}"
+
+    @property
+    def proven(self) -> bool:
+        """Whether the failure left no trace: identical state and losses after exactly one restore from memory."""
+        return not self.unproven
+
+    def json(self) -> str:
+        """`report.json`."""
+        return json.dumps({**asdict(self), "proven": self.proven}, indent=2)
+
+
+def read_losses(path: Path) -> tuple[Loss, ...]:
+    """The lines of a loss log, in the order in which they were written; a last line cut short is left out."""
+    if not path.exists():
+        return ()
+    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    entries = [json.loads(line) for line in lines]
+    return tuple(Loss(entry["iteration"], entry["loss"], entry["time"]) for entry in entries)
+
+
+def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
+    """Compare the run that was killed with the one that was not. Raises EvidenceError."""
+    for name, run in (("failed", failed), ("unfailed", unfailed)):
+        if not run.losses or not run.digests:
+            raise EvidenceError(
+                f"the {name} run left {len(run.losses)} losses and {len(run.digests)} digests of its final state; "
+                "expected some of both: see its log"
+            )
+    kills = [event for event in failed.events if event.name == KILL]
+    after = [event for event in failed.events if kills and event.time >= kills[0].time]
+    restores = restore_count(failed.events)
+    differing = differences(failed.digests, unfailed.digests)
+    losses_identical = same_losses(failed.losses, unfailed.losses)
+    scratch = _by_rank(event for event in after if event.name in FROM_THE_BEGINNING)
+    scratch_restarts = max(scratch.values(), default=0)
+    source = restored_from(failed.events)
+    return RunComparison(
+        identical=not differing,
+        differing=differing,
+        losses_identical=losses_identical,
+        iterations=failed.losses[-1].iteration,
+        iterations_lost=_lost(failed.events, kills, source),
+        restores=restores,
+        scratch_restarts=scratch_restarts,
+        restored_from=source,
+        killed={} if not kills else {"rank": kills[0].rank, "time": kills[0].time, **kills[0].fields},
+        seconds=downtime(failed, kills[0].time if kills else None),
+        snapshot_stall_seconds=stall(failed.events),
+        snapshot_stall_seconds_unfailed=stall(unfailed.events),
+        snapshot_seconds=_median(_numbers(failed.events, "capture.commit", "seconds")),
+        snapshots=len(committed(failed.events)),
+        host_memory_bytes=_total(failed.events, "rank.attach", "resident_bytes"),
+        captured_bytes=_total(failed.events, "rank.attach", "share_bytes"),
+        final_loss=failed.losses[-1].loss,
+        final_loss_unfailed=unfailed.losses[-1].loss,
+        wall_seconds=failed.ended - failed.began,
+        wall_seconds_unfailed=unfailed.ended - unfailed.began,
+        bubbles=_sending(failed),
+        bubbles_unfailed=_sending(unfailed),
+        unproven=tuple(_unproven(len(kills), differing, losses_identical, restores, scratch_restarts, source)),
+    )
+
+
+def _unproven(
+    kills: int,
+    differing: Sequence[str],
+    losses_identical: bool,
+    restores: int,
+    scratch: int,
+    source: RestoredVersion | None,
+) -> Iterable[str]:
+    if kills != 1:
+        yield f"{kills} processes were killed, expected 1"
+    if differing:
+        yield f"{len(differing)} parts of the final state differ, the first is {differing[0]}"
+    if not losses_identical:
+        yield "the losses of the two runs differ"
+    if scratch:
+        yield f"the job started {scratch} time(s) from the beginning after the kill"
+    if restores != 1 or source is None:
+        yield f"state was restored {restores} time(s), expected 1"
+    elif source.tier not in MEMORY_TIERS:
+        yield f"state was restored from the {source.tier} tier, expected one of {', '.join(MEMORY_TIERS)}: from memory"
+
+
+def differences(left: Mapping[str, str], right: Mapping[str, str]) -> tuple[str, ...]:
+    """The parts whose digests differ, or that only one side has, by name."""
+    return tuple(sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name)))
+
+
+def same_losses(left: Iterable[Loss], right: Iterable[Loss]) -> bool:
+    """Whether every iteration that both runs logged has one loss, bit for bit, also where it was logged twice, and
+    both logged the last one. (A process killed between version point and logging leaves an iteration unlogged.)"""
+    seen: list[dict[int, set[str]]] = []
+    for losses in (left, right):
+        by_iteration: dict[int, set[str]] = {}
+        for entry in losses:
+            by_iteration.setdefault(entry.iteration, set()).add(float(entry.loss).hex())
+        seen.append(by_iteration)
+    first, second = seen
+    both = first.keys() & second.keys()
+    return max(first) == max(second) and all(len(first[k] | second[k]) == 1 for k in both)
+
+
+def _lost(events: Sequence[Event], kills: Sequence[Event], source: RestoredVersion | None) -> int | None:
+    """As recovery counted, or more where more had been logged when the signal was sent."""
+    counted = _largest(events, "restore.done", "lost", int)
+    logged = kills[0].fields["iteration"] - source.iteration if kills and source is not None else 0
+    return None if counted is None else max(counted, logged)
+
+
+def restore_count(events: Iterable[Event]) -> int:
+    """How many times the job was restored. Raises EvidenceError if some ranks were restored more often than others."""
+    events = list(events)
+    counts = dict.fromkeys(_ranks(events), 0) | _by_rank(e for e in events if e.name == "restore.done")
+    if len(set(counts.values())) > 1:
+        raise EvidenceError(f"ranks were restored unequally often ({counts}): expected each as often as any other")
+    return max(counts.values(), default=0)
+
+
+def restored_from(events: Iterable[Event]) -> RestoredVersion | None:
+    """The version of the last restore. Raises EvidenceError if ranks do not agree on it."""
+    last = {event.rank: event for event in events if event.name == "restore.done"}
+    found = {RestoredVersion(e.fields["tier"], e.fields["lineage"], e.fields["iteration"]) for e in last.values()}
+    if len(found) > 1:
+        raise EvidenceError(f"ranks restored different versions ({found}): expected one")
+    return next(iter(found), None)
+
+
+def downtime(run: RunRecord, killed: float | None) -> Downtime:
+    """Where the time after a kill at `killed` went."""
+    if killed is None:
+        return Downtime(None, None, None, None)
+    after = [event for event in run.events if event.time >= killed]
+    seen = min((event.time for event in after if event.name in NOTICED), default=None)
+    attached = max((event.time for event in after if event.name == "rank.attach"), default=None)
+    going_on = min(
+        (entry.time for entry in run.losses if attached is not None and entry.time >= attached), default=None
+    )
+    return Downtime(
+        detect=None if seen is None else seen - killed,
+        restart=None if seen is None or attached is None else attached - seen,
+        load=_largest(after, "restore.done", "seconds", float),
+        down=None if going_on is None else going_on - killed,
+    )
+
+
+def stall(events: Iterable[Event]) -> float | None:
+    """Downtime per iteration for which training waited for its snapshot: per fence the slowest rank, then the median.
+    None if no fence was passed. A restart begins new fences."""
+    waits: dict[tuple[int, int], float] = {}
+    starts: Counter[int | None] = Counter()
+    for event in events:
+        if event.name == "rank.attach":
+            starts[event.rank] += 1
+        elif event.name == "fence.wait":
+            fence = (starts[event.rank], event.fields["iteration"])
+            waits[fence] = max(waits.get(fence, 0.0), event.fields["seconds"])
+    return _median(list(waits.values()))
+
+
+def committed(events: Iterable[Event]) -> list[tuple[float, int]]:
+    """(time, iteration) of every version that all ranks committed; its time is that of the last one."""
+    events = list(events)
+    ranks = _ranks(events)
+    versions: dict[tuple[int, int], dict[int, float]] = {}
+    for event in events:
+        if event.name == "capture.commit" and event.rank is not None:
+            version = (event.fields["lineage"], event.fields["iteration"])
+            versions.setdefault(version, {})[event.rank] = event.time
+    return sorted((max(by.values()), k) for (_, k), by in versions.items() if by.keys() >= ranks)
+
+
+def _sending(run: RunRecord) -> Sending | None:
+    use = bubble_use(run.events)
+    return None if use is None else use.sending
+
+
+def _ranks(events: Iterable[Event]) -> set[int]:
+    return {event.rank for event in events if event.name == "rank.attach" and event.rank is not None}
+
+
+def _by_rank(events: Iterable[Event]) -> dict[int, int]:
+    return dict(Counter(event.rank for event in events if event.rank is not None))
+
+
+def _numbers(events: Iterable[Event], name: str, key: str) -> list[float]:
+    return [event.fields[key] for event in events if event.name == name]
+
+
+def _largest(events: Iterable[Event], name: str, key: str, kind: type) -> Any:
+    numbers = _numbers(events, name, key)
+    return kind(max(numbers)) if numbers else None
+
+
+def _median(numbers: Sequence[float]) -> float | None:
+    return float(median(numbers)) if numbers else None
+
+
+def _total(events: Iterable[Event], name: str, key: str) -> int | None:
+    """The sum over ranks of what each reported last."""
+    last = {event.rank: int(event.fields[key]) for event in events if event.name == name}
+    return sum(last.values()) if last else None

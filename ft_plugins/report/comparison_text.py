@@ -1,0 +1,90 @@
+"""A comparison of two runs for people: a table (rich) and a verdict in words.
+
+In: a `RunComparison`. Out: text; '-' where a figure is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rich.table import Table
+
+from .bubble_use import Sending
+from .comparison import RunComparison
+
+
+def table(report: RunComparison) -> Table:
+    """The report for a terminal."""
+    what = "one node" if "lost" in report.killed else "one process"
+    grid = Table(title=f"One job, run twice: without a failure, and with {what} killed")
+    grid.add_column("")
+    grid.add_column("unfailed", justify="right")
+    grid.add_column("killed once", justify="right", style="bold")
+    seconds, source = report.seconds, report.restored_from
+    place = "-" if source is None else f"iteration {source.iteration} (lineage {source.lineage}, {source.tier} tier)"
+    for row in (
+        ("iterations", str(report.iterations), str(report.iterations)),
+        ("loss at the end", f"{report.final_loss_unfailed:.6f}", f"{report.final_loss:.6f}"),
+        ("wall time", _s(report.wall_seconds_unfailed), _s(report.wall_seconds)),
+        ("snapshot stall per iteration", _s(report.snapshot_stall_seconds_unfailed), _s(report.snapshot_stall_seconds)),
+        ("snapshot committed after", "", _s(report.snapshot_seconds)),
+        ("snapshots of all ranks", "", str(report.snapshots)),
+        ("host memory for snapshots", "", _memory(report)),
+        ("restored from", "", place),
+        ("iterations lost", "", "-" if report.iterations_lost is None else str(report.iterations_lost)),
+        ("to detect the failure", "", _s(seconds.detect)),
+        ("to restart the ranks", "", _s(seconds.restart)),
+        ("to load the state", "", _s(seconds.load)),
+        ("kill to next iteration done", "", _s(seconds.down)),
+        *_bubble_rows(report),
+        ("final state", "", "identical" if report.identical else f"{len(report.differing)} PARTS DIFFER"),
+    ):
+        grid.add_row(*row)
+    return grid
+
+
+def verdict(report: RunComparison) -> str:
+    """The outcome in a sentence or two."""
+    if report.proven:
+        return (
+            f"Both runs ended in identical parameters, optimizer state and losses, bit for bit: after a SIGKILL of "
+            f"{report.struck} and one restore from memory."
+        )
+    if report.identical:
+        return (
+            "Both runs ended in identical parameters, but survival is not proven: " + "; ".join(report.unproven) + "."
+        )
+    return "The two runs did NOT end in identical state: " + "; ".join(report.unproven) + "."
+
+
+def _bubble_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
+    both = (report.bubbles_unfailed, report.bubbles)
+    if not any(both):
+        return
+
+    def row(name: str, shown: Callable[[Sending], str]) -> tuple[str, str, str]:
+        left, right = ("-" if one is None else shown(one) for one in both)
+        return name, left, right
+
+    yield row("bubbles, of an iteration", lambda one: f"{one.idle_share:.0%}")
+    yield row("a checkpoint on another node every", lambda one: "-" if one.every is None else f"{one.every:.1f} iter.")
+    yield row(
+        "of its bytes, sent in their bubble",
+        lambda one: "-" if one.in_bubble_share is None else f"{one.in_bubble_share:.0%}",
+    )
+
+
+def _s(value: float | None) -> str:
+    """Downtime for people: three significant places, in the unit that needs no zeros."""
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.2f} ms"
+
+
+def _memory(report: RunComparison) -> str:
+    if report.host_memory_bytes is None:
+        return "-"
+    shown = f"{report.host_memory_bytes / 2**20:.1f} MiB"
+    if report.captured_bytes:
+        shown += f" ({report.host_memory_bytes / report.captured_bytes:.2f} x the state)"
+    return shown

@@ -1,0 +1,327 @@
+"""Starts real jobs in half a second: a parent with the framework imported forks an elastic agent, which forks ranks.
+
+Invariant: everything but the imports is as with ft-run: the launcher's own `launch`, agent and watcher, real restarts,
+real processes and signals. Jobs end with the server, ranks with their agent (PR_SET_PDEATHSIG), whatever ends first.
+
+In: a `JobSpec`. Out: a `RunningJob` with the agent's pid, its log and, when it has ended, its `outcome`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import importlib
+import importlib.util
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from ..config import Config, run_directory
+from ..events import Event, read
+from ..smp import protocol
+
+_FORK_SECONDS = 60.0  # for the ranks of one incarnation to be forked
+_LOOK_SECONDS = 0.002
+_CLONE_NEWNET = 0x40000000
+_WHERE = signal.SIGUSR1  # makes an agent or a rank write the stack of its main thread to the job's log
+_WHERE_SECONDS = 0.3
+_STACK_LINES = 12  # of a stack: the innermost calls
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job as it would be given to ft-run. `entry` is 'module:function' or 'file.py:function', called with `argv`."""
+
+    entry: str
+    argv: tuple[str, ...]
+    name: str
+    folder: str  # for logs and outcome; the run directory lies under it
+    nproc: int = 1
+    flags: tuple[str, ...] = ()  # --ftp-*, --reft*
+    node: str = "node0"
+    runtime: str = ""  # where run directories are, `folder` unless given: paths of sockets must be short
+    nnodes: int = 1
+    min_nodes: int = 0  # with which the job can go on; 0: all of them
+    endpoint: str = "localhost:0"
+    max_restarts: int | None = None  # None: as long as there is progress
+    environment: dict[str, str] = field(default_factory=dict)
+    address: str = "localhost"  # of this node
+    rendezvous: str = "ft_plugins"  # back-end, as of ft-run with a system on
+    rendezvous_conf: dict[str, Any] = field(default_factory=dict)  # as of --rdzv-conf
+    namespace: str = ""  # network namespace that it runs in; '' for the one of the server
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory of this node."""
+        return run_directory(self.name, self.node, {**os.environ, "XDG_RUNTIME_DIR": self.runtime or self.folder})
+
+
+class RunningJob:
+    """A job that was started: its agent is `pid`, the process that ft-run would be."""
+
+    def __init__(self, spec: JobSpec, pid: int) -> None:
+        self.spec = spec
+        self.pid = pid
+        self.log = _log(spec)
+        self._pidfd = os.pidfd_open(pid)
+
+    def wait(self, seconds: float) -> dict[str, Any]:
+        """The outcome (status, reason, restarts, traceback), {'status': 'killed'} if it was. Raises TimeoutError, which
+        leaves it running."""
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        if not poller.poll(seconds * 1000):
+            raise TimeoutError(f"{self.spec.name} had not ended after {seconds:.0f} s:\n{self.where()}")
+        outcome = _outcome(self.spec)
+        return json.loads(outcome.read_text()) if outcome.exists() else {"status": "killed"}
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the agent; nothing if it has ended."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return
+
+    def where(self) -> str:
+        """The end of the job's output, and where its agent and its ranks are."""
+        said = [self.tail()]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent = psutil.Process(self.pid)
+            for process in (agent, *agent.children(recursive=True)):
+                if _has_stack_handler(process.pid):
+                    before = len(self.log.read_bytes())
+                    process.send_signal(_WHERE)
+                    time.sleep(_WHERE_SECONDS)  # only the time to write: it goes on
+                    stack = self.log.read_bytes()[before:].decode(errors="replace").splitlines()
+                    said.append("\n".join([f"process {process.pid}:", *stack[:_STACK_LINES]]))
+        return "\n".join(said)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the agent has."""
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def events(self, name: str = "") -> list[Event]:
+        """What was reported until now, of one name or all."""
+        return [event for event in read(self.spec.run_dir / "events.jsonl") if not name or event.name == name]
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of the job's output."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+class ForkServer:
+    """The parent of jobs, a process of its own. Use as a context manager."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        """`preload`: modules or files to import before anything is forked, in order; 'module:function' is called."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "ft_plugins.testing.forkserver", str(theirs.fileno()), *preload]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._connection = ours
+        self._connection.settimeout(300)
+        self._jobs: list[RunningJob] = []
+        self._ask({"do": "ready"})
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+        self._process.wait(30)
+
+    def start(self, spec: JobSpec) -> RunningJob:
+        """Fork a job; its first ranks are being started when this returns."""
+        Path(spec.folder).mkdir(parents=True, exist_ok=True)
+        _outcome(spec).unlink(missing_ok=True)
+        self._jobs.append(RunningJob(spec, int(self._ask({"do": "start", "spec": asdict(spec)})["pid"])))
+        return self._jobs[-1]
+
+    def end_jobs(self, seconds: float) -> None:
+        """Kill the agents of all jobs that have not ended, so that none of them starts anything any more."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.kill()
+        for job in jobs:
+            job.wait(seconds)
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        protocol.send(self._connection, message)
+        reply = protocol.receive(self._connection)
+        if reply is None:
+            raise RuntimeError("the fork server has ended; its traceback stands above")
+        return reply
+
+
+def _log(spec: JobSpec) -> Path:
+    return Path(spec.folder) / f"{spec.node}.log"
+
+
+def _outcome(spec: JobSpec) -> Path:
+    return Path(spec.folder) / f"{spec.node}.outcome.json"
+
+
+def load(entry: str) -> Any:
+    """The module or file `entry`, or the function after its colon. A file is imported once, under its stem."""
+    place, _, function = entry.partition(":")
+    if place.endswith(".py"):
+        name = Path(place).stem
+        if name not in sys.modules:
+            sys.path.insert(0, str(Path(place).resolve().parent))  # as when it is run as a script
+            found = importlib.util.spec_from_file_location(name, place)
+            if found is None or found.loader is None:
+                raise ImportError(f"{place} cannot be imported")
+            sys.modules[name] = importlib.util.module_from_spec(found)
+            found.loader.exec_module(sys.modules[name])
+        module = sys.modules[name]
+    else:
+        module = importlib.import_module(place)
+    return getattr(module, function) if function else module
+
+
+def _together(entry: Callable[..., Any], nproc: int) -> Callable[..., Any]:
+    """`entry` in ranks that begin once the last one of an incarnation has been forked.
+
+    A rank that connects to the agent's store has a thread of the agent look up a name; a rank forked in that moment
+    inherits the resolver's lock of the C library, which is never released there, and hangs in its own first lookup.
+    """
+    begun = memoryview(mmap.mmap(-1, 4 * nproc)).cast("i")  # by local rank: the incarnation that has begun, from 1
+
+    @functools.wraps(entry)
+    def run(*args: Any) -> Any:
+        incarnation = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+        begun[int(os.environ["LOCAL_RANK"])] = incarnation
+        deadline = time.monotonic() + _FORK_SECONDS
+        while any(seen < incarnation for seen in begun):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all ranks were forked within {_FORK_SECONDS:.0f} s: {begun.tolist()}")
+            time.sleep(_LOOK_SECONDS)
+        return entry(*args)
+
+    return run
+
+
+def _host_of_store(spec: JobSpec) -> dict[str, str]:
+    """For c10d: whether this node serves the store. It finds that out by names, which do not resolve in a namespace."""
+    if spec.rendezvous != "c10d" or not spec.namespace:
+        return {}
+    return {"is_host": str(int(spec.endpoint.rpartition(":")[0] == spec.address))}
+
+
+def _run(spec: JobSpec) -> dict[str, Any]:
+    """What ft-run does with a command line, for a spec."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from ..launcher.launch import launch
+    from ..launcher.watcher import Job
+
+    config, rest = Config.from_flags(spec.flags)
+    if rest:
+        raise ValueError(f"{spec.name}: {rest} are no flags of ft_plugins")
+    launch_config = LaunchConfig(
+        min_nodes=spec.min_nodes or spec.nnodes,
+        max_nodes=spec.nnodes,
+        nproc_per_node=spec.nproc,
+        run_id=spec.name,
+        rdzv_backend=spec.rendezvous,
+        rdzv_configs=_host_of_store(spec) | spec.rendezvous_conf,
+        rdzv_endpoint=spec.endpoint,
+        max_restarts=spec.max_restarts or 0,
+        monitor_interval=0.05,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(),
+        local_addr=spec.address,
+    )
+    entry = _together(load(spec.entry), spec.nproc)
+    job = Job(config, spec.name, spec.node, spec.run_dir) if config.systems else None
+    outcome = launch(launch_config, entry, (list(spec.argv),), job=job, bounded=spec.max_restarts is not None)
+    return {"status": outcome.status, "reason": outcome.reason, "restarts": outcome.restarts}
+
+
+def _has_stack_handler(pid: int) -> bool:
+    """Whether a process has a handler for `_WHERE`, which would end it otherwise."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (_WHERE - 1) & 1)
+
+
+def enter(namespace: str) -> None:
+    """Join a network namespace, as `ip netns exec` would."""
+    with open(f"/run/netns/{namespace}") as found:
+        if ctypes.CDLL(None, use_errno=True).setns(found.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"the network namespace {namespace} cannot be entered")
+
+
+def _job(spec: JobSpec) -> None:
+    """The forked process that stands where ft-run would."""
+    from ..launcher.worker import bind_to_agent
+
+    bind_to_agent(os.getppid())
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(_log(spec), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for target in (1, 2):
+        os.dup2(log, target)
+    faulthandler.register(_WHERE, all_threads=False)  # its ranks are forked from here and inherit it
+    os.environ.update(spec.environment)
+    if spec.namespace:
+        enter(spec.namespace)
+    try:
+        outcome = _run(spec)
+    except BaseException as error:
+        traceback.print_exc()
+        outcome = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "restarts": 0}
+    building = _outcome(spec).with_suffix(".new")
+    building.write_text(json.dumps(outcome))
+    building.replace(_outcome(spec))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if outcome["status"] == "succeeded" else 1)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve the connection whose descriptor is the first argument until it is closed."""
+    connection = socket.socket(fileno=int(argv[0]))
+    for entry in argv[1:]:
+        found = load(entry)
+        if ":" in entry:
+            found()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # jobs are reaped by the kernel; their end is seen by pidfd
+    while (request := protocol.receive(connection)) is not None:
+        if request["do"] == "ready":
+            protocol.send(connection, {"ok": True})
+            continue
+        fields = request["spec"]
+        spec = JobSpec(**{**fields, "argv": tuple(fields["argv"]), "flags": tuple(fields["flags"])})
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _job(spec)
+        protocol.send(connection, {"ok": True, "pid": pid})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,317 @@
+"""The main job, proven: pretrain a small GPT twice, kill one process of the second run, compare what the runs ended in.
+
+    python -m ft_plugins.testing.quickstart [--framework megatron|deepspeed] [--data FILE] [--iterations N] [--out DIR]
+                                        [--baft]    on two nodes, emulated here: one of them is killed whole
+
+Invariant: the exit status is 0 only if the killed run restored exactly once, from memory, and ended bit for bit where
+the other one ended. Both runs go through `ft-run` as users start it; the kill comes from outside; whatever happens,
+nothing of the runs is left behind but the files in the output folder.
+
+In: a text file, or nothing. Out: table, report.json, report.png, with --baft bubbles.png, and one folder of logs for
+each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import getpid
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from ..config import Config
+from ..errors import ConfigError, FtError
+from ..report.bubble_use import bubble_use
+from ..report.comparison import EvidenceError, RunComparison, RunRecord, compare_runs
+from ..report.comparison_text import table, verdict
+from ..report.run_pictures import draw_bubbles, draw_comparison
+from .display import Display, display_on
+from .driver import Drive, DriveError, DrivePhase
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
+FRAMEWORKS = {"megatron": "megatron_gpt.py", "deepspeed": "deepspeed_gpt.py"}
+RANKS = 8
+USUAL, WITH_BAFT = (2, 2, 2), (1, 4, 2)  # tp, pp, dp; of two stages hardly any time is idle on both sides
+FAILED_STATUS = 1
+REPORT, PICTURE, BUBBLES, SETTINGS = "report.json", "report.png", "bubbles.png", "deepspeed.json"
+BAFT_NODES = 2
+LINK_MBPS = 200.0  # that bubbles are planned with: of a cluster's links the share that a model of this size has
+PROFILED = 4  # iterations from which bubbles are planned
+_KILLED_RANK = 5
+_LOOK_SECONDS = 0.2
+_WRITTEN = ("output.log", "loss.jsonl", "events*.jsonl", "smp.log", "state-*.json")
+_OF_NODES = ("node*/output.log", "node*/events*.jsonl", "node*/smp.log")
+
+
+@dataclass(frozen=True)
+class QuickstartPlan:
+    """What is run. The process of `rank`, or a whole node where that is None, is killed once iteration `kill_at` is
+    logged.
+
+    Megatron's example is protected by flags, DeepSpeed's by the block in `settings`, its configuration.
+    """
+
+    data: Path | None
+    out: Path
+    iterations: int
+    kill_at: int
+    rank: int | None
+    patience: float  # seconds without anything new after which a run is considered hung
+    job: tuple[str, ...]  # flags of the example
+    framework: str = "megatron"
+    settings: dict[str, Any] | None = None
+    nodes: int = 1  # several: with BAFT
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sizes of tensor, pipeline and data parallelism."""
+        return WITH_BAFT if self.nodes > 1 else USUAL
+
+    @property
+    def example(self) -> Path:
+        """The script that is run."""
+        return EXAMPLES / FRAMEWORKS[self.framework]
+
+    def arguments(self, folder: Path) -> list[str]:
+        """The command line for ft-run of a run in `folder`."""
+        flags = ["--reft", "--reft-interval", "1", "--ftp-orphan-seconds", "60"] if self.settings is None else []
+        if self.settings is None and self.nodes > 1:
+            block = Config.from_json({"baft": baft_block()})
+            flags += block.flags()
+        words = ["--nproc-per-node", str(RANKS // self.nodes), *flags, str(self.example), *self.job]
+        words += ["--deepspeed_config", str(self.out / SETTINGS)] if self.settings is not None else []
+        words += ["--iterations", str(self.iterations)]
+        words += ["--loss-log", str(folder / "loss.jsonl"), "--state-digest", str(folder / "state-")]
+        return words if self.data is None else [*words, "--data", str(self.data)]
+
+
+def parse(argv: Sequence[str]) -> QuickstartPlan:
+    """Raises ConfigError, SystemExit."""
+    parser = argparse.ArgumentParser(
+        prog="quickstart", description="Pretrain a small GPT twice, kill a process in the second run, and compare."
+    )
+    parser.add_argument(
+        "--framework", choices=tuple(FRAMEWORKS), default="megatron", help="with which to train (default %(default)s)"
+    )
+    parser.add_argument("--data", type=Path, help="any text file (default: the sources of Python's standard library)")
+    parser.add_argument("--iterations", type=int, default=80, help="iterations of each run (default %(default)s)")
+    parser.add_argument("--kill-at", type=int, help="kill once this iteration is logged (default: half of them)")
+    parser.add_argument(
+        "--baft",
+        action="store_true",
+        help="on two nodes (emulated), with copies on the other one, sent in the bubbles of the pipeline; bubbles.png",
+    )
+    parser.add_argument(
+        "--kill-rank",
+        type=int,
+        help=f"whose process is killed (default {_KILLED_RANK}; with --baft: a node is killed, with its memory)",
+    )
+    parser.add_argument("--out", type=Path, default=Path("quickstart-out"), help="folder (default %(default)s)")
+    parser.add_argument(
+        "--patience", type=float, default=240.0, help="seconds without progress until a run is given up"
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller model and 12 iterations: to see it work")
+    options = parser.parse_args(argv)
+    iterations = (30 if options.baft else 12) if options.quick else options.iterations
+    kill_at = iterations // 2 if options.kill_at is None else options.kill_at
+    if not 2 <= kill_at <= iterations - 2:
+        raise ConfigError(f"--kill-at {kill_at}: expected 2 to {iterations - 2}, of {iterations} iterations")
+    rank = _KILLED_RANK if options.kill_rank is None and not options.baft else options.kill_rank
+    if rank is not None and not 0 <= rank < RANKS:
+        raise ConfigError(f"--kill-rank {rank}: expected 0 to {RANKS - 1}")
+    if options.data is not None and (not options.data.is_file() or not options.data.stat().st_size):
+        raise ConfigError(
+            f"--data {options.data}: expected a text file with something in it; leave it out for a default"
+        )
+    deepspeed = options.framework == "deepspeed"
+    plan = QuickstartPlan(
+        data=options.data.resolve() if options.data else None,
+        out=options.out.resolve(),
+        iterations=iterations,
+        kill_at=kill_at,
+        rank=rank,
+        patience=options.patience,
+        job=(deepspeed_flags if deepspeed else job_flags)(options.quick, *(WITH_BAFT if options.baft else USUAL)),
+        framework=options.framework,
+        settings=deepspeed_settings(options.quick, options.baft) if deepspeed else None,
+        nodes=BAFT_NODES if options.baft else 1,
+    )
+    if not plan.example.is_file():
+        raise ConfigError(f"{plan.example} is missing: the quickstart runs from a checkout of the project")
+    return plan
+
+
+def deepspeed_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
+    """The same model as a PipelineModule, in sizes that two cores can bear."""
+    sizes = {"--tp": tp, "--pp": pp, "--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
+    return tuple(word for name, size in sizes.items() for word in (name, str(size)))
+
+
+def baft_block() -> dict[str, Any]:
+    """BAFT's keys."""
+    return {"link_mbps": LINK_MBPS, "profile_iterations": PROFILED}
+
+
+def deepspeed_settings(quick: bool, baft: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration: bf16 with ZeRO-1, and what protects the job."""
+    block: dict[str, Any] = {"reft": {"interval": 1}, "orphan_seconds": 60.0}
+    block |= {"baft": baft_block()} if baft else {}
+    batch, micro = (16, 2) if quick else (64, 8)
+    return {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 1_000_000,
+        "ft_plugins": block,
+    }
+
+
+def job_flags(quick: bool, tp: int, pp: int, dp: int) -> tuple[str, ...]:
+    """The job: distributed optimizer, bf16, dropout on, sizes that two cores can bear."""
+    sizes = {"--layers": 4, "--hidden": 64 if quick else 128, "--sequence": 64}
+    sizes |= {"--global-batch": 16, "--micro-batch": 2} if quick else {"--global-batch": 64, "--micro-batch": 8}
+    flags = ["--tp", str(tp), "--pp", str(pp), "--bf16", "--distributed-optimizer", "--lr", "1e-3", "--warmup", "5"]
+    return (*flags, *(word for name, size in sizes.items() for word in (name, str(size))))
+
+
+def run(plan: QuickstartPlan, name: str, title: str, kill: bool, display: Display) -> RunRecord:
+    """One run of the job, from start to cleaned up. Raises DriveError, with the job's last output in the message."""
+    folder = plan.out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in (*_WRITTEN, *_OF_NODES):
+        for stale in folder.glob(pattern):
+            stale.unlink()
+    display.begin(title, plan.iterations)
+    job = f"quickstart-{getpid()}-{name}"
+    with Drive(job, plan.arguments(folder), folder, folder / "loss.jsonl", plan.iterations, plan.nodes) as drive:
+        try:
+            follow(drive, plan, kill, display)
+        except DriveError as error:
+            raise DriveError(f"{error}\n\nits last lines:\n{drive.tail()}") from error
+    return RunRecord(drive.began, drive.ended, drive.events(), drive.losses(), read_digests(folder))
+
+
+def follow(drive: Drive, plan: QuickstartPlan, kill: bool, display: Display) -> None:
+    """Show the job until it is done, and strike once on the way. Raises DriveError."""
+    struck = not kill
+    while (progress := drive.follow(_LOOK_SECONDS, plan.patience)).phase is not DrivePhase.DONE:
+        display.show(progress)
+        if not struck and progress.phase is DrivePhase.TRAINING and progress.iteration >= plan.kill_at:
+            display.say(f"{strike(drive, plan)} after iteration {progress.iteration} was logged")
+            struck = True
+    display.show(progress)
+    if not struck:
+        raise DriveError(
+            f"the job ended before iteration {plan.kill_at} was seen, so no process was killed; see {drive.log}"
+        )
+
+
+def strike(drive: Drive, plan: QuickstartPlan) -> str:
+    """Kill what the plan says; what was done. Raises DriveError."""
+    if plan.rank is not None:
+        pid = drive.kill(plan.rank)
+        return f"SIGKILL sent to rank {plan.rank} (pid {pid})"
+    lost, fresh = drive.kill_node()
+    return f"SIGKILL sent to all of {lost}, its memory wiped, {fresh} started in its place,"
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """The final state of every rank, in parts: `rank 3 / items / name` -> its description, with its digest."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("state-*.json")):
+        rank = int(path.stem.removeprefix("state-"))
+        for kind, parts in json.loads(path.read_text()).items():
+            for part, description in parts.items():
+                found[f"rank {rank} / {kind} / {part}"] = json.dumps(description, sort_keys=True)
+    return found
+
+
+def prove(plan: QuickstartPlan, console: Console, display: Display) -> RunComparison:
+    """Both runs, then the comparison. Raises FtError."""
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+        for name in (REPORT, PICTURE, BUBBLES):  # of an earlier start, which must not pass for this one's
+            (plan.out / name).unlink(missing_ok=True)
+        if plan.settings is not None:
+            (plan.out / SETTINGS).write_text(json.dumps(plan.settings, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out {plan.out}: {error.strerror}; name a folder that can be written") from error
+    unfailed = run(plan, "unfailed", "unfailed run", False, display)
+    failed = run(plan, "failed", "run with one kill", True, display)
+    display.close()
+    report = compare_runs(failed, unfailed)
+    (plan.out / REPORT).write_text(report.json() + "\n")
+    draw_comparison(failed, unfailed, report, plan.out / PICTURE)
+    console.print(table(report))
+    use = bubble_use(unfailed.events)
+    if use is not None:
+        draw_bubbles(use, plan.out / BUBBLES)
+        console.print(f"{use.sending.line()} (in the unfailed run).", highlight=False, soft_wrap=True)
+    elif plan.nodes > 1:
+        raise EvidenceError(f"no bubbles were planned in the unfailed run: see {plan.out / 'unfailed'}")
+    console.print(f"report: {plan.out / REPORT}\npicture: {plan.out / PICTURE}", highlight=False, soft_wrap=True)
+    if use is not None:
+        console.print(f"bubbles: {plan.out / BUBBLES}", highlight=False, soft_wrap=True)
+    return report
+
+
+@contextmanager
+def raising_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP unless it is ignored (nohup), end the body by SystemExit, so that it cleans up."""
+
+    def raised(number: int, frame: FrameType | None) -> Any:
+        raise SystemExit(128 + number)
+
+    usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in usual.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, raised)
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 proven, 1 not, 130 after Ctrl-C."""
+    console = Console()
+    display: Display | None = None
+    try:
+        with raising_signals():
+            plan = parse(sys.argv[1:] if argv is None else argv)
+            display = display_on(console, RANKS)
+            tp, pp, dp = plan.shape
+            display.say(
+                f"A GPT on {plan.data or 'the sources of Python'}: TP{tp} x PP{pp} x DP{dp} = {RANKS} processes"
+                f"{f' on {plan.nodes} emulated nodes' if plan.nodes > 1 else ''}, "
+                f"{plan.iterations} iterations, once without and once with a failure. Logs: {plan.out}"
+            )
+            report = prove(plan, console, display)
+    except FtError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return FAILED_STATUS
+    except KeyboardInterrupt:
+        print("quickstart: interrupted; its processes are ended and their memory is released", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        if display is not None:
+            display.close()
+    console.print(verdict(report), style="bold green" if report.proven else "bold red", highlight=False, soft_wrap=True)
+    return 0 if report.proven else FAILED_STATUS
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,320 @@
+"""Run a failure story: start its job on emulated nodes, lose and start nodes, check every claim.
+
+Invariant: lines are carried out in order, and every wait is bounded. Claims are checked only against what the job
+itself has written: events, outcome, checkpoints, final state and losses. However a story ends, cut links are restored
+and silent nodes are destroyed. A job means the same on each framework: sizes, sharded or replicated optimizer state,
+iterations, flags; what a framework's example cannot do is refused, not approximated.
+
+In: a `Story`, the fork server of its framework, hosts. Out: nothing, or an AssertionError that names the line that does
+not hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import xxhash
+from safetensors.numpy import load_file
+
+from ..config import Config
+from ..events import Event
+from ..smp import liveness
+from ..snapshot import checkpoint
+from ..snapshot.checkpoint import Origin
+from ..snapshot.slots import Mark, Version
+from . import deepspeed_runs, megatron_runs
+from .deepspeed_runs import DeepSpeedRun
+from .emulated_nodes import EmulatedHost, destroy, freeze
+from .forkserver import ForkServer, RunningJob
+from .golden import assert_identical
+from .job_control import wait_until
+from .megatron_runs import MegatronRun
+from .multinode import BOUND, ExampleRun, MultiNodeJob, Spec
+from .story import (
+    EVERY,
+    Captured,
+    CheckpointNotStored,
+    CheckpointStored,
+    Compared,
+    DeclaredLost,
+    Differed,
+    End,
+    Ends,
+    Fate,
+    Golden,
+    InBubbles,
+    InTransfer,
+    JobShape,
+    Lose,
+    NoFreshStart,
+    Reason,
+    RestoredCertified,
+    RestoredCommitted,
+    RestoredFrom,
+    SmpStopped,
+    Start,
+    Story,
+    StoryLine,
+    VersionCommitted,
+    Whole,
+)
+
+HOSTS = (11, 12, 13, 14, 15, 16, 5, 25)  # of six nodes, of one that sorts before them and of one after
+
+
+class StoryRunner:
+    """One story while it runs: its nodes, the silent ones, the links that were cut."""
+
+    def __init__(
+        self,
+        server: ForkServer,
+        jobs: Spec,
+        story: Story,
+        framework: str,
+        folder: Path,
+        places: Sequence[EmulatedHost],
+        port: int,
+        golden: Callable[[], ExampleRun],
+    ) -> None:
+        """`places` in the order of `HOSTS`; `golden` gives the unfailed run. `port` is of the rendezvous: a node that
+        was cut off may still hold the one of a story before."""
+        self._story = story
+        self._golden = golden
+        self._places = places
+        self._store = folder / "checkpoints"
+        flags = story.flags
+        if story.store:
+            flags += ("--reft-checkpoint-dir", str(self._store), "--reft-checkpoint-interval", str(story.store))
+        run = FRAMEWORKS[framework](story.job, "story", folder, flags)
+        endpoint = ",".join(f"{place.address}:{port}" for place in places)
+        self._job = MultiNodeJob(server, jobs, run, story.job.ranks, story.job.nodes, endpoint)
+        self._silent: dict[str, RunningJob] = {}
+        self._cut: list[EmulatedHost] = []
+        self._outcomes: dict[str, str] = {}  # reasons of those that were refused
+
+    def run(self) -> None:
+        """Carry out the whole story. Raises AssertionError, TimeoutError."""
+        try:
+            for index in range(self._story.job.nodes):
+                self._start(f"n{index}", self._places[index])
+            for line in self._story.lines:
+                try:
+                    self._follow(line)
+                except AssertionError as error:
+                    raise AssertionError(f"{self._story.name}: {line}: {error}") from error
+        finally:
+            for lost in self._silent.values():
+                destroy(lost)
+            for place in self._cut:
+                place.mend()
+
+    def _start(self, name: str, place: EmulatedHost) -> None:
+        self._job.start(name, place, faults=self._story.faults.get(name, ""))
+
+    def _follow(self, line: StoryLine) -> None:
+        match line:
+            case Start(node, first):
+                self._start(node, self._places[-2 if first else -1])
+            case Lose(node, fate):
+                self._lose(node, fate)
+            case Captured(node, iteration):
+                self._job.until_captured(node, iteration)
+            case VersionCommitted(iteration):
+                self._job.until_committed(iteration)
+            case CheckpointStored(iteration):
+                wait_until(lambda: max(self._stored(), default=0) >= iteration, BOUND, self._listing)
+            case SmpStopped(node):
+                self._until_stopped(node)
+            case Ends(End.ENDED):
+                self._job.wait()
+            case Ends(End.REFUSED):
+                self._refused()
+            case _:
+                self._claim(line)
+
+    def _lose(self, node: str, fate: Fate) -> None:
+        match fate:
+            case Fate.KILL:
+                self._job.destroy(node)
+                return
+            case Fate.CUT:
+                self._cut.append(self._places[int(node[1:])])
+                self._cut[-1].cut()
+            case Fate.FREEZE:
+                freeze(self._job.nodes[node])
+        self._silent[node] = self._job.nodes.pop(node)
+
+    def _until_stopped(self, node: str) -> None:
+        job = self._job.nodes[node]
+        lock = job.spec.run_dir / "smp.lock"
+
+        def stopped() -> bool:
+            if any(liveness.is_stopped(*smp) for smp in liveness.holder(lock)):
+                return True
+            assert not job.ended, f"node {node} has ended before:\n{job.tail()}"
+            return False
+
+        wait_until(stopped, BOUND, lambda: f"no SMP of node {node} has stopped")
+
+    def _refused(self) -> None:
+        for name, job in self._job.nodes.items():
+            outcome = job.wait(BOUND)
+            assert outcome["status"] == "refused", f"node {name}: {outcome}\n{job.tail()}"
+            self._outcomes[name] = outcome["reason"]
+
+    # ---- what has to hold ----
+
+    def _claim(self, line: StoryLine) -> None:
+        match line:
+            case RestoredFrom(node, tier, iteration, exactly):
+                for name in self._job.nodes if node == EVERY else [node]:
+                    self._restored(name, tier, iteration, exactly)
+            case InTransfer(iteration):
+                begun, counted = self._before_restore("exchange.begin"), self._before_restore("node.counts")
+                assert iteration in begun and iteration not in counted, f"begun {begun}, counted {counted}"
+            case RestoredCommitted(node):
+                begun, counted = self._before_restore("exchange.begin"), self._before_restore("node.counts")
+                fields = restore(self._job.nodes[node]).fields
+                assert counted and max(counted) < max(begun), f"begun {begun}, counted {counted}"
+                assert fields["iteration"] == max(counted), f"counted {counted}: {fields}"
+            case DeclaredLost(node):
+                declared = self._events("node.lost")
+                assert declared, "no node was"
+                assert all(event.fields["lost"] == [f"node {node}"] for event in declared), declared
+            case CheckpointNotStored(iteration):
+                assert iteration not in self._stored(), self._listing()
+            case Whole(iteration):
+                assert max(self._stored(), default=0) >= iteration, self._listing()
+                for each in checkpoint.listing(self._base):
+                    if each.complete:
+                        assert_whole(self._base / each.name, self._story.job.ranks)
+            case Reason(words):
+                given = self._outcomes or {name: restore(job).fields["reason"] for name, job in self._job.nodes.items()}
+                assert all(words in reason for reason in given.values()), given
+            case Compared():
+                assert not self._events("replica.differs")
+                sent = [event.fields for event in self._events("exchange.sent")]
+                slot = min(event.fields["share_bytes"] for event in self._events("rank.attach"))
+                # small state, digest tables and digests of what is compared; all else would be several slots
+                assert sent and all(fields["compared"] and fields["bytes"] < slot / 5 for fields in sent), sent
+            case Differed(rank, iteration):
+                found = {(event.fields["iteration"], *event.fields["ranks"]) for event in self._events("sync.differs")}
+                assert found == {(iteration, rank)}, f"iterations, and who differed in them: {sorted(found)}"
+            case RestoredCertified(node):
+                fields = restore(self._job.nodes[node]).fields
+                assert fields.get("mark") == Mark.CERTIFIED.word, f"node {node}: {fields}"
+            case InBubbles():
+                inside = [event.fields["in_bubbles"] for event in self._events("node.counts")]
+                assert any(inside), f"in none of {len(inside)} that count"
+            case NoFreshStart():
+                scratch = self._events("restore.scratch")
+                assert not scratch, scratch
+            case Golden():
+                assert_identical(self._job.run, self._golden(), self._story.job.ranks)
+
+    def _before_restore(self, name: str) -> list[int]:
+        """Iterations of which there was such an event until the job was restored for the first time, of the lineage
+        that it was restored from."""
+        first = min(self._events("restore.done"), key=lambda event: event.time, default=None)
+        assert first is not None, "nothing was restored"
+        of_it = [event for event in self._events(name) if event.fields["lineage"] == first.fields["lineage"]]
+        return sorted({event.fields["iteration"] for event in of_it if event.time < first.time})
+
+    def _restored(self, name: str, tier: str, iteration: int, exactly: bool) -> None:
+        """All ranks of a node restored the same, in its last incarnation."""
+        job = self._job.nodes[name]
+        last = job.events("restore.done")[-self._story.job.ranks // self._story.job.nodes :]
+        fields = restore(job).fields
+        assert len({(event.fields["tier"], event.fields["iteration"]) for event in last}) == 1, f"node {name}: {last}"
+        assert fields["tier"] == tier and fields["iteration"] >= iteration, f"node {name}: {fields}"
+        assert not exactly or fields["iteration"] == iteration, f"node {name}: {fields}"
+        if tier == "storage":
+            lineage = fields["lineage"]
+            done = [event.fields for event in self._events("persist.done") if event.fields["lineage"] <= lineage]
+            newest = max((found["iteration"] for found in done), default=0)
+            assert fields["iteration"] == newest, f"node {name}: {fields}, although checkpoint {newest} was complete"
+
+    def _events(self, name: str) -> list[Event]:
+        return [event for job in self._job.nodes.values() for event in job.events(name)]
+
+    @property
+    def _base(self) -> Path:
+        (job,) = {job.spec.name for job in self._job.nodes.values()}
+        return self._store / job
+
+    def _stored(self) -> set[int]:
+        return {each.version.iteration for each in checkpoint.listing(self._base) if each.complete}
+
+    def _listing(self) -> str:
+        return f"in storage: {sorted(path.name for path in self._base.glob('*'))}"
+
+
+def restore(job: RunningJob) -> Event:
+    """The last restore of a node's ranks."""
+    found = job.events("restore.done")
+    assert found, f"nothing was restored on node {job.spec.node}:\n{job.tail()}"
+    return found[-1]
+
+
+def assert_whole(folder: Path, ranks: int) -> None:
+    """Raises AssertionError unless every rank's file is there, and every byte of it matches its digest."""
+    manifest = checkpoint.read_manifest(folder)
+    origin = Origin(manifest.job, manifest.world_size, manifest.fingerprint)
+    assert manifest.world_size == ranks, f"{folder} is of {manifest.world_size} ranks, expected {ranks}"
+    absent = checkpoint.missing(folder, origin, Version(manifest.lineage, manifest.iteration))
+    assert not absent, f"{folder}: the files of ranks {absent} are missing or of another version"
+    for rank in range(ranks):
+        path = folder / checkpoint.data_file(rank)
+        with open(path, "rb") as file:
+            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        held = load_file(path)
+        for number, (offset, nbytes) in enumerate(json.loads(head["__metadata__"]["buckets"])):
+            digest = xxhash.xxh3_64_intdigest(held["data"][offset : offset + nbytes].tobytes())
+            assert digest == int(held["digests"][number]), f"{path}: bucket {number} does not match its digest"
+
+
+def megatron_run(
+    shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True
+) -> MegatronRun:
+    """On megatron-core, in bf16, with its distributed optimizer where the story wants it."""
+    argv = ["--order", "tp-cp-ep-pp-dp", "--tp", str(shape.tp), "--pp", str(shape.pp)]
+    if shape.global_batch:
+        argv += ["--global-batch", str(shape.global_batch)]
+    configuration = megatron_runs.MegatronConfiguration(
+        bf16=True, distributed_optimizer=shape.distributed, interleaved=False
+    )
+    return MegatronRun(
+        name, folder, configuration, protected=protected, iterations=shape.iterations,
+        flags=tuple(flags), argv=tuple(argv), ranks=shape.ranks,
+    )  # fmt: skip
+
+
+def deepspeed_run(
+    shape: JobShape, name: str, folder: Path, flags: Sequence[str] = (), protected: bool = True
+) -> DeepSpeedRun:
+    """On DeepSpeed, as a PipelineModule: bf16 with ZeRO-1, else fp32 without ZeRO."""
+    configuration = deepspeed_runs.DeepSpeedConfiguration(
+        shape.ranks,
+        1 if shape.distributed else 0,
+        bf16=shape.distributed,
+        pp=shape.pp,
+        tp=shape.tp,
+        batch=shape.global_batch or 0,
+    )
+    words = ["--reft", *flags] if protected else list(flags)
+    block = Config.from_flags(words)[0].block() if words else {}
+    return DeepSpeedRun(name, folder, configuration, block, iterations=shape.iterations)
+
+
+FRAMEWORKS: dict[str, Callable[..., ExampleRun]] = {"megatron": megatron_run, "deepspeed": deepspeed_run}
+
+
+def golden_run(server: ForkServer, framework: str, shape: JobShape, folder: Path) -> ExampleRun:
+    """The unfailed, unprotected run of a job."""
+    found = FRAMEWORKS[framework](shape, "golden", folder, protected=False)
+    job = server.start(found.spec(nproc=shape.ranks))
+    outcome = job.wait(BOUND)
+    assert outcome["status"] == "succeeded", job.tail()
+    return found

@@ -1,0 +1,37 @@
+"""Pictures of bubbles: every job, schedule and protection is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.errors import ConfigError
+
+pytest.importorskip("matplotlib")
+
+from ft_plugins.planner.goodput import Protection  # noqa: E402
+from ft_plugins.planner.pipeline import Schedule  # noqa: E402
+from workloads import pictures  # noqa: E402
+from workloads.jobs import FAMILY, PAPER  # noqa: E402
+from workloads.study import study_scale, study_shape  # noqa: E402
+
+
+def test_every_picture_names_what_it_shows(tmp_path: Path) -> None:
+    shapes = [study_shape(job) for batch in PAPER.values() for job in batch]
+    scales = [study_scale(job) for job in FAMILY]
+    names = [job.name for job in PAPER[64]]
+    protections = [protection.title for protection in Protection]
+    drawn = (
+        (pictures.draw_shapes, shapes, [*names, "batch 128, microbatch 8", "batch 64, microbatch 8"]),
+        (pictures.draw_overheads, shapes, [*names, "BAFT, in bubbles", "at once", "no checkpoints"]),
+        (pictures.draw_schedules, scales, [schedule.value for schedule in Schedule] + ["16384 ranks"]),
+        (pictures.draw_goodput, scales, [*protections, "restarts alone", "16384"]),
+    )
+    for draw, what, labels in drawn:
+        path = tmp_path / f"{draw.__name__}.svg"
+        draw(what, path)  # type: ignore[operator]
+        text = path.read_text()
+        assert not [label for label in labels if f"<!-- {label}" not in text], draw.__name__
+    with pytest.raises(ConfigError, match=r"picture.gif: expected a name that ends on one of .png, .svg, .pdf"):
+        pictures.draw_shapes(shapes, tmp_path / "picture.gif")

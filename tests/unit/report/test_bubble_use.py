@@ -1,0 +1,138 @@
+"""What a job did with its bubbles, from events: sums between versions that counted under one plan, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.bubbles.gate_pacer import MOST_FILLED
+from ft_plugins.events import Event
+from ft_plugins.report.bubble_use import BubbleUse, bubble_use
+from ft_plugins.report.run_pictures import draw_bubbles, size
+
+RANKS = range(4)
+MIB = 1 << 20
+
+
+def event(name: str, time: float, node: int, rank: int | None = None, **fields: Any) -> Event:
+    return Event(name, time, f"node{node}", rank, 100, fields)
+
+
+def planned(time: float, iterations: int = 2, reason: str = "") -> list[Event]:
+    """All ranks plan: half of an iteration of 100 ms is a bubble, the first or the second."""
+    found = []
+    for rank in RANKS:
+        node, begin = rank // 2, 0.05 * (rank % 2)
+        spans = [["forward", 0.05 - begin, 0.08 - begin], ["update", 0.08 - begin, 0.1 - begin]]
+        windows = [] if reason else [[0, begin + 0.01, begin + 0.04, MIB]]
+        found.append(event("baft.plan", time, node, rank, iterations=iterations))
+        found.append(
+            event(
+                "baft.timeline", time, node, rank, seconds=0.1, spans=spans, bubbles=[[0, begin, begin + 0.05]],
+                windows=windows, left_out=0, bytes=2 * MIB, receiver=(rank + 2) % 4, reason=reason,
+            )
+        )  # fmt: skip
+    return found
+
+
+def counted(time: float, iteration: int, inside: int, late: int = 0, by_rate: int = 0) -> list[Event]:
+    """Each node says so of its two ranks, which have sent alike."""
+    return [
+        event(
+            "node.counts", time, node, lineage=1, iteration=iteration, in_bubbles=inside, late=late, by_rate=by_rate,
+            filled=[[rank, 0, inside // 2] for rank in RANKS if rank // 2 == node],
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+
+
+def used(*events: list[Event]) -> BubbleUse:
+    found = bubble_use([one for those in events for one in those])
+    assert found is not None
+    return found
+
+
+STEADY = [planned(10), counted(11, 8, 100, 0, 4000), counted(12, 10, 700, 50, 4000), counted(13, 12, 1900, 50, 4150)]
+
+
+def test_what_went_before_there_was_a_plan_is_left_out() -> None:
+    use = used(counted(9, 6, 0, 0, 4000), *STEADY)
+    sending = use.sending
+    assert (sending.versions, sending.iterations, sending.every) == (2, 4, 2.0)
+    assert (sending.in_bubbles, sending.late, sending.by_rate) == (3600, 100, 300), "of both nodes"
+    assert sending.in_bubble_share == 0.9 and sending.idle_share == pytest.approx(0.5)
+    assert use.sent == {rank: {0: 900} for rank in RANKS} and use.an_iteration(3, 0) == 225
+    assert use.nodes == {0: "node0", 1: "node0", 2: "node1", 3: "node1"}
+    line = sending.line()
+    assert line.startswith("Bubbles are 50% of an iteration; a checkpoint every 2.0 iterations (planned: 2); 90% of")
+    assert line.endswith("2% late, 8% by a rate")
+
+
+def test_another_incarnation_counts_from_nothing_and_is_not_added() -> None:
+    again = [event("rank.attach", 14, rank // 2, rank) for rank in RANKS]
+    after = counted(15, 13, 10_000)
+    assert used(*STEADY, again, after).sending == used(*STEADY).sending
+    fresh = [planned(16), counted(17, 14, 100), counted(18, 15, 200)]
+    assert used(*STEADY, again, *fresh).sending == used(*STEADY).sending, "more versions counted under the first plan"
+    more = [counted(19, 16, 300), counted(20, 17, 400)]
+    found = used(*STEADY, again, *fresh, *more).sending
+    assert (found.versions, found.iterations, found.in_bubbles) == (3, 3, 600)
+
+
+def test_without_a_plan_there_is_nothing_to_say() -> None:
+    assert bubble_use([]) is None and bubble_use(counted(9, 6, 0)) is None
+
+
+def test_a_plan_under_which_no_two_versions_counted_says_so() -> None:
+    sending = used(planned(10, iterations=3), counted(11, 8, 100)).sending
+    assert sending.every is None and sending.in_bubble_share is None
+    assert "every 3 was planned, fewer than two" in sending.line()
+
+
+def told(bytes_by_bubble: dict[int, int]) -> list[list[int]]:
+    """Of rank 0, as a node tells it: the bubbles in which most went."""
+    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[:MOST_FILLED]
+    return [[0, bubble, nbytes] for bubble, nbytes in sorted(most)]
+
+
+def test_a_bubble_that_a_node_did_not_tell_both_times_is_not_known_and_not_empty(tmp_path: Path) -> None:
+    """Of 40 bubbles the last 32 had most at first, later all but the second eight; nothing ever went in the 41st."""
+    before = {bubble: 1000 + bubble for bubble in range(40)}
+    after = {bubble: nbytes + (0 if 8 <= bubble < 16 else 400) for bubble, nbytes in before.items()}
+    plan = planned(10)
+    plan[1].fields["windows"] = [[bubble, bubble / 500, bubble / 500 + 0.001, MIB] for bubble in range(41)]
+    events = list(plan)
+    for time, iteration, filled in ((11, 8, before), (12, 10, after)):
+        counts = counted(time, iteration, 100 * iteration)
+        counts[0].fields["filled"] = told(filled)
+        events += counts
+    use = used(events)
+    found = [use.an_iteration(0, bubble) for bubble in range(41)]
+    assert found == [None] * 16 + [200.0] * 24 + [None]
+    assert use.an_iteration(2, 0) == 50 and use.an_iteration(2, 1) == 0, "of rank 2 all is told"
+    draw_bubbles(use, tmp_path / "part.png")
+    assert (tmp_path / "part.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_most_bubbles_only_came_up_later_what_went_in_them_is_known() -> None:
+    events = list(planned(10))
+    for time, iteration, filled in ((11, 8, {3: 10}), (12, 10, {at: 10 + at for at in range(40)})):
+        counts = counted(time, iteration, 100 * iteration)
+        counts[0].fields["filled"] = told(filled)
+        events += counts
+    use = used(events)
+    assert [use.an_iteration(0, at) for at in (3, 7, 8, 39)] == [None, None, 9.0, 24.5]
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    for name, plan in (("sent", STEADY), ("rate", [planned(10, reason="no bubbles")])):
+        draw_bubbles(used(*plan), tmp_path / f"{name}.png")
+        written = (tmp_path / f"{name}.png").read_bytes()
+        assert written.startswith(b"\x89PNG") and len(written) > 10_000
+    assert (tmp_path / "sent.png").read_bytes() != (tmp_path / "rate.png").read_bytes()
+
+
+def test_bytes_are_told_in_a_unit_for_people() -> None:
+    assert (size(3 * MIB / 2), size(2048), size(0)) == ("1.5 MiB", "2 KiB", "0 KiB")

@@ -1,0 +1,183 @@
+"""Stories as text: what is understood, and what is refused with file, line, what was expected and what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.testing.story import (
+    EVERY,
+    Captured,
+    CheckpointNotStored,
+    CheckpointStored,
+    Compared,
+    DeclaredLost,
+    Differed,
+    End,
+    Ends,
+    Fate,
+    Golden,
+    InBubbles,
+    InTransfer,
+    JobShape,
+    Lose,
+    NoFreshStart,
+    Reason,
+    RestoredCertified,
+    RestoredCommitted,
+    RestoredFrom,
+    SmpStopped,
+    Start,
+    VersionCommitted,
+    Whole,
+)
+from ft_plugins.testing.story_parser import StoryError, parse, read
+
+STORY = """
+# what goes before the title is a comment
+
+A node is lost while its checkpoint is written
+
+job    megatron or deepspeed, tp2 pp2 dp4, 4 nodes, distributed optimizer, global batch 12, 20 iterations
+flags  --reft-redundancy raim6
+flags  --reft-exchange-mbps 80
+store  every 3 iterations
+fault  n2 persist.file@rank=5,iteration=6:stop;attach.before:kill
+fault  s  vault.xored@hit=2:stop
+runs   with all configurations
+
+when   version 2 is committed on every node
+when   the smp  of n2 has stopped
+when   iteration 5 is captured on n0
+then   checkpoint 6 is not complete
+do     kill n2
+do     cut n1
+do     freeze n3
+do     start s first
+do     start t last
+"""
+END = """
+when   checkpoint 3 is complete
+when   the job has ended
+then   every node restored from storage, iteration >= 3
+then   s restored from node, iteration >= 2
+then   s restored from node, iteration = 4
+then   version 8 was in transfer
+then   s restored the committed version, not the one in transfer
+then   n1 was declared lost
+then   complete checkpoints are whole, the newest >= 9
+then   the reason is: the parts of ranks 2, 3 are gone
+then   replicas were compared, little was sent
+then   rank 2 differed in iteration 3
+then   s restored a certified version
+then   copies went out in bubbles
+then   no rank started from scratch
+then   the final state is golden
+"""
+
+
+def test_every_kind_of_line_is_understood() -> None:
+    story = parse(STORY + END, "written.story")
+    assert (story.name, story.title) == ("written", "A node is lost while its checkpoint is written")
+    assert story.job == JobShape(("megatron", "deepspeed"), 2, 2, 4, 4, True, 20, 12) and story.job.ranks == 16
+    assert story.flags == ("--reft-redundancy", "raim6", "--reft-exchange-mbps", "80")
+    assert story.store == 3 and story.all_configurations
+    assert story.faults == {
+        "n2": "persist.file@rank=5,iteration=6:stop;attach.before:kill",
+        "s": "vault.xored@hit=2:stop",
+    }
+    assert story.lines == (
+        VersionCommitted(2), SmpStopped("n2"), Captured("n0", 5), CheckpointNotStored(6), Lose("n2", Fate.KILL),
+        Lose("n1", Fate.CUT), Lose("n3", Fate.FREEZE), Start("s", True), Start("t", False), CheckpointStored(3),
+        Ends(End.ENDED), RestoredFrom(EVERY, "storage", 3), RestoredFrom("s", "node", 2),
+        RestoredFrom("s", "node", 4, exactly=True), InTransfer(8), RestoredCommitted("s"), DeclaredLost("n1"),
+        Whole(9), Reason("the parts of ranks 2, 3 are gone"), Compared(),
+        Differed(2, 3), RestoredCertified("s"), InBubbles(), NoFreshStart(), Golden(),
+    )  # fmt: skip
+
+
+def test_what_is_not_said_is_small_and_plain() -> None:
+    story = parse(
+        "A story\njob megatron, tp1 pp1 dp1, 1 node\nwhen the job has ended\nthen no rank started from scratch\n"
+    )
+    assert story.job == JobShape(("megatron",), 1, 1, 1, 1, distributed=False, iterations=10, global_batch=None)
+    assert (story.flags, story.store, story.faults, story.all_configurations) == ((), 0, {}, False)
+
+
+JOB = "job megatron, tp2 pp2 dp2, 4 nodes"
+ENDED = "when the job has ended"
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "says"),
+    [
+        (["job megatron, tp2 pp2 dp2"], 2, "expected '<framework>, tp2 pp2 dp2, 4 nodes'"),
+        (["job megatron, tp2 dp2, 4 nodes"], 2, "expected 'tp2 pp2 dp2', found 'tp2 dp2'"),
+        (["job megatron, tp2 pp2 dp2, four nodes"], 2, "found 'four nodes'"),
+        (["job megatron, tp2 pp2 dp2, 3 nodes"], 2, "8 ranks cannot be spread evenly over 3 nodes"),
+        (["job megatron, tp2 pp2 dp0, 3 nodes"], 2, "0 ranks"),
+        (["job megatron, tp2 pp2 dp2, 4 nodes, fp8"], 2, "found 'fp8'"),
+        ([JOB, JOB], 3, "one job"),
+        (["when version 2 is committed on every node"], 2, "before the 'job' line"),
+        ([JOB, "perhaps kill n2"], 3, "found 'perhaps'"),
+        ([JOB, "do hurt n2"], 3, "'do' has no phrase 'hurt n2'"),
+        ([JOB, "do start s"], 3, "'do' has no phrase 'start s'"),
+        ([JOB, "when version two is committed on every node"], 3, "'when' has no phrase"),
+        ([JOB, "then kill n2"], 3, "'then' has no phrase 'kill n2'"),
+        ([JOB, "do kill n4"], 3, "(n0, n1, n2, n3), found 'n4'"),
+        ([JOB, "do kill n2", "", "do freeze n2"], 5, "(n0, n1, n3), found 'n2'"),
+        ([JOB, "do kill n2", "do start n2 first"], 4, "there was a node n2 already"),
+        ([JOB, "do start s first", "do start s last"], 4, "there was a node s already"),
+        ([JOB, "do kill n2", "when the smp of n2 has stopped"], 4, "found 'n2'"),
+        ([JOB, "do kill n2", "when iteration 5 is captured on n2"], 4, "found 'n2'"),
+        ([JOB, "when checkpoint 3 is complete"], 3, "'store'"),
+        ([JOB, "store every iteration"], 3, "'every 3 iterations'"),
+        ([JOB, "runs slowly"], 3, "'with all configurations'"),
+        ([JOB, "do kill n2", "flags --reft-redundancy raim6"], 4, "before the first"),
+        ([JOB, "fault n2 persist.file"], 3, "cannot be read"),
+        ([JOB, "fault n2 a:kill", "fault n2 b:kill"], 4, "join them by ';'"),
+        ([JOB, "then the final state is golden"], 3, "known only after"),
+        ([JOB, "then n1 restored from node, iteration >= 2", ENDED], 3, "known only after"),
+        ([JOB, "when the job is refused", "then the final state is golden"], 4, "known only after"),
+        ([JOB, ENDED, "do kill n2"], 4, "the job has ended"),
+        ([JOB, ENDED, "then s restored the committed version, not the one in transfer"], 4, "found 's'"),
+        ([JOB, "then version 8 was in transfer", ENDED], 3, "known only after"),
+        ([JOB, ENDED, "then n2 was declared lost"], 4, "n2 was not lost; lost are none"),
+        ([JOB, "do kill n2", ENDED, "then n2 restored from node, iteration >= 2"], 5, "found 'n2'"),
+        ([JOB, ENDED, "then n2 restored from disk, iteration >= 2"], 4, "'then' has no phrase"),
+    ],
+)
+def test_a_line_that_cannot_be_understood_or_cannot_happen_is_named(lines: list[str], number: int, says: str) -> None:
+    with pytest.raises(StoryError) as raised:
+        parse("\n".join(["A story", *lines, ENDED, "then no rank started from scratch"]), "wrong.story")
+    assert str(raised.value).startswith(f"wrong.story:{number}: ") and says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "expected a title in the first line, found nothing"),
+        (f"{JOB}\n{ENDED}", "wrong.story:1: expected a title before the first 'job'"),
+        ("A story\n", "expected a 'job' line"),
+        (f"A story\n{JOB}\ndo kill n2\n", "expected 'when the job has ended'"),
+        (f"A story\n{JOB}\n{ENDED}\n", "then what has to hold"),
+        (
+            f"A story\n{JOB}\nfault x a:kill\n{ENDED}\nthen no rank started from scratch\n",
+            "faults of x, which never was a node",
+        ),
+    ],
+)
+def test_a_story_that_lacks_something_is_refused(text: str, says: str) -> None:
+    with pytest.raises(StoryError, match="wrong.story") as raised:
+        parse(text, "wrong.story")
+    assert says in str(raised.value)
+
+
+def test_a_file_is_named_in_its_story_and_in_what_is_wrong_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "a_node_is_lost.story"
+    path.write_text(STORY + END)
+    assert read(path).name == "a_node_is_lost"
+    path.write_text("A story\njob none\n")
+    with pytest.raises(StoryError, match="a_node_is_lost.story:2: "):
+        read(path)
