@@ -20,12 +20,12 @@ import msgpack
 
 from . import faults
 from .bubbles.profile import Profiling
+from .collective import Collective
 from .config import Config, LaunchContext, PaftConfig, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
 from .events import Event, Events, file_sink, say
 from .model.host import Host, Skipping
 from .model.timeline import SenderFacts
-from .recovery.collective import Collective
 from .recovery.plan import RecoveryPlan
 from .smp.wire import read_secret
 from .snapshot.layout import layer_bytes

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgpack
 
+from ..collective import Collective
 from ..config import Config, LaunchContext, run_directory
 from ..errors import ConfigError, FtError, ProtectionError
-from ..recovery.collective import Collective
 from ..smp import client as smp
 from . import identity
 

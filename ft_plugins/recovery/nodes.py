@@ -20,6 +20,7 @@ from typing import Any
 import msgpack
 import psutil
 
+from ..collective import Collective
 from ..errors import BudgetError, ConfigError, FencedError, FtError, ProtocolError
 from ..redundancy.plan import ExchangePlan, positions
 from ..smp.client import Client
@@ -27,7 +28,6 @@ from ..smp.protection import Protection
 from ..snapshot.double import Told, gathered
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version
-from .collective import Collective
 from .plan import NodeFacts, RecoveryPlan, Way, counted
 
 

@@ -18,12 +18,12 @@ import numpy as np
 import xxhash
 
 from .. import faults
+from ..collective import Collective
 from ..errors import FtError, SegmentError
 from ..snapshot import codec, manifest
 from ..snapshot.manifest import Manifest
 from ..snapshot.segment import NOT_COMPUTED, Segment
 from ..snapshot.slots import Mark, SlotState, Version, choose
-from .collective import Collective
 from .pull import Bytes, Wanted, pull
 from .reshard import plan_moves
 from .takeover import Takeover, open_former

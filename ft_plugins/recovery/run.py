@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 
 from .. import faults
+from ..collective import Collective
 from ..errors import CorruptHeaderError, CorruptSlotError, FtError, ProtocolError, SegmentError
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.copiers import flat_bytes
 from ..snapshot.layout import Layout, ReplicaStream
 from ..snapshot.segment import COMPLETED, Segment
 from ..snapshot.slots import Mark, Slot, SlotState, Version
-from .collective import Collective
 from .plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
 
 _FACTS_BYTES = 1 << 16  # of what a rank says of its slots

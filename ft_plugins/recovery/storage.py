@@ -22,6 +22,7 @@ from typing import Any
 
 import msgpack
 
+from ..collective import Collective
 from ..errors import FtError, ResumeError, StorageError, printable
 from ..intake import shown, within
 from ..model.host import resizable
@@ -29,7 +30,6 @@ from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Version
-from .collective import Collective
 from .plan import RecoveryPlan, choose_source
 
 LOOK_SECONDS = 60.0  # for the folder to be listed; a storage that hangs longer is out of reach

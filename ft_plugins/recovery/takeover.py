@@ -21,6 +21,7 @@ from typing import Any
 
 import msgpack
 
+from ..collective import Collective
 from ..errors import FtError, ResumeError
 from ..model.host import resizable
 from ..redundancy.plan import ExchangePlan
@@ -28,7 +29,6 @@ from ..smp.protection import Protection
 from ..snapshot.paths import set_aside
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Slot, SlotState, Version
-from .collective import Collective
 from .nodes import Endpoint, SeenNodes, Spare, read_marks
 from .plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
 

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 
 from .. import faults
 from ..bubbles.gate import Gate
+from ..collective import Collective
 from ..config import Config, ReftConfig
 from ..errors import (
     BudgetError,
@@ -40,7 +41,6 @@ from ..errors import (
 from ..events import Events, say
 from ..intake import Text, read_json
 from ..model.host import Host
-from ..recovery.collective import Collective
 from ..recovery.nodes import JobNodes
 from ..recovery.plan import RecoveryPlan, choose_source
 from ..recovery.run import agree_on_version, load_tensors

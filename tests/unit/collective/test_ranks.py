@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from ft_plugins.collective import Collective
+from ft_plugins.collective import ranks as module
 from ft_plugins.errors import BudgetError, ConfigError, FtError, ProtocolError, ResumeError
-from ft_plugins.recovery import collective as module
-from ft_plugins.recovery.collective import Collective
 
 Ranks = Callable[..., list[Any]]
 SECRET = b"sixteen bytes or more"

@@ -61,7 +61,7 @@ def _impatient(store: dist.Store) -> dist.Store | None:
 
 
 @dataclass(frozen=True)
-class Gathering:
+class PendingGather:
     """Payloads on their way: `found` when `work` is done. The tensors live as long as it."""
 
     found: list[torch.Tensor]
@@ -115,7 +115,7 @@ class Collective:
         sizes = self.start_gather(len(payload).to_bytes(_SIZE, "little"), _SIZE).result()
         return self.start_gather(payload, max(int.from_bytes(size, "little") for size in sizes)).result()
 
-    def start_gather(self, payload: bytes, longest: int) -> Gathering:
+    def start_gather(self, payload: bytes, longest: int) -> PendingGather:
         """Start a gather of payloads of at most `longest` bytes, the same number on every rank, and do not wait."""
         if len(payload) > longest:
             raise ValueError(f"rank {self.rank}: a payload of {len(payload)} bytes, but all agreed on {longest}")
@@ -123,7 +123,7 @@ class Collective:
         tag = self._proofs.tag("to all", number, self.rank, payload)
         framed = b"".join((len(payload).to_bytes(_SIZE, "little"), payload, bytes(longest - len(payload)), tag))
         found, own, work = self._send_to_all(framed)
-        return Gathering(found, own, work, number, self._proofs)
+        return PendingGather(found, own, work, number, self._proofs)
 
     def _send_to_all(self, framed: bytes) -> tuple[list[torch.Tensor], torch.Tensor, dist.Work | None]:
         """Start to gather as many bytes of every rank: where they arrive, where they are sent from, and the work."""
