@@ -1,5 +1,5 @@
 """Collective operations over all ranks of the job, outside the step path."""
 
-from .ranks import Collective, PendingGather
+from .ranks import Agreement, Collective, PendingGather
 
-__all__ = ["Collective", "PendingGather"]
+__all__ = ["Agreement", "Collective", "PendingGather"]

@@ -19,7 +19,7 @@ import xxhash
 
 from .. import faults
 from ..collective import Collective
-from ..errors import FtError, SegmentError
+from ..errors import SegmentError
 from ..snapshot import codec, manifest
 from ..snapshot.manifest import Manifest
 from ..snapshot.segment import NOT_COMPUTED, Segment
@@ -92,13 +92,8 @@ def refill(
         wanted = [Wanted(holder(r), r, 0, sizes[r], at) for r, at in zip(ranks, starts, strict=False)]
         pull(collective, wanted, former.small, smalls)
         told = [manifest.split(smalls[at : at + sizes[r]].tobytes()) for r, at in zip(ranks, starts, strict=False)]
-        failure: FtError | None = None
-        moves: tuple[Any, ...] = ()
-        try:
+        with collective.agreement():
             moves = plan_moves([manifest.read(encoded) for encoded, _ in told], now)
-        except FtError as error:
-            failure = error
-        collective.agree(failure)
         index = choose(segment.slots())
         segment.dirty(index, found.now, token)
         faults.reach("resize.filling", rank=own)
@@ -119,13 +114,8 @@ def _sizes(
 ) -> dict[int, int]:
     """Bytes of every former rank's small state; one rank of each node says so."""
     firsts = {rank for rank in mine if members[found.holders[rank]][0] == collective.rank}
-    failure: FtError | None = None
-    own: list[list[int]] = []
-    try:
+    with collective.agreement():
         own = [[rank, len(former.small(rank))] for rank in sorted(firsts)]
-    except FtError as error:
-        failure = error
-    collective.agree(failure)
     return {rank: size for part in collective.gather(msgpack.packb(own)) for rank, size in msgpack.unpackb(part)}
 
 

@@ -33,7 +33,7 @@ _FACTS_BYTES = 1 << 16  # of what a rank says of its slots
 
 
 @dataclass(frozen=True)
-class Restored:
+class LoadedState:
     """`plan` as carried out; `small` is the encoded small state of the restored version, None from the beginning."""
 
     plan: RecoveryPlan
@@ -114,10 +114,10 @@ def _try(
 
 def load_tensors(
     plan: RecoveryPlan, segment: Segment, layout: Layout, tensors: Mapping[str, torch.Tensor], collective: Collective
-) -> Restored:
+) -> LoadedState:
     """Copy the plan's version into `tensors`, in place. Every rank of the job calls together."""
     if plan.version is None:
-        return Restored(plan, None)
+        return LoadedState(plan, None)
     index = next((s.index for s in segment.slots() if s.version == plan.version and s.state is SlotState.CLEAN), None)
     if index is None:
         raise CorruptSlotError(f"rank {segment.rank}: version {plan.version} is not in memory any more; start again")
@@ -131,7 +131,7 @@ def load_tensors(
         ranges = [(share.start, share.stop) for share in stream.shares]
         for offset, arrived in collective.exchange_shares(stream.replicas, ranges, held):
             _scatter(stream, flat, offset, arrived)
-    return Restored(plan, segment.small(index))
+    return LoadedState(plan, segment.small(index))
 
 
 def _scatter(

@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 
 from ..collective import Collective
-from ..errors import FtError, ResumeError, StorageError, printable
+from ..errors import ResumeError, StorageError, printable
 from ..intake import shown, within
 from ..model.host import resizable
 from ..snapshot import checkpoint, persist, retention
@@ -162,17 +162,14 @@ class StorageTier:
     def _fetch(self, name: str, version: Version, segment: Segment, token: int) -> bool:
         """Read this rank's file of a checkpoint; whether every rank could. Raises what any rank refuses it with."""
         folder, final = self._base / name, checkpoint.folder_of(self._base, version)
-        refusal: FtError | None = None
-        verdict = b"1"
-        try:
-            persist.read_rank(final if final.exists() else folder, segment, version, token)
-        except StorageError as error:
-            self._report("checkpoint.damaged", str(error))
-            verdict = b"0"
-        except FtError as error:
-            refusal = error
-        self._collective.agree(refusal)
-        return all(found == b"1" for found in self._collective.gather(verdict))
+        whole = False
+        with self._collective.agreement():
+            try:
+                persist.read_rank(final if final.exists() else folder, segment, version, token)
+                whole = True
+            except StorageError as error:
+                self._report("checkpoint.damaged", str(error))
+        return all(self._collective.gather(b"1" if whole else b""))
 
     def _report_once(self, name: str, reason: str) -> None:
         if self._collective.rank == 0:

@@ -177,6 +177,12 @@ def may_pin(slots: Sequence[Slot], version: Version) -> int | None:
     return None
 
 
+def captured_after(slots: Iterable[Slot], lineage: int, since: int) -> list[tuple[Slot, Version]]:
+    """The restorable versions of `lineage` that were captured after iteration `since`, with their slots."""
+    clean = [(slot, slot.version) for slot in slots if slot.state is SlotState.CLEAN and slot.version is not None]
+    return [(slot, version) for slot, version in clean if version.lineage == lineage and version.iteration > since]
+
+
 def void(slots: Sequence[Slot], base: Version | None) -> tuple[int, ...]:
     """The slots that a new lineage growing from `base` makes void: all that is newer (everything if None), and what is
     damaged, which has been reported by then."""

@@ -31,7 +31,7 @@ from ..redundancy.neighbour import NeighbourPlan, pipelines
 from .baft import USUAL_MBPS, Baft
 
 
-class Measured:
+class Measurement:
     """One rank's. `edges` are to be called by the host."""
 
     def __init__(
