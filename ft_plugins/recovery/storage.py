@@ -208,7 +208,7 @@ def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[
     return [candidates, lineage, other, "", resized, ignored[:_OFFERED]]
 
 
-def _listed(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.Stored, ...]:
+def _listed(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.StoredCheckpoint, ...]:
     checkpoint.make_job_folder(base)
     return checkpoint.listing(base, passed_over)
 

@@ -110,7 +110,7 @@ def _digest_of(page: Words) -> int:
     return digest.intdigest()
 
 
-class Record:
+class MirroredRecord:
     """Words that one process writes and all read: two copies of number, values, digest."""
 
     def __init__(self, page: Words, first: int, values: int) -> None:
@@ -180,8 +180,8 @@ class Header:
 
     def __init__(self, page: Words) -> None:
         self._page = page
-        self._incarnation = Record(page, _RECORDS, 4)
-        self._opened = Record(page, _RECORDS + Record.room(4), 5)
+        self._incarnation = MirroredRecord(page, _RECORDS, 4)
+        self._opened = MirroredRecord(page, _RECORDS + MirroredRecord.room(4), 5)
 
     def begin(self, lost: bool) -> None:
         """Fill in what changes later, in a page that is all zeros."""

@@ -23,7 +23,7 @@ from ..errors import InventoryError
 from ..model.host import Host
 from ..model.inventory import Inventory
 from ..snapshot import codec, index, manifest
-from ..snapshot.layout import Layout
+from ..snapshot.layout import Layout, layout_digest
 from ..snapshot.manifest import Manifest
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
@@ -53,7 +53,7 @@ class CapturePlan:
         """What the segment has to hold."""
         small = max(_SMALL_FLOOR, 2 * len(self.small()))
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
-        digest = xxhash.xxh3_64_intdigest(repr((self.layout.buckets, self._config.bucket_mib, kinds)).encode())
+        digest = layout_digest(self.layout, self._config.bucket_mib, kinds)
         nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes
         slots = slots_for(*self._purposes())
         return Shape(nbytes + parity, small, len(self.layout.ranges), digest, slots, parity, self.layout.checks)

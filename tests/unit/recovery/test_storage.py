@@ -16,7 +16,7 @@ from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier, _differing, with_storage
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.retention import Stored
+from ft_plugins.snapshot.retention import StoredCheckpoint
 from ft_plugins.snapshot.slots import Mark, Version
 
 S = Version(1, 40)
@@ -90,8 +90,8 @@ def test_a_certified_checkpoint_is_tried_before_newer_ones_of_which_it_is_not_kn
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: RecoveryPlan, expected: Version
 ) -> None:
     stored = [
-        Stored(Version(2, 60), "v2-60", True, ORIGIN.digest, certified=True),
-        Stored(Version(3, 90), "v3-90", True, ORIGIN.digest, certified=False),
+        StoredCheckpoint(Version(2, 60), "v2-60", True, ORIGIN.digest, certified=True),
+        StoredCheckpoint(Version(3, 90), "v3-90", True, ORIGIN.digest, certified=False),
     ]
     monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: stored)
     read: list[str] = []
