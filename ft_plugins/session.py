@@ -36,9 +36,7 @@ class Session:
 
         `profiling`: how bubbles are measured, where they are; None asks the host for no spans.
         """
-        self._host = host
-        self._config = config
-        self._context = context
+        self._host, self._config, self._context = host, config, context
         self._collective = join_ranks(config)
         self._events = Events(config.node_name or (context.run_dir.name if context.run_dir else ""), host.rank)
         if context.run_dir is not None:
@@ -49,8 +47,7 @@ class Session:
         self._pending: dict[str, Any] | None = None  # small state whose position part is still to be restored
         self._silent: Reft | None = None  # captures no more, but still records the iterations reached
         self._loss = LossRecord(context, config.max_unprotected_steps)
-        self.iteration = 0  # the one that began last
-        self._fenced = 0  # iteration of the last update
+        self.iteration = self._fenced = 0  # the one that began last; the one of the last update
         self._first = host.rank == 0 and context.restart == 0  # prints what one rank of one incarnation prints
         if self._first:
             say(config.table(), who="")

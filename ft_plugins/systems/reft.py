@@ -181,8 +181,7 @@ class Reft:
         and certified ones are preferred.
         """
         segment = self._mapped()
-        discarded: list[int] = []
-        tainted: list[int] = []
+        discarded, tainted = list[int](), list[int]()
         for slot, version in captured_after(segment.slots(), self._lineage, since):
             if slot.pins:
                 segment.mark(version, Mark.DIFFERING)
@@ -230,8 +229,6 @@ class Reft:
         small = self._small_bytes + 8 * (len(layout.ranges) + layout.checks)
         more = exchange.parity_bytes + exchange.holders * small
         return SenderFacts(self._reports.capture_seconds, more, layers=layer_bytes(layout))
-
-    # ---- parts ----
 
     def _mapped(self) -> Segment:
         if self._segment is None:

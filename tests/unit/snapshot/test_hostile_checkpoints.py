@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins import intake
+from ft_plugins.collective import Collective
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
 from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier
@@ -79,17 +80,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-class Alone:
-    """The job's ranks, as rank 0 sees them."""
+class Alone(Collective):
+    """A job of two ranks of which only rank 0 takes part."""
 
-    rank, world_size = 0, 2
-
-    def gather(self, told: bytes) -> list[bytes]:
-        return [told]
-
-    def agree(self, refusal: FtError | None) -> None:
-        if refusal is not None:
-            raise refusal
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size = 2
 
 
 def read_everything(base: Path, folder: Path) -> None:
