@@ -35,12 +35,12 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import faults
+from ..collective import Collective
 from ..config import launch_context
 from ..errors import ConfigError, InventoryError, ResumeError, StateChangedError, UnsupportedError
 from ..events import say
 from ..model.host import Hooks
 from ..model.inventory import Inventory, Item, Role
-from ..recovery.collective import Collective
 from ..snapshot import codec
 from ..snapshot.copiers import flat_bytes
 from .held import ANYWHERE, UPDATE, groups, is_item, own, restore_groups, scalars_of

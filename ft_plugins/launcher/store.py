@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
 
-from ..recovery.stores import BoundedStore
+from ..collective.stores import BoundedStore
 from .endpoint import Endpoint, listen_beside
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgpack
 
+from ..collective import Collective
 from ..config import Config, LaunchContext, run_directory
-from ..errors import ConfigError, FtError, ProtectionError
-from ..recovery.collective import Collective
+from ..errors import ConfigError, ProtectionError
 from ..smp import client as smp
 from . import identity
 
@@ -34,17 +34,14 @@ def join(config: Config, context: LaunchContext) -> tuple[LaunchContext, Callabl
     Raises what a rank of any node had: BusyError, ConfigError; ProtectionError becomes that of the session.
     """
     collective = Collective()
-    failure: FtError | None = None
-    told: tuple[str, int] | None = None
-    if context.local_rank == 0:
-        try:
-            told = _bring_up(config)
-        except ProtectionError as error:
-            print(f"ft_plugins: {error}", file=sys.stderr, flush=True)
-        except FtError as error:
-            failure = error
-    collective.agree(failure)
-    nodes = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([context.group_rank, told]))]
+    started: tuple[str, int] | None = None
+    with collective.agreement():
+        if context.local_rank == 0:
+            try:
+                started = _bring_up(config)
+            except ProtectionError as error:
+                print(f"ft_plugins: {error}", file=sys.stderr, flush=True)
+    nodes = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([context.group_rank, started]))]
     own = [place for group, place in nodes if group == context.group_rank and place is not None]
     if not own:
         return context, lambda: None

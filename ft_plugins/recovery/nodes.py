@@ -20,6 +20,7 @@ from typing import Any
 import msgpack
 import psutil
 
+from ..collective import Collective
 from ..errors import BudgetError, ConfigError, FencedError, FtError, ProtocolError
 from ..redundancy.plan import ExchangePlan, positions
 from ..smp.client import Client
@@ -27,7 +28,6 @@ from ..smp.protection import Protection
 from ..snapshot.double import Told, gathered
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version
-from .collective import Collective
 from .plan import NodeFacts, RecoveryPlan, Way, counted
 
 
@@ -84,14 +84,10 @@ class SeenNodes:
     def ask(self, question: Callable[[Client], Any]) -> list[Any]:
         """The answers of every node's SMP, in the order of the nodes. Raises what any of them refused with."""
         answer: Any = None
-        failure: FtError | None = None
-        if self._leads:
-            try:
+        with self._collective.agreement():
+            if self._leads:
                 with Client(self._run_dir) as client:
                     answer = question(client)
-            except FtError as error:
-                failure = error
-        self._collective.agree(failure)
         told = self._collective.gather(msgpack.packb(answer))
         return [msgpack.unpackb(told[ranks[0]], strict_map_key=False) for ranks in self.ranks]
 

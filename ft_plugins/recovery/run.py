@@ -1,9 +1,9 @@
-"""Carries out a recovery: agrees on the version, verifies digests, puts the bytes back into the live tensors.
+"""Carry out a recovery: agree on the version, verify digests, copy the bytes back into the live tensors.
 
-Invariant: nothing is loaded before every rank has verified its share of the same version; where one finds it corrupt
-it is put back together from other nodes, or all drop it and try the next older one. Unique items come from the own
-segment, replicated ones are all-gathered from the shares: every share is read on its own node. What ranks say to each
-other is bounded and typed.
+Invariant: nothing is loaded before every rank has verified its share of the same version. A corrupt share is rebuilt
+from other nodes, or all ranks drop the version and try the next older one. Unique items come from the rank's own
+segment, replicated ones are all-gathered from the shares, so every share is read on its own node. Messages between
+ranks are bounded and typed.
 
 In: segment, layout, live tensors. Out: the restored tensors, the slot's small state, the plan.
 """
@@ -20,57 +20,57 @@ import numpy.typing as npt
 import torch
 
 from .. import faults
+from ..collective import Collective
 from ..errors import CorruptHeaderError, CorruptSlotError, FtError, ProtocolError, SegmentError
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.copiers import flat_bytes
 from ..snapshot.layout import Layout, ReplicaStream
 from ..snapshot.segment import COMPLETED, Segment
 from ..snapshot.slots import Mark, Slot, SlotState, Version
-from .collective import Collective
 from .plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
 
-_FACTS_BYTES = 1 << 16  # of what a rank says of its slots
+_FACTS_BYTES = 1 << 16  # of a rank's report on its slots
 
 
 @dataclass(frozen=True)
-class Restored:
-    """`plan` as carried out; `small` is the encoded small state of the restored version, None from the beginning."""
+class LoadedState:
+    """`plan` as carried out; `small` is the encoded small state of the restored version, None where there is none."""
 
     plan: RecoveryPlan
     small: bytes | None
 
 
 class Nodes(Protocol):
-    """The node tier as recovery needs it; absent where a lost node cannot be survived."""
+    """The node tier as recovery needs it; None where a lost node cannot be survived."""
 
-    exchange: ExchangePlan | None  # None: state that is elsewhere is seen, but not fetched
+    exchange: ExchangePlan | None  # None: state on other nodes is known, but not fetched
     digest: int  # of `exchange`
 
     def facts(self) -> Sequence[NodeFacts]:
-        """What every node's SMP can hand out now. Every rank of the job calls."""
+        """What every node's SMP can provide now. Every rank of the job calls."""
         ...
 
     def rebuild(self, plan: RecoveryPlan) -> None:
-        """Have this rank's slot put back together, as the plan says. Raises an FtError where that fails."""
+        """Have this rank's slot rebuilt according to the plan. Raises an FtError where that fails."""
         ...
 
 
 def agree_on_version(
     segment: Segment, collective: Collective, report: Callable[[FtError], None], nodes: Nodes | None = None
 ) -> RecoveryPlan:
-    """The newest version that all ranks can have and have verified, in their own segments when this returns.
+    """The newest version that all ranks can have; verified, in every rank's own segment, when this returns.
 
-    A slot that is corrupt is reported, and put back together from other nodes or passed over; a version that cannot be
-    put together is passed over. Every rank of the job calls.
+    A corrupt slot is reported, and rebuilt from other nodes or skipped; a version that cannot be rebuilt is skipped.
+    Every rank of the job calls.
     """
     corrupt: set[tuple[int, Version]] = set()
     banned: set[Version] = set()
     rebuilt: set[tuple[int, Version]] = set()
-    ways: dict[Version, RecoveryPlan] = {}  # by which a version was put back together
+    ways: dict[Version, RecoveryPlan] = {}  # by which each version was rebuilt
     for error in _damage(segment):
         report(error)
     while True:
-        facts = [_read_facts(rank, said) for rank, said in enumerate(collective.gather(_facts(segment)))]
+        facts = [_read_facts(rank, payload) for rank, payload in enumerate(collective.gather(_facts(segment)))]
         if nodes is None:
             plan = plan_recovery(facts, corrupt, banned=banned)
         else:
@@ -79,10 +79,10 @@ def agree_on_version(
             return plan
         version = plan.version
         verdicts = collective.gather(_try(plan, segment, facts[collective.rank], nodes, report))
-        if all(found == b"whole" for found in verdicts):
+        if all(verdict == b"whole" for verdict in verdicts):
             return replace(ways.get(version, plan), completed=plan.completed, lost=plan.lost)
-        for rank, found in enumerate(verdicts):
-            match found:
+        for rank, verdict in enumerate(verdicts):
+            match verdict:
                 case b"rebuilt":
                     corrupt.discard((rank, version))
                     rebuilt.add((rank, version))
@@ -96,7 +96,7 @@ def agree_on_version(
 def _try(
     plan: RecoveryPlan, segment: Segment, facts: RankFacts, nodes: Nodes | None, report: Callable[[FtError], None]
 ) -> bytes:
-    """Verify this rank's slot, or have it put back together: whole, rebuilt, corrupt or failed."""
+    """Verify this rank's slot, or have it rebuilt: whole, rebuilt, corrupt or failed."""
     assert plan.version is not None
     own = plan.sources[facts.rank].way is Way.OWN
     try:
@@ -105,7 +105,7 @@ def _try(
             return b"whole"
         if nodes is not None:
             nodes.rebuild(plan)
-            segment.mark(plan.version, plan.mark)  # what it took the place of may have been alone to say so
+            segment.mark(plan.version, plan.mark)  # perhaps only the lost slot recorded it
             return b"rebuilt"
     except FtError as error:
         report(error)
@@ -114,13 +114,13 @@ def _try(
 
 def load_tensors(
     plan: RecoveryPlan, segment: Segment, layout: Layout, tensors: Mapping[str, torch.Tensor], collective: Collective
-) -> Restored:
+) -> LoadedState:
     """Copy the plan's version into `tensors`, in place. Every rank of the job calls together."""
     if plan.version is None:
-        return Restored(plan, None)
+        return LoadedState(plan, None)
     index = next((s.index for s in segment.slots() if s.version == plan.version and s.state is SlotState.CLEAN), None)
     if index is None:
-        raise CorruptSlotError(f"rank {segment.rank}: version {plan.version} is not in memory any more; start again")
+        raise CorruptSlotError(f"rank {segment.rank}: version {plan.version} is no longer in memory; start again")
     data = segment.data(index)
     collective.connect(stream.replicas for stream in layout.streams)
     for number, stream in enumerate(layout.streams):
@@ -131,7 +131,7 @@ def load_tensors(
         ranges = [(share.start, share.stop) for share in stream.shares]
         for offset, arrived in collective.exchange_shares(stream.replicas, ranges, held):
             _scatter(stream, flat, offset, arrived)
-    return Restored(plan, segment.small(index))
+    return LoadedState(plan, segment.small(index))
 
 
 def _scatter(
@@ -149,20 +149,20 @@ def _scatter(
 
 
 def _damage(segment: Segment) -> list[FtError]:
-    """What of this rank's segment is not believed."""
+    """The parts of this rank's segment that do not match their digests."""
     damaged = [slot.index for slot in segment.slots() if slot.damaged]
-    found: list[FtError] = [
+    errors: list[FtError] = [
         CorruptSlotError(
             f"rank {segment.rank}: slot {index} is not used: its header, digest table or small state do not match "
             "their digest"
         )
         for index in damaged
     ]
-    found += [
+    errors += [
         CorruptHeaderError(f"rank {segment.rank}: the segment's {name} is not used: it does not match its digest")
         for name in segment.damaged
     ]
-    return found
+    return errors
 
 
 def _facts(segment: Segment) -> bytes:
@@ -173,17 +173,17 @@ def _facts(segment: Segment) -> bytes:
             slot.version.lineage if slot.version else None,
             slot.version.iteration if slot.version else None,
             int(slot.mark),
-            slot.damaged and not segment.voiding,  # else it would hold up a start from nothing that was cut short
+            slot.damaged and not segment.voiding,  # else it would block a fresh start that was interrupted
         ]
         for slot in segment.slots()
     ]
     completed = None if COMPLETED in segment.damaged else segment.completed
-    said = [segment.rank, slots, segment.lineage, completed, segment.from_nothing]
-    return bytes(msgpack.packb([*said, segment.damaged, segment.lost]))
+    facts = [segment.rank, slots, segment.lineage, completed, segment.from_nothing, segment.damaged, segment.lost]
+    return bytes(msgpack.packb(facts))
 
 
 def _read_facts(rank: int, payload: bytes) -> RankFacts:
-    """What `rank` says. Raises ProtocolError for anything else, SegmentError where its segment is another rank's."""
+    """Decode a report of `rank`. Raises ProtocolError, SegmentError where its segment is another rank's."""
     try:
         if len(payload) > _FACTS_BYTES:
             raise ValueError(f"{len(payload)} bytes; expected at most {_FACTS_BYTES}")
@@ -193,7 +193,7 @@ def _read_facts(rank: int, payload: bytes) -> RankFacts:
             None if completed is None else _number(completed), bool(from_nothing), tuple(map(str, damaged)), bool(lost),
         )  # fmt: skip
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"what rank {rank} says of its segment cannot be read ({error})") from error
+        raise ProtocolError(f"rank {rank}: its report on its segment cannot be read ({error})") from error
     if facts.rank != rank:
         raise SegmentError(
             f"rank {rank} has mapped the segment of rank {facts.rank}; 'ft-plugins end' or --ftp-resume fresh drops it"

@@ -1,13 +1,13 @@
-"""Recovery from checkpoints in storage, where memory has nothing: every rank reads its own file into its own slot.
+"""Recover from checkpoints in storage when memory has no version: every rank reads its own file into its own slot.
 
-Invariant: all ranks take the same checkpoint, the newest one of this job that every rank could read and verify, and
-where replicas are compared the newest certified one before it; one that is damaged for any rank is passed over by all,
-and told of. From the slot on it is a restore from memory. What is
-there but cannot be used (another job's, laid out otherwise, all of it damaged, out of reach) is refused by name and
-never taken for nothing. The lineage that is opened is newer than any in storage, whoever wrote it. What cannot be
-looked at never keeps a job that has memory from resuming, nor other ranks waiting: rank 0 says so.
+Invariant: all ranks take the same checkpoint, the newest one of this job that every rank could read and verify; where
+replicas are compared, certified ones are tried first. A checkpoint that is damaged for any rank is reported and skipped
+by all. Once the slot is filled, the restore is one from memory. Checkpoints that exist but cannot be used (of another
+job, of another layout, all damaged, unreachable) are refused by name and never treated as absent. The new lineage is
+newer than any in storage, whichever job wrote it. Unreachable storage neither blocks a job that has memory nor keeps
+other ranks waiting: rank 0 reports it.
 
-Memory goes first, unless storage has a later lineage: then the job has lived on elsewhere since.
+Memory goes first, unless storage has a later lineage: then the job has continued elsewhere since.
 
 In: the plan from memory, a folder. Out: a `RecoveryPlan`, and a sealed slot on every rank if its tier is `storage`.
 """
@@ -22,14 +22,14 @@ from typing import Any
 
 import msgpack
 
-from ..errors import FtError, ResumeError, StorageError, printable
+from ..collective import Collective
+from ..errors import ResumeError, StorageError, printable
 from ..intake import shown, within
 from ..model.host import resizable
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Version
-from .collective import Collective
 from .plan import RecoveryPlan, choose_source
 
 LOOK_SECONDS = 60.0  # for the folder to be listed; a storage that hangs longer is out of reach
@@ -38,10 +38,10 @@ _OFFERED = 16  # checkpoints that are tried, in the order of `retention.candidat
 
 @dataclass(frozen=True)
 class Shelf:
-    """What rank 0 found, the same on all ranks. `candidates`: version, folder name, problem ('' if none is known of),
-    and what is known of its replicas.
+    """What rank 0 found in storage, the same on all ranks. `candidates`: version, folder name, known problem ('' for
+    none), and what is known of its replicas.
 
-    `other` describes the newest checkpoint of another job, `unreachable` says why nothing could be looked at.
+    `other` describes the newest checkpoint of another job, `unreachable` is why storage could not be listed.
     """
 
     candidates: tuple[tuple[Version, str, str, Mark], ...]
@@ -49,7 +49,7 @@ class Shelf:
     other: str = ""
     unreachable: str = ""
     resized: Version | None = None  # `other` is of this job at another data-parallel size, and of this version
-    passed_over: tuple[str, ...] = ()  # names that look like a checkpoint's, and are none
+    passed_over: tuple[str, ...] = ()  # names that resemble a checkpoint's but are not valid
 
 
 def with_storage(
@@ -61,11 +61,11 @@ def with_storage(
     resized: Version | None = None,
     mark: Mark = Mark.NONE,
 ) -> RecoveryPlan:
-    """`choose_source`, where a checkpoint of version `stored` is at hand as well. Pure. Raises ResumeError, also where
-    `resized`, a checkpoint of the job at another data-parallel size, is newer and nobody asked for the older one.
+    """`choose_source`, where a checkpoint of version `stored` is available as well. Pure. Raises ResumeError, also if
+    `resized`, a checkpoint of the job at another data-parallel size, is newer and the user did not ask for the older.
 
-    `later`: its lineage is newer than any in memory; `mark`: what is known of its replicas. With the framework's own
-    checkpoint the larger iteration wins.
+    `later`: its lineage is newer than any in memory; `mark`: what is known of its replicas. Compared with the
+    framework's own checkpoint, the larger iteration wins.
     """
     memory = mode == "auto" and found.version is not None and not later
     if stored is None or memory or mode not in ("auto", "storage") or stored.iteration < loaded:
@@ -88,7 +88,7 @@ def with_storage(
 
 
 class StorageTier:
-    """The storage tier as one rank's recovery sees it."""
+    """The storage tier in the recovery of one rank."""
 
     def __init__(self, folder: Path, job: str, collective: Collective, report: Callable[[str, str], None]) -> None:
         """`folder` as configured; `report` is called with an event's name and its reason."""
@@ -97,17 +97,17 @@ class StorageTier:
         self._report = report
 
     def recover(self, found: RecoveryPlan, mode: str, loaded: int, segment: Segment, token: int) -> RecoveryPlan:
-        """`found`, what memory has, as `mode`, `loaded` and storage have it. Every rank of the job calls.
+        """The plan, given `found` in memory, `mode`, `loaded` and storage. Every rank of the job calls.
 
-        If the plan's tier is `storage` and it names a version, that lies CLEAN in a slot of every rank. Raises
-        ResumeError on all ranks alike, and what `persist.read_rank` refuses with.
+        If the plan's tier is `storage` and it names a version, that is CLEAN in a slot of every rank. Raises
+        ResumeError, and what `persist.read_rank` refuses with, on all ranks.
         """
         if mode == "memory":
             return choose_source(found, mode, loaded)
         shelf = self._look(segment.fingerprint)
         if shelf.passed_over:
             names = ", ".join(map(shown, shelf.passed_over))
-            self._report_once("checkpoint.ignored", f"{self._base}: {names}: no checkpoint has such a name; remove it")
+            self._report_once("checkpoint.ignored", f"{self._base}: {names}: not the name of a checkpoint; remove it")
         needed = found.version is None or mode != "auto"
         if shelf.unreachable:
             if needed:
@@ -120,7 +120,7 @@ class StorageTier:
         found = replace(found, lineage=max(found.lineage, shelf.lineage + 1))
         damaged = ""
         for number, (version, name, problem, mark) in enumerate(shelf.candidates):
-            # a certified one may be put before one of a later lineage, which says all the same that memory is outdated
+            # a certified one may precede one of a later lineage, which still shows that memory is outdated
             left = [version] if found.mark.preferred else [each[0] for each in shelf.candidates[number:]]
             later = max(each.lineage for each in left) > memory_lineage
             plan = with_storage(found, mode, loaded, version, later, shelf.resized, mark)
@@ -136,7 +136,7 @@ class StorageTier:
         return choose_source(found, mode, loaded)
 
     def _refuse_scratch(self, shelf: Shelf, damaged: str) -> None:
-        """Raises ResumeError where there are checkpoints, but none that can be used."""
+        """Raises ResumeError where there are checkpoints, but none is usable."""
         if damaged:
             raise ResumeError(
                 f"every checkpoint of this job in {self._base} is damaged, the newest is {damaged} (see the events "
@@ -149,38 +149,35 @@ class StorageTier:
             )
 
     def _look(self, fingerprint: Mapping[str, Any]) -> Shelf:
-        """Rank 0 lists the folder and tells all."""
-        told = b""
+        """Rank 0 lists the folder and sends the result to all ranks."""
+        listed = b""
         if self._collective.rank == 0:
-            told = bytes(msgpack.packb(_found(self._base, fingerprint, self._collective.world_size)))
+            listed = bytes(msgpack.packb(_shelf(self._base, fingerprint, self._collective.world_size)))
         candidates, lineage, other, unreachable, resized, passed_over = msgpack.unpackb(
-            self._collective.gather(told)[0]
+            self._collective.gather(listed)[0]
         )
         known = tuple((Version(*version), name, why, Mark(mark)) for version, name, why, mark in candidates)
         return Shelf(known, lineage, other, unreachable, Version(*resized) if resized else None, tuple(passed_over))
 
     def _fetch(self, name: str, version: Version, segment: Segment, token: int) -> bool:
-        """Read this rank's file of a checkpoint; whether every rank could. Raises what any rank refuses it with."""
+        """Read this rank's file of a checkpoint; returns whether every rank could. Raises any rank's refusal on all."""
         folder, final = self._base / name, checkpoint.folder_of(self._base, version)
-        refusal: FtError | None = None
-        verdict = b"1"
-        try:
-            persist.read_rank(final if final.exists() else folder, segment, version, token)
-        except StorageError as error:
-            self._report("checkpoint.damaged", str(error))
-            verdict = b"0"
-        except FtError as error:
-            refusal = error
-        self._collective.agree(refusal)
-        return all(found == b"1" for found in self._collective.gather(verdict))
+        whole = False
+        with self._collective.agreement():
+            try:
+                persist.read_rank(final if final.exists() else folder, segment, version, token)
+                whole = True
+            except StorageError as error:
+                self._report("checkpoint.damaged", str(error))
+        return all(self._collective.gather(b"1" if whole else b""))
 
     def _report_once(self, name: str, reason: str) -> None:
         if self._collective.rank == 0:
             self._report(name, reason)
 
 
-def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[Any]:
-    """What rank 0 tells: the fields of a `Shelf` as plain values. Makes the folder where there is none."""
+def _shelf(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[Any]:
+    """The fields of a `Shelf` as plain values, for the other ranks. Creates the folder where there is none."""
     origin = Origin("", world_size, fingerprint)
     theirs: Mapping[str, Any] = {}
     ignored: list[str] = []
@@ -211,7 +208,7 @@ def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[
     return [candidates, lineage, other, "", resized, ignored[:_OFFERED]]
 
 
-def _listed(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.Stored, ...]:
+def _listed(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.StoredCheckpoint, ...]:
     checkpoint.make_job_folder(base)
     return checkpoint.listing(base, passed_over)
 

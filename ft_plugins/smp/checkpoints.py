@@ -24,7 +24,7 @@ from ..events import Events
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
 from ..snapshot.index import kept_path
-from ..snapshot.retention import Storage, Stored
+from ..snapshot.retention import Storage, StoredCheckpoint
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, SlotState, Version
 from .alarms import Alarms, Failing
@@ -248,7 +248,7 @@ class Checkpoints:
             return
         call.answer("done", **facts_of(version), path=str(path))
 
-    def _list(self, base: Path) -> tuple[Stored, ...]:
+    def _list(self, base: Path) -> tuple[StoredCheckpoint, ...]:
         """What is in storage, and so what of it is kept. Raises OSError."""
         found = checkpoint.listing(base)
         self.kept = frozenset(each.version for each in found if each.kept)
@@ -276,7 +276,7 @@ class Checkpoints:
     def _prune(self, storage: Storage, base: Path, origin: Origin) -> None:
         """Remove what is older than the checkpoints to be kept; one that cannot be removed does not keep the others."""
         removed: list[str] = []
-        surplus: Sequence[Stored] = ()
+        surplus: Sequence[StoredCheckpoint] = ()
         failed = ""
         try:
             surplus = retention.surplus(self._list(base), storage.keep, origin.digest)

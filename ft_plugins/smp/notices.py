@@ -6,7 +6,7 @@ that cannot be read, or is much older than our own, says nothing. No clock but t
     offer-<node>.json   nothing moves any more: the versions that all ranks of that node hold, of a job of so many ranks
     wanted.json         the job trains on: a checkpoint of this version is wanted, which nobody has begun to capture
 
-In: a job's folder in storage. Out: `Offer`s, a version.
+In: a job's folder in storage. Out: `NodeOffer`s, a version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter
 from ..errors import StorageError
 from ..intake import Count, Unfit, typed
 from ..snapshot.checkpoint import make_job_folder, read_json, write_json
-from ..snapshot.retention import Offer
+from ..snapshot.retention import NodeOffer
 from ..snapshot.slots import Mark, Version
 
 FRESH_SECONDS = 60.0  # between two offers that belong to one moment
@@ -75,9 +75,9 @@ class Notices:
         told = {"ranks": sorted(ranks), "versions": held, "world_size": world_size, "marks": said}
         write_json(self._own, told)
 
-    def offers(self, world_size: int) -> list[Offer]:
+    def offers(self, world_size: int) -> list[NodeOffer]:
         """The offers of all nodes for a job of `world_size` ranks, of about the time of our own."""
-        found: list[Offer] = []
+        found: list[NodeOffer] = []
         with suppress(OSError):
             now = self._own.stat().st_mtime
             for path in islice(self._folder.glob("offer-*.json"), _OFFERS):
@@ -106,11 +106,11 @@ class Notices:
             if self.wanted() == version:
                 self._wanted.unlink(missing_ok=True)
 
-    def _read(self, path: Path, world_size: int) -> Iterator[Offer]:
+    def _read(self, path: Path, world_size: int) -> Iterator[NodeOffer]:
         found = _content(path, _OFFERED)
         if found and found.world_size == world_size:
             marks = {Version(lineage, iteration): Mark(mark) for lineage, iteration, mark in found.marks}
-            yield Offer(found.ranks, tuple(Version(*pair) for pair in found.versions), marks)
+            yield NodeOffer(found.ranks, tuple(Version(*pair) for pair in found.versions), marks)
 
 
 def _content(path: Path, adapter: TypeAdapter[T]) -> T | None:

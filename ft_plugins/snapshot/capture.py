@@ -29,7 +29,7 @@ from .. import faults
 from ..errors import FencedError, InventoryError
 from .copiers import Copier, as_words, copier_for, flat_bytes
 from .encode import Encoder
-from .layout import Bucket, Layout
+from .layout import CaptureBucket, Layout
 from .segment import NOT_COMPUTED, Segment
 from .slots import SlotState, Version, choose
 
@@ -235,7 +235,7 @@ class Capture:
             at += len(checks)
             faults.reach("capture.bucket.end", iteration=version.iteration, bucket=first + number, slot=index)
 
-    def _copy(self, index: int, number: int, bucket: Bucket, version: Version) -> None:
+    def _copy(self, index: int, number: int, bucket: CaptureBucket, version: Version) -> None:
         """One bucket: token, copy, digest."""
         self._segment.set_cursor(index, number)  # first: whoever is stopped after the check is in the cursor's bucket
         self._check_token()
@@ -250,7 +250,7 @@ class Capture:
         self._digests[number] = self._segment.digests(index)[number] = digest
         faults.reach("capture.bucket.end", iteration=version.iteration, bucket=number, slot=index)
 
-    def _plan_pieces(self, index: int, bucket: Bucket) -> _Pieces:
+    def _plan_pieces(self, index: int, bucket: CaptureBucket) -> _Pieces:
         """Destinations in slot `index` and sources of a bucket, as flat views, by device."""
         target = torch.from_numpy(self._segment.data(index))
         pieces: _Pieces = {}
@@ -265,7 +265,7 @@ class Capture:
             sources.append(source)
         return pieces
 
-    def _source_digest(self, bucket: Bucket) -> int:
+    def _source_digest(self, bucket: CaptureBucket) -> int:
         """The digest that the bucket's bytes have at their source; the gaps between pieces are zeros."""
         digest, at = xxhash.xxh3_64(), bucket.offset
         for piece in bucket.pieces:

@@ -13,7 +13,7 @@ removes it.
         manifest.json                      which job, its fingerprint, how many ranks
         keep                               empty, where a person wants it to stay: retention does not remove it
 
-In: a job's folder in storage. Out: `Stored`, `Record`, `Manifest`; folders made complete or removed.
+In: a job's folder in storage. Out: `StoredCheckpoint`, `RankRecord`, `CheckpointManifest`; complete or removed folders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from .. import faults
 from ..errors import StorageError
 from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_new, open_regular, read_bytes, shown, typed
-from .retention import Stored
+from .retention import StoredCheckpoint
 from .slots import Mark, Version
 
 FORMAT = "ft_plugins checkpoint 1"
@@ -67,7 +67,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Record:
+class RankRecord:
     """What `rank-N.json` says of a rank's file. `seal` is the digest over header, digest table and small state."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -90,7 +90,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What `manifest.json` says. `certified` is None of a job whose replicas are not compared, or are let drift and
     each captured whole; False of parts of replicas of which nobody knew yet whether they are alike."""
 
@@ -107,7 +107,7 @@ class Manifest:
     certified: Annotated[bool, Field(strict=True)] | None = None
 
 
-_RECORD_OF, _MANIFEST_OF = TypeAdapter(Record), TypeAdapter(Manifest)
+_RECORD_OF, _MANIFEST_OF = TypeAdapter(RankRecord), TypeAdapter(CheckpointManifest)
 
 
 def folder_of(base: Path, version: Version) -> Path:
@@ -158,7 +158,7 @@ def commit(
         raise StorageError(differed(version, differing))
     best = Mark(max([heard, *marks.values()]))
     certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DRIFTING else None
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         FORMAT, origin.job, version.lineage, version.iteration, origin.world_size, dict(origin.fingerprint), nbytes,
         certified,
     )  # fmt: skip
@@ -217,7 +217,7 @@ def remove(folder: Path) -> None:
 # ---- reading ----
 
 
-def listing(base: Path, passed_over: Callable[[str], None] = lambda name: None) -> tuple[Stored, ...]:
+def listing(base: Path, passed_over: Callable[[str], None] = lambda name: None) -> tuple[StoredCheckpoint, ...]:
     """Every checkpoint in a job's folder; () where there is no such folder. Raises OSError.
 
     A folder with a manifest is complete, whatever its name: its writer died before it could rename it. `passed_over` is
@@ -227,7 +227,7 @@ def listing(base: Path, passed_over: Callable[[str], None] = lambda name: None) 
         names = sorted(os.listdir(base))
     except FileNotFoundError:
         return ()
-    found: dict[Version, Stored] = {}
+    found: dict[Version, StoredCheckpoint] = {}
     for name in names:
         matched = _FOLDER.fullmatch(name)
         if not (matched and (base / name).is_dir()):
@@ -241,18 +241,19 @@ def listing(base: Path, passed_over: Callable[[str], None] = lambda name: None) 
     return tuple(found.values())
 
 
-def _stored(folder: Path, version: Version) -> Stored:
+def _stored(folder: Path, version: Version) -> StoredCheckpoint:
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
-        return Stored(version, folder.name, complete=False, fingerprint=_begun_by(folder))
+        return StoredCheckpoint(version, folder.name, complete=False, fingerprint=_begun_by(folder))
     except StorageError as error:
-        return Stored(version, folder.name, complete=True, problem=str(error))
+        return StoredCheckpoint(version, folder.name, complete=True, problem=str(error))
     if Version(manifest.lineage, manifest.iteration) != version:
-        return Stored(version, folder.name, complete=True, problem=f"{folder}: its manifest is of another version")
+        problem = f"{folder}: its manifest is of another version"
+        return StoredCheckpoint(version, folder.name, complete=True, problem=problem)
     digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest
     kept = os.path.lexists(folder / _KEEP)
-    return Stored(version, folder.name, complete=True, fingerprint=digest, certified=manifest.certified, kept=kept)
+    return StoredCheckpoint(version, folder.name, True, fingerprint=digest, certified=manifest.certified, kept=kept)
 
 
 def _begun_by(folder: Path) -> str:
@@ -283,7 +284,7 @@ def is_complete(folder: Path, origin: Origin) -> bool:
     return True
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Raises FileNotFoundError where there is none, StorageError when it is damaged or of another version of ours."""
     path = folder / "manifest.json"
     content = read_json(path)
@@ -292,7 +293,7 @@ def read_manifest(folder: Path) -> Manifest:
     return _checked(path, _MANIFEST_OF, content)
 
 
-def read_record(folder: Path, rank: int) -> Record:
+def read_record(folder: Path, rank: int) -> RankRecord:
     """Raises StorageError when it is missing or damaged."""
     try:
         return _record(folder / record_file(rank))
@@ -300,7 +301,7 @@ def read_record(folder: Path, rank: int) -> Record:
         raise StorageError(f"{folder / record_file(rank)}: there is no such file; is the folder shared?") from error
 
 
-def _record(path: Path) -> Record:
+def _record(path: Path) -> RankRecord:
     return _checked(path, _RECORD_OF, read_json(path))
 
 

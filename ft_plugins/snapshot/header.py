@@ -1,16 +1,16 @@
-"""The header page of a segment: what each group of its words is believed by. Any process may die between two stores.
+"""The header page of a segment, and the digest by which each group of its words is checked.
 
-Invariant: nothing here is believed that does not fit its digest, and what does not fit is lost alone. A death at any
-instruction leaves the old values or the new ones.
+Invariant: a value that does not match its digest is not used, and damage to one group leaves the others valid. Any
+process may die between two stores: a death at any instruction leaves the old values or the new ones.
 
     constants   sizes, rank, size of the job, fingerprint: one digest, written at creation. Damaged: the segment is lost
     word        one store: the value in its low half, a digest of it in its high half
-    record      a few words that the SMP alone writes: two copies, each with a number and a digest, written one after
-                the other. A reader takes the newer one that fits, so damage to one copy changes nothing
-    ranges      the bucket ranges in the pages behind: their digest, written after them
-    gate        not covered: `bubbles.gate` answers for it
+    record      a few words that only the SMP writes: two copies, each with a number and a digest, written one after
+                the other. A reader takes the newer copy that matches, so damage to one copy changes nothing
+    ranges      the digest of the bucket ranges in the next pages, written after them
+    gate        not covered: see `bubbles.gate`
 
-In: a mapped page. Out: values, or None where they cannot be believed.
+In: a mapped page. Out: values, or None where they do not match their digests.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ Words = npt.NDArray[np.uint64]
 
 
 def guarded(value: int, seed: int) -> int:
-    """A word that says `value`; `seed` is that of the place. Raises SegmentError for more than 32 bits."""
+    """A word that holds `value` and its digest; `seed` is that of its place. Raises SegmentError beyond 32 bits."""
     if not 0 <= value < _LIMIT:
         raise SegmentError(f"{value} does not fit into a word of a segment; expected less than {_LIMIT}")
     return value | xxhash.xxh32_intdigest(value.to_bytes(4, "little"), seed) << 32
 
 
 def believed(word: int, seed: int) -> int | None:
-    """The value of a word; None where it does not fit its digest."""
+    """The value of a word; None where it does not match its digest."""
     value = word & (_LIMIT - 1)
     return value if word == guarded(value, seed) else None
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What never changes in the life of a segment. `world_size` is 0 where the number of ranks does not matter."""
+    """The constants of a segment. `world_size` is 0 where the number of ranks does not matter."""
 
     shape: Shape
     rank: int
@@ -66,7 +66,7 @@ class Constants:
     fingerprint: bytes  # JSON
 
     def write(self, page: Words) -> None:
-        """Fill the page of a segment that is being made."""
+        """Fill the page of a new segment."""
         known = {**vars(self.shape), "rank": self.rank, "world_size": self.world_size}
         page[0] = MAGIC
         page[1:_SEAL] = [known[name] for name in _CONSTANTS]
@@ -76,7 +76,7 @@ class Constants:
 
 
 def encoded(fingerprint: Mapping[str, Any], rank: int) -> bytes:
-    """A fingerprint as it stands in the page. Raises SegmentError when it is too long."""
+    """A fingerprint as it is stored in the page. Raises SegmentError when it is too long."""
     text = json.dumps(fingerprint, sort_keys=True).encode()
     if len(text) > FINGERPRINT_ROOM:
         raise SegmentError(f"rank {rank}: the job's fingerprint has {len(text)} bytes; at most {FINGERPRINT_ROOM} fit")
@@ -84,18 +84,18 @@ def encoded(fingerprint: Mapping[str, Any], rank: int) -> bytes:
 
 
 def constants_of(page: Words, path: object) -> Constants:
-    """The constants of a page. Raises CorruptHeaderError where they do not fit their digest, SegmentError for what is
-    not a segment of this version."""
+    """The constants of a page. Raises CorruptHeaderError where they do not match their digest, SegmentError for a page
+    that is not of a segment of this version."""
     fits = int(page[_SEAL]) == _digest_of(page)
     if int(page[0]) != MAGIC and not fits:
         raise SegmentError(
             f"segment {path} was written by another version of ft_plugins or is damaged; 'ft-plugins sweep' removes it"
         )
     if int(page[0]) != MAGIC or not fits:
-        raise CorruptHeaderError(f"segment {path}: its header does not match its digest; all that it held is lost")
-    found = dict(zip(_CONSTANTS, page[1:_SEAL].tolist(), strict=True))
-    rank, world_size = found.pop("rank"), found.pop("world_size")
-    return Constants(Shape(**found), rank, world_size, _text(page)[8:])
+        raise CorruptHeaderError(f"segment {path}: its header does not match its digest; its content is lost")
+    values = dict(zip(_CONSTANTS, page[1:_SEAL].tolist(), strict=True))
+    rank, world_size = values.pop("rank"), values.pop("world_size")
+    return Constants(Shape(**values), rank, world_size, _text(page)[8:])
 
 
 def _text(page: Words) -> bytes:
@@ -110,8 +110,8 @@ def _digest_of(page: Words) -> int:
     return digest.intdigest()
 
 
-class Record:
-    """Words that one process writes and all read: two copies of number, values, digest."""
+class MirroredRecord:
+    """Words that one process writes and any reads: two copies, each of number, values, digest."""
 
     def __init__(self, page: Words, first: int, values: int) -> None:
         """`values` words from word `first` of the page on; `room` words are taken."""
@@ -123,12 +123,12 @@ class Record:
         return 2 * (values + 2)
 
     def read(self) -> tuple[int, ...] | None:
-        """The values; None where neither copy fits its digest."""
+        """The values; None where neither copy matches its digest."""
         newest = self._newest()
         return tuple(newest[1:-1]) if newest else None
 
     def write(self, values: Sequence[int]) -> None:
-        """Replace the values: by a copy of which no reader takes a part, then by the other."""
+        """Replace the values, first in the copy that readers do not use, then in the other."""
         newest = self._newest()
         number = (newest[0] + 1 if newest else 1) % (1 << 64)
         words = np.array([number, *values], dtype=np.uint64)
@@ -153,8 +153,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Who may write and who does: fencing token; pid and start time (clock ticks) of the trainer that attached last,
-    0 for none; whether a trainer of the running incarnation has attached, also if it has ended since."""
+    """Which incarnation may write: its fencing token; pid and start time (clock ticks) of the trainer that attached
+    last, 0 for none; whether a trainer of the running incarnation has attached, even if it has ended since."""
 
     token: int = 0
     owner_pid: int = 0
@@ -164,9 +164,9 @@ class Incarnation:
 
 @dataclass(frozen=True)
 class Opened:
-    """The newest lineage that was opened, 0 before the first; the token under which; whether it began without a
-    restored version. `lost`: no lineage was opened since this segment took the place of one that was damaged.
-    `voiding`: the older versions, which such a beginning makes void, may still be in their slots."""
+    """The newest lineage that was opened, 0 before the first; the token under which it was; whether it began without a
+    restored version. `lost`: no lineage was opened since this segment replaced a damaged one. `voiding`: older
+    versions, which are void after such a beginning, may still be in their slots."""
 
     lineage: int = 0
     token: int = 0
@@ -180,19 +180,19 @@ class Header:
 
     def __init__(self, page: Words) -> None:
         self._page = page
-        self._incarnation = Record(page, _RECORDS, 4)
-        self._opened = Record(page, _RECORDS + Record.room(4), 5)
+        self._incarnation = MirroredRecord(page, _RECORDS, 4)
+        self._opened = MirroredRecord(page, _RECORDS + MirroredRecord.room(4), 5)
 
     def begin(self, lost: bool) -> None:
-        """Fill in what changes later, in a page that is all zeros."""
+        """Write the initial values of all that changes, into a page of zeros."""
         self.incarnation = Incarnation()
         self.opened = Opened(lost=int(lost))
         self.completed = 0
 
     @property
     def incarnation(self) -> Incarnation | None:
-        found = self._incarnation.read()
-        return None if found is None else Incarnation(*found)
+        values = self._incarnation.read()
+        return None if values is None else Incarnation(*values)
 
     @incarnation.setter
     def incarnation(self, value: Incarnation) -> None:
@@ -200,8 +200,8 @@ class Header:
 
     @property
     def opened(self) -> Opened | None:
-        found = self._opened.read()
-        return None if found is None else Opened(*found)
+        values = self._opened.read()
+        return None if values is None else Opened(*values)
 
     @opened.setter
     def opened(self, value: Opened) -> None:

@@ -18,12 +18,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from ..model.inventory import Inventory, Item
 from ..redundancy.parity import ALIGNMENT, cut
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotPiece:
     """Bytes `item_offset .. item_offset + nbytes` of an item lie at `offset` of the slot's data area."""
 
     item: str
@@ -33,12 +35,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class CaptureBucket:
     """A contiguous run of the data area that is copied and digested as one."""
 
     offset: int
     nbytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlotPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ParitySource:
     at: int
     nbytes: int
     direct: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlotPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class ReplicaStream:
         """The share of `rank`."""
         return self.shares[self.replicas.index(rank)]
 
-    def pieces(self, start: int, stop: int, offset: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int, offset: int) -> Iterator[SlotPiece]:
         """The parts of items in bytes `start .. stop`, the first byte of which lies at `offset`. Padding is in none."""
         for number in range(max(0, bisect_right(self.offsets, start) - 1), len(self.items)):
             item, begin = self.items[number], self.offsets[number]
@@ -101,7 +103,7 @@ class ReplicaStream:
                 return
             low, high = max(begin, start), min(begin + item.nbytes, stop)
             if low < high:
-                yield Piece(item.name, low - begin, offset + low - start, high - low)
+                yield SlotPiece(item.name, low - begin, offset + low - start, high - low)
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,13 @@ class Layout:
 
     rank: int
     streams: tuple[ReplicaStream, ...]
-    synchronous: tuple[Bucket, ...]
-    background: tuple[Bucket, ...]
+    synchronous: tuple[CaptureBucket, ...]
+    background: tuple[CaptureBucket, ...]
     nbytes: int
     parity: tuple[ParityBucket, ...] = ()
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
+    def buckets(self) -> tuple[CaptureBucket, ...]:
         """All buckets of data, in the order of their digests."""
         return self.synchronous + self.background
 
@@ -222,21 +224,21 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def pieces_of(stream: ReplicaStream, rank: int) -> Iterator[Piece]:
+def pieces_of(stream: ReplicaStream, rank: int) -> Iterator[SlotPiece]:
     """The parts of the stream's items that lie in the rank's share, and where in its slot."""
     own = stream.share_of(rank)
     return stream.pieces(own.start, own.stop, stream.slot_offset)
 
 
-def _buckets(pieces: Sequence[Piece], bucket_bytes: int) -> tuple[Bucket, ...]:
+def _buckets(pieces: Sequence[SlotPiece], bucket_bytes: int) -> tuple[CaptureBucket, ...]:
     """Consecutive pieces, cut where a bucket is full."""
-    buckets: list[Bucket] = []
-    held: list[Piece] = []
+    buckets: list[CaptureBucket] = []
+    held: list[SlotPiece] = []
 
     def close() -> None:
         if held:
             start, end = held[0].offset, held[-1].offset + held[-1].nbytes
-            buckets.append(Bucket(start, end - start, tuple(held)))
+            buckets.append(CaptureBucket(start, end - start, tuple(held)))
             held.clear()
 
     for piece in pieces:
@@ -248,7 +250,30 @@ def _buckets(pieces: Sequence[Piece], bucket_bytes: int) -> tuple[Bucket, ...]:
                 close()
                 continue
             nbytes = min(piece.nbytes - done, room // ALIGNMENT * ALIGNMENT)
-            held.append(Piece(piece.item, piece.item_offset + done, piece.offset + done, nbytes))
+            held.append(SlotPiece(piece.item, piece.item_offset + done, piece.offset + done, nbytes))
             done += nbytes
     close()
     return tuple(buckets)
+
+
+def layout_digest(layout: Layout, bucket_mib: int, kinds: Sequence[tuple[str, str, tuple[int, ...]]]) -> int:
+    """Digest of the buckets of data and of each item's name, dtype and shape: different cuts never share a segment or a
+    checkpoint.
+
+    The digested text is part of the format of both: it stays as it is, whatever the classes here are called.
+    """
+
+    def of_piece(piece: SlotPiece) -> str:
+        at = f"item_offset={piece.item_offset}, offset={piece.offset}, nbytes={piece.nbytes}"
+        return f"Piece(item={piece.item!r}, {at})"
+
+    def of_bucket(bucket: CaptureBucket) -> str:
+        pieces = _tuple_of([of_piece(piece) for piece in bucket.pieces])
+        return f"Bucket(offset={bucket.offset}, nbytes={bucket.nbytes}, pieces={pieces})"
+
+    buckets = _tuple_of([of_bucket(bucket) for bucket in layout.buckets])
+    return xxhash.xxh3_64_intdigest(f"({buckets}, {bucket_mib}, {list(kinds)!r})".encode())
+
+
+def _tuple_of(parts: list[str]) -> str:
+    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"

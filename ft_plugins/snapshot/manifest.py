@@ -1,9 +1,8 @@
-"""What lies where in a rank's slot, in words that outlive the job's size: static, and captured with every version.
+"""Which elements of which tensors lie where in a rank's slot, independent of the job's size; part of each version.
 
-Invariant: a slot whose rank, node or whole job is gone can be read by anyone who has its small state: which items,
-which elements of which whole tensors they are, at which bytes. It names no node.
+Invariant: the small state suffices to read a slot whose rank, node or whole job is gone. The manifest names no node.
 
-In: `Layout`, the rank's place in the model. Out: bytes, which stand before the host's own small state; `Manifest`.
+In: `Layout`, the rank's place in the model. Out: bytes, stored in front of the host's own small state; `Manifest`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _LARGEST = 8 << 20  # bytes of a manifest, decompressed: 80,000 pieces of tensor
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorRange:
     """Bytes `start .. stop` of the whole tensor `name`, flattened, lie at `offset` of the slot's data area.
 
-    `whole` is the size of that tensor (bytes), `role` the `model.inventory.Role`. `kind` is REPLICATED where other
-    ranks hold it too, SHARDED where it is a piece of a tensor that they have other pieces of, else OWN.
+    `whole` is the size of that tensor in bytes, `role` the `model.inventory.Role`. `kind` is REPLICATED where other
+    ranks hold the same bytes, SHARDED where they hold other pieces of the tensor, else OWN.
     """
 
     name: Text
@@ -44,23 +43,23 @@ class Held:
 class Manifest:
     """The slot of `rank` in a job of `world_size` ranks.
 
-    `place` says which part of the model this is, the same for all replicas: (pipeline stage, tensor rank). `ranges` are
-    the segment's: offset and bytes of each bucket.
+    `place` is the part of the model, the same for all replicas: (pipeline stage, tensor rank). `ranges` are the
+    segment's: offset and bytes of each bucket.
     """
 
     rank: Count
     world_size: Count
     place: tuple[Count, Count]
     ranges: tuple[tuple[Count, Count], ...]
-    held: tuple[Held, ...]
+    held: tuple[TensorRange, ...]
 
 
 _ADAPTER = TypeAdapter(Manifest)
-_HELD = tuple(field.name for field in fields(Held))
+_HELD = tuple(field.name for field in fields(TensorRange))
 
 
 def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Manifest:
-    """The manifest of every version that is captured by `layout`."""
+    """The manifest of every version that is captured with `layout`."""
     held = []
     for stream in layout.streams:
         items = {item.name: item for item in stream.items}
@@ -71,15 +70,14 @@ def manifest_of(layout: Layout, world_size: int, place: tuple[int, int]) -> Mani
             kind = REPLICATED if len(item.replicas) > 1 else SHARDED if item.piece else OWN
             whole = elements * width if item.piece else item.nbytes
             start = first * width + piece.item_offset
-            held.append(
-                Held(item.name, item.dtype, item.role.value, kind, whole, start, start + piece.nbytes, piece.offset)
-            )  # fmt: skip
+            stop, role = start + piece.nbytes, item.role.value
+            held.append(TensorRange(item.name, item.dtype, role, kind, whole, start, stop, piece.offset))
     ranges = tuple(layout.ranges)
     return Manifest(layout.rank, world_size, place, ranges, tuple(held))
 
 
 def write(manifest: Manifest) -> bytes:
-    """As bytes. Raises SegmentError for more than `read` takes."""
+    """Encode a manifest. Raises SegmentError when it is larger than `read` accepts."""
     held = [list(astuple(one)) for one in manifest.held]
     plain = msgpack.packb([manifest.rank, manifest.world_size, manifest.place, manifest.ranges, held])
     if len(plain) > _LARGEST:
@@ -91,7 +89,7 @@ def write(manifest: Manifest) -> bytes:
 
 
 def read(encoded: bytes) -> Manifest:
-    """From bytes. Raises SegmentError for anything else."""
+    """Decode a manifest. Raises SegmentError for anything else."""
     try:
         inflater = zlib.decompressobj()
         plain = inflater.decompress(encoded, _LARGEST)
@@ -102,16 +100,16 @@ def read(encoded: bytes) -> Manifest:
         block = {"rank": rank, "world_size": world_size, "place": place, "ranges": ranges, "held": rows}
         return typed(_ADAPTER, block)
     except (zlib.error, ValueError, TypeError, msgpack.UnpackException) as error:
-        raise SegmentError(f"what a slot says of its contents cannot be read ({error})") from error
+        raise SegmentError(f"the manifest of a slot cannot be read ({error})") from error
 
 
 def join(encoded: bytes, state: bytes) -> bytes:
-    """The small state of a slot: the manifest, then the host's own."""
+    """The small state of a slot: the encoded manifest, then the host's state."""
     return bytes(msgpack.packb([encoded, state]))
 
 
 def split(small: bytes) -> tuple[bytes, bytes]:
-    """`join`, taken apart. Raises SegmentError."""
+    """The encoded manifest and the host's state of a small state. Raises SegmentError."""
     try:
         parts = msgpack.unpackb(small)
         if not (isinstance(parts, list) and len(parts) == 2 and all(type(part) is bytes for part in parts)):

@@ -38,7 +38,7 @@ from .checkpoint import (
     FORMAT,
     HEAD_LIMIT,
     Origin,
-    Record,
+    RankRecord,
     data_file,
     differed,
     make_folder,
@@ -69,7 +69,7 @@ def write_rank(
     *,
     kept: Path | None = None,
     **facts: object,
-) -> Record:
+) -> RankRecord:
     """Write the slot that holds `version` into `folder` (made if need be), durably; nothing if it is there already.
 
     `proceed` is called before each piece, with the bytes written since the last call: it may raise to stop. `kept` is
@@ -87,7 +87,7 @@ def write_rank(
     seal.update(small)
     shape = segment.shape
     nbytes = len(head) + digests.nbytes + shape.data_nbytes + len(small)
-    record = Record(
+    record = RankRecord(
         rank, version.lineage, version.iteration, origin.world_size, origin.digest,
         nbytes, shape.data_nbytes, len(digests), shape.layout, seal.hexdigest(),
     )  # fmt: skip
@@ -257,7 +257,7 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     return index
 
 
-def read_head(path: Path, record: Record) -> tuple[bytes, Any, bytes]:
+def read_head(path: Path, record: RankRecord) -> tuple[bytes, Any, bytes]:
     """Of a rank's file: its header, its digest table, behind which the data begins, and its small state, as its seal
     covers them. Raises StorageError."""
     try:
@@ -309,7 +309,7 @@ def _read_data(path: Path, start: int, segment: Segment, index: int, digests: An
                 raise StorageError(f"{path}: bucket {number} does not match the digest taken when it was captured")
 
 
-def _present(folder: Path, record: Record) -> bool:
+def _present(folder: Path, record: RankRecord) -> bool:
     """Whether a rank's file is there, as this record has it."""
     try:
         return replace(read_record(folder, record.rank), mark=record.mark) == record and (

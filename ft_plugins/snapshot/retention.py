@@ -45,7 +45,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Offer:
+class NodeOffer:
     """What the ranks of one node all hold, and what is known of the replicas of that."""
 
     ranks: tuple[int, ...]
@@ -54,10 +54,10 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A checkpoint's folder in storage. `fingerprint` is the digest of its job's, '' where nothing in it says so yet;
-    `problem` says why a complete one cannot be used, `certified` what its manifest says (see `checkpoint.Manifest`);
-    `kept` is one that a person wants to stay."""
+class StoredCheckpoint:
+    """A checkpoint's folder in storage. `fingerprint` is the digest of its job's, '' where no file in it has one yet;
+    `problem` is why a complete one cannot be used, `certified` is that of its `checkpoint.CheckpointManifest`; `kept`
+    marks one that a person wants to stay."""
 
     version: Version
     name: str
@@ -119,14 +119,14 @@ def name_ahead(lineage: int, completed: int, every: int, iterations_per_second: 
     return Version(lineage, (heard // every + 2) * every)
 
 
-def held_by_job(offers: Iterable[Offer], world_size: int) -> Version | None:
+def held_by_job(offers: Iterable[NodeOffer], world_size: int) -> Version | None:
     """The newest version in all offers, by what any node knows of the replicas (`in_order`); None while they do not
     cover every rank, or have none in common.
 
     Of two that speak for one rank the one with the newer versions counts alone: a node that was lost, and for which a
     substitute came, has left its own behind.
     """
-    found: list[Offer] = []
+    found: list[NodeOffer] = []
     spoken: set[int] = set()
     for offer in sorted(offers, key=lambda each: max(each.versions, default=Version(0, 0)), reverse=True):
         if spoken.isdisjoint(offer.ranks):
@@ -138,7 +138,7 @@ def held_by_job(offers: Iterable[Offer], world_size: int) -> Version | None:
     return next(iter(in_order(set.intersection(*(set(offer.versions) for offer in found)), marks)), None)
 
 
-def surplus(found: Sequence[Stored], keep: int, fingerprint: str) -> tuple[Stored, ...]:
+def surplus(found: Sequence[StoredCheckpoint], keep: int, fingerprint: str) -> tuple[StoredCheckpoint, ...]:
     """What is to be removed once a new checkpoint of the job with `fingerprint` is complete.
 
     Its complete ones beyond the newest `keep`, but for the newest that is certified and those that are kept, which do
@@ -158,7 +158,7 @@ def surplus(found: Sequence[Stored], keep: int, fingerprint: str) -> tuple[Store
     return tuple(sorted([*older, *unfinished], key=_version))
 
 
-def candidates(found: Sequence[Stored], fingerprint: str) -> tuple[Stored, ...]:
+def candidates(found: Sequence[StoredCheckpoint], fingerprint: str) -> tuple[StoredCheckpoint, ...]:
     """The complete checkpoints of the job with `fingerprint`, and those that do not say whose, as a recovery tries
     them: newest first, but where any is certified those last of which it was to be found out whether they are."""
     own = [each for each in found if each.complete and each.fingerprint in (fingerprint, "")]
@@ -168,5 +168,5 @@ def candidates(found: Sequence[Stored], fingerprint: str) -> tuple[Stored, ...]:
     return tuple(sorted(newest_first, key=lambda each: each.certified is False))
 
 
-def _version(stored: Stored) -> Version:
+def _version(stored: StoredCheckpoint) -> Version:
     return stored.version

@@ -1,6 +1,6 @@
-"""How large the parts of a segment are: what its file is allocated by, and where each part of a slot begins.
+"""The sizes of the parts of a segment, from which its file is allocated and each part of a slot is found.
 
-Invariant: every part is whole pages, so that each can be mapped, freed and moved by itself.
+Invariant: every part is whole pages, so that each can be mapped, freed and moved separately.
 
 In: what a rank captures, in bytes. Out: `Shape`.
 """
@@ -21,9 +21,9 @@ class Shape:
     """What a segment has to hold, in bytes per slot."""
 
     nbytes: Count  # captured tensors, and the parity behind them
-    small_nbytes: Count  # room for small state
+    small_nbytes: Count  # reserved for small state
     buckets: Count
-    layout: Word  # digest of the layout: two layouts of one size do not share a segment
+    layout: Word  # digest of the layout: different layouts of one size do not share a segment
     slots: Count = SLOTS
     parity_nbytes: Count = 0  # of `nbytes`, at the end
     checks: Count = 0  # digests of the parity's sources

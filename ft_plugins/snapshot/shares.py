@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 from ..errors import ProtocolError, SegmentError, StorageError
 from ..intake import Count, Unfit, json_value, open_regular, shown, typed
 from . import codec, index, manifest
-from .checkpoint import Manifest, Origin, data_file, index_file, read_manifest, read_record
+from .checkpoint import CheckpointManifest, Origin, data_file, index_file, read_manifest, read_record
 from .index import Entry, Index
 from .persist import read_head
 
@@ -55,7 +55,7 @@ class Shares:
         """Read every rank's small files. Raises StorageError."""
         self.folder = folder
         try:
-            self.manifest: Manifest = read_manifest(folder)
+            self.manifest: CheckpointManifest = read_manifest(folder)
         except FileNotFoundError as error:
             raise StorageError(f"{folder} is no complete checkpoint: it has no manifest.json") from error
         self._items = tuple(found.items for found in self.indices())

@@ -1,13 +1,13 @@
-"""A host whose iterations are measured, and the copies that are planned by it, as one rank composes it:
+"""Measures a host's iterations and plans the copies of this rank by them, as one rank composes it:
 
-    edges told by the host -> recorder -> profiler -> profile -> BAFT, which plans -> iterations, agreed on -> its gate
+    edges of the host -> recorder -> profiler -> profile -> plan of BAFT -> agreed iterations -> gate
 
-Invariant: nothing here harms training. What goes wrong in measuring or planning becomes an event, a plan made before
-holds no longer, and copies go by a rate; all ranks stay in step (bubbles.profile).
+Invariant: nothing here harms training. An error in measuring or planning becomes an event, an earlier plan is dropped,
+and copies are sent at a fixed rate; all ranks stay in step (bubbles.profile).
 
-In: a host's edges, begin and end of its iterations, what this rank knows of the copies that it sends. Out: `profile`;
-gates that are opened by a plan; events `profile.done`, `profile.lost`, `baft.plan`, `baft.timeline`; and where an
-iteration's time goes, printed by rank 0.
+In: a host's edges, begin and end of its iterations, what this rank knows about the copies that it sends. Out:
+`profile`; gates opened according to a plan; events `profile.done`, `profile.lost`, `baft.plan`, `baft.timeline`; a
+table of an iteration's time, printed by rank 0.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..redundancy.neighbour import NeighbourPlan, pipelines
 from .baft import USUAL_MBPS, Baft
 
 
-class Measured:
-    """One rank's. `edges` are to be called by the host."""
+class Measurement:
+    """The measurement of one rank. The host calls `edges`."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Measured:
         events: Events,
         sender: Callable[[], SenderFacts],
     ) -> None:
-        """By the clock of the device that holds the parameters. `config`: None measures only. `sender`: what this rank
-        alone knows of its copies, but for its device."""
+        """Measure by the clock of the device that has the parameters. `config`: None measures only. `sender`: what only
+        this rank knows about its copies, except for its device."""
         self._rank = host.rank
         self._events = events
         self._sender = sender
@@ -59,37 +59,37 @@ class Measured:
 
     @property
     def profile(self) -> Profile | None:
-        """Of all ranks; None until it is made, and where it could not be."""
+        """Of all ranks; None until it is made, and where that failed."""
         return self._profiler.profile
 
     def guard(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float]) -> None:
-        """`Baft.guard`, where there is any."""
+        """`Baft.guard`, if BAFT is on."""
         if self.baft is not None:
             self.baft.guard(gate, copies, links)
 
     def let_go(self) -> None:
-        """Likewise: the gate's memory may be gone after that."""
+        """`Baft.let_go`, if BAFT is on: the gate's memory may be gone after that."""
         if self.baft is not None:
             self.baft.let_go()
 
     # ---- hooks ----
 
     def iteration_begin(self, step: int) -> None:
-        """In iterations that are recorded nothing goes."""
+        """Begin an iteration; while it is recorded, copies are held."""
         if self.baft is not None:
             self.baft.iteration_begin(held=self._profiler.phase is Phase.RECORDING)
         self._profiler.iteration_begin(step)
 
     def bubbles_end(self) -> None:
-        """The last bubble of an iteration is over: what protection takes at the version point is none."""
+        """The last bubble of an iteration is over; time that protection takes at the version point is no bubble."""
         if self.baft is not None:
             self.baft.iteration_end()
 
     def iteration_end(self, step: int) -> None:
-        """All of the iteration is over."""
+        """End an iteration."""
         self._profiler.iteration_end(step)
 
-    # ---- what the profiler asks and tells ----
+    # ---- callbacks of the profiler ----
 
     def _traffic(self) -> int:
         return self.baft.moved if self.baft is not None else 0
@@ -100,7 +100,7 @@ class Measured:
         return replace(self._sender(), device_bytes=memory)
 
     def _planned(self, profile: Profile) -> int:
-        """Iterations of a checkpoint by what this rank plans with it; 0 where it plans nothing."""
+        """Iterations of a checkpoint according to this rank's plan; 0 where it plans nothing."""
         left_out = self._profiler.left_out
         own = profile.timelines[self._rank]
         idle = sum(bubble.seconds for bubble in profile.bubbles(self._rank))
@@ -111,24 +111,24 @@ class Measured:
         if self._rank == 0:
             say(f"where an iteration's time goes\n{profile.table()}")
             for rank, steps in left_out.items():
-                why = "were unlike the others, or copies went in them"
+                why = "differed from the others, or copies were sent in them"
                 say(f"rank {rank}: iterations {list(steps)} {why}: left out")
         return self._planning(lambda baft: baft.plan(profile))
 
-    def _agreed(self, told: Sequence[int]) -> None:
-        """All ranks have planned: what they have found."""
+    def _agreed(self, iterations: Sequence[int]) -> None:
+        """All ranks have planned; `iterations` of a checkpoint by rank."""
 
         def follow(baft: Baft) -> int:
-            plan = baft.agreed(max(told))
+            plan = baft.agreed(max(iterations))
             if plan is None or self.profile is None:
                 return 0
-            self._report(plan, self.profile, told, baft.links_known)
+            self._report(plan, self.profile, iterations, baft.links_known)
             return plan.iterations
 
         self._planning(follow)
 
     def _planning(self, call: Callable[[Baft], int]) -> int:
-        """At the end of an iteration: whatever goes wrong, training goes on, and copies go by a rate."""
+        """Plan at the end of an iteration. After an error training goes on, and copies are sent at a fixed rate."""
         if self.baft is None:
             return 0
         try:
@@ -136,22 +136,22 @@ class Measured:
         except Exception as error:
             self.baft.give_up()
             self._lost(
-                f"bubbles could not be planned: {type(error).__name__}: {error}; copies go by a rate until there is "
-                "another profile"
+                f"bubbles could not be planned: {type(error).__name__}: {error}; copies are sent at a fixed rate until "
+                "there is another profile"
             )
             return 0
 
     def _ended(self, reason: str) -> None:
-        """There is no profile, and will be none: nobody would notice when a plan by one before fits no more."""
+        """There will be no profile: an earlier plan is dropped, because a misfit would go unnoticed."""
         if self.baft is not None:
             self.baft.give_up()
             reason = (
-                f"{reason}; copies go by a rate from now on, up to half of the time and beside training's messages, "
-                "and in bubbles again when the job is started anew"
+                f"{reason}; copies are sent at a fixed rate from now on, up to half of the time and concurrently with "
+                "training's messages; they use bubbles again when the job is restarted"
             )
         self._lost(reason)
 
-    def _report(self, plan: BubblePlan, profile: Profile, told: Sequence[int], links_known: bool) -> None:
+    def _report(self, plan: BubblePlan, profile: Profile, iterations: Sequence[int], links_known: bool) -> None:
         (own,) = (sender for sender in plan.senders if sender.transfer.sender == self._rank)
         self._events.emit("baft.timeline", **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own))
         if self._rank != 0:
@@ -159,20 +159,21 @@ class Measured:
         say(plan.table())
         if not links_known:
             say(
-                f"what links carry could not be measured: {USUAL_MBPS:.0f} megabits per second are assumed; where they "
-                "carry less, name it by --baft-link-mbps"
+                f"the links could not be measured: {USUAL_MBPS:.0f} megabits per second are assumed; if they are "
+                "slower, set --baft-link-mbps"
             )
-        others = len(told) - len(plan.senders)
+        slowest = max(iterations)
+        others = len(iterations) - len(plan.senders)
         if others:
             say(
-                f"{others} ranks share no links with these; the event baft.plan of each tells its plan. "
-                f"Most iterations, {max(told)}, need those that share links with rank {told.index(max(told))}"
+                f"{others} ranks share no links with these; the event baft.plan of each has its plan. "
+                f"The ranks that share links with rank {iterations.index(slowest)} need most iterations, {slowest}"
             )
-        unplanned = [rank for rank, iterations in enumerate(told) if not iterations]
+        unplanned = [rank for rank, count in enumerate(iterations) if not count]
         if unplanned:
             self._lost(
-                f"bubbles of {len(unplanned)} ranks could not be planned, their copies go by rate; why, says the event "
-                f"profile.lost of each, the first is rank {unplanned[0]}"
+                f"bubbles of {len(unplanned)} ranks could not be planned, their copies are sent at a fixed rate; the "
+                f"event profile.lost of each has the reason, the first is rank {unplanned[0]}"
             )
 
     def _lost(self, reason: str) -> None:

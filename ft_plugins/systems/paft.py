@@ -24,12 +24,12 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from ..collective import Collective
 from ..config import PaftConfig
 from ..errors import DivergedError, UnsupportedError
 from ..events import Events
 from ..model.host import Host, Steps
 from ..model.inventory import Inventory
-from ..recovery.collective import Collective
 from ..snapshot.slots import Mark
 from ..sync.aggregate import Aggregate, require_enough, told
 from ..sync.audit import OnCorruption, promise

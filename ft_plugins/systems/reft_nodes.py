@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..collective import Collective
 from ..config import Config, ReftConfig
 from ..errors import ConfigError, FtError, ResumeError
 from ..events import Events, say
 from ..model.host import Host
 from ..model.topology import Topology
-from ..recovery.collective import Collective
 from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
 from ..recovery.resize import sizes
 from ..recovery.resize.previous_job import PreviousJob

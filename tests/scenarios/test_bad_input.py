@@ -144,7 +144,7 @@ def test_a_flipped_bit_in_the_lineage_of_the_oldest_slot_of_one_rank_does_not_re
     segment = Segment(path_of(spec.name, spec.node, 1))
     oldest = min((slot for slot in segment.slots() if slot.state is SlotState.CLEAN), key=lambda slot: slot.version)
     assert oldest.version is not None and oldest.version.iteration < 4
-    segment._slot_words[oldest.index][1] ^= 2
+    segment._slots[oldest.index]._words[1] ^= 2
     segment.close()
     assert resumed(torch_server, spec) == 4
     (corrupt,) = [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "slot.corrupt"]

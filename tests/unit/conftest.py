@@ -26,10 +26,11 @@ from ft_plugins import faults
 from ft_plugins.events import Event, read
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client, ensure
-from ft_plugins.snapshot import header, segment
+from ft_plugins.snapshot import header, segment, segment_file, slot_header
 from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.room import SHM
 
+_STORING = {module.__file__ for module in (header, segment, segment_file, slot_header)}
 _numbers = itertools.count()
 RANKS_SECONDS = 60.0
 
@@ -69,15 +70,15 @@ class Death(BaseException):
 
 @pytest.fixture
 def dies_at() -> Callable[[int, Callable[[], object]], bool]:
-    """Run some work, but die before the line of `segment` or `header` that is executed as number so and so, from 0 on;
-    returns whether there was one. All stores to a segment's headers stand in these files."""
+    """Run some work, but die before the line of the files in `_STORING` that is executed as number so and so, from 0
+    on; returns whether there was one. All stores to a segment's headers stand in these files."""
 
     def run(line: int, work: Callable[[], object]) -> bool:
         left = line
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal left
-            if frame.f_code.co_filename not in (header.__file__, segment.__file__):
+            if frame.f_code.co_filename not in _STORING:
                 return None
             if event == "line":
                 left -= 1

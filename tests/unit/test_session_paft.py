@@ -42,7 +42,7 @@ def test_one_rank_alone_is_refused_by_the_session() -> None:
 
 def test_ranks_that_are_configured_differently_are_refused_by_name(ranks: Ranks) -> None:
     for error in ranks(_differently, 2):
-        assert "not configured alike on all ranks: paft of rank 1" in error
+        assert "not configured the same way on all ranks: paft of rank 1" in error
 
 
 def _differently(rank: int, world: int) -> str:

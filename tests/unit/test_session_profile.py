@@ -146,7 +146,7 @@ def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(
     printed, told = capfd.readouterr()
     assert printed.count(f"a checkpoint every {planned[0]} iteration(s)") == 1, "by one rank"
     assert "2 ranks share no links with these" in printed and "not be planned" not in told
-    most = f"Most iterations, {planned[0]}, need those that share links with rank 1"
+    most = f"The ranks that share links with rank 1 need most iterations, {planned[0]}"
     assert printed.rstrip().endswith(most), "the first of the nodes that rank 3 shares links with"
 
 
@@ -310,7 +310,7 @@ def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_
     assert gate.planned == 0 and gate.read() is None
     (lost,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
     assert "the clock of the device is gone" in lost.fields["reason"] and lost.fields["reason"].endswith(
-        "and in bubbles again when the job is started anew"
+        "they use bubbles again when the job is restarted"
     )
 
 

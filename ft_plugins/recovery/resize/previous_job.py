@@ -21,12 +21,12 @@ from typing import Any
 
 import msgpack
 
+from ...collective import Collective
 from ...errors import FtError, ResumeError
 from ...model.host import resizable
 from ...snapshot.paths import previous_path_of
 from ...snapshot.segment import Segment
 from ...snapshot.slots import SlotState, Version
-from ..collective import Collective
 from ..nodes import Endpoint, SeenNodes, Spare
 from ..plan import RecoveryPlan, Way
 from .previous_size import (

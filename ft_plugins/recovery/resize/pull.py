@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from ..collective import Collective
+from ...collective import Collective
 
 FRAME_BYTES = 4 << 20
 

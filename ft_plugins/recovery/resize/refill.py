@@ -18,12 +18,12 @@ import numpy as np
 import xxhash
 
 from ... import faults
-from ...errors import FtError, SegmentError
+from ...collective import Collective
+from ...errors import SegmentError
 from ...snapshot import codec, manifest
 from ...snapshot.manifest import Manifest
 from ...snapshot.segment import NOT_COMPUTED, Segment
 from ...snapshot.slots import Mark, SlotState, Version, choose
-from ..collective import Collective
 from .previous_job import open_previous
 from .previous_size import ResizePlan
 from .pull import Bytes, PullRange, pull
@@ -96,13 +96,8 @@ def refill(
         ranges = [PullRange(reader(r), r, 0, sizes[r], at) for r, at in zip(ranks, starts, strict=False)]
         pull(collective, ranges, slots.small, joined)
         smalls = [manifest.split(joined[at : at + sizes[r]].tobytes()) for r, at in zip(ranks, starts, strict=False)]
-        failure: FtError | None = None
-        moves: tuple[Any, ...] = ()
-        try:
+        with collective.agreement():
             moves = plan_moves([manifest.read(encoded) for encoded, _ in smalls], now)
-        except FtError as error:
-            failure = error
-        collective.agree(failure)
         index = choose(segment.slots())
         segment.dirty(index, plan.now, token)
         faults.reach("resize.filling", rank=own)
@@ -127,13 +122,8 @@ def _small_sizes(
 ) -> dict[int, int]:
     """Bytes of the small state of every rank of the previous job, read by the first rank of its node."""
     mine = {rank for rank in readable if members[plan.holders[rank]][0] == collective.rank}
-    failure: FtError | None = None
-    own: list[list[int]] = []
-    try:
+    with collective.agreement():
         own = [[rank, len(slots.small(rank))] for rank in sorted(mine)]
-    except FtError as error:
-        failure = error
-    collective.agree(failure)
     return {rank: size for part in collective.gather(msgpack.packb(own)) for rank, size in msgpack.unpackb(part)}
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ...errors import ResumeError
 from ...model.inventory import Role
-from ...snapshot.manifest import OWN, Held, Manifest
+from ...snapshot.manifest import OWN, Manifest, TensorRange
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Whole:
 
     dtype: str
     nbytes: int
-    parts: tuple[tuple[int, Held], ...]  # previous rank, its part
+    parts: tuple[tuple[int, TensorRange], ...]  # previous rank, its part
     starts: tuple[int, ...]
 
 
@@ -68,14 +68,14 @@ def plan_moves(previous: Sequence[Manifest], now: Manifest) -> tuple[Move, ...]:
 
 
 def _tensors(previous: Sequence[Manifest]) -> dict[str, _Whole]:
-    parts_by_name: dict[str, list[tuple[int, Held]]] = {}
+    parts_by_name: dict[str, list[tuple[int, TensorRange]]] = {}
     for manifest in sorted(previous, key=lambda one: one.rank):
         for held in manifest.held:
             parts_by_name.setdefault(held.name, []).append((manifest.rank, held))
     return {name: _whole(name, parts) for name, parts in parts_by_name.items()}
 
 
-def _whole(name: str, parts: list[tuple[int, Held]]) -> _Whole:
+def _whole(name: str, parts: list[tuple[int, TensorRange]]) -> _Whole:
     first_rank, first = parts[0]
     if first.role == Role.BUFFER.value:
         parts = [part for part in parts if part[0] == first_rank]
@@ -92,7 +92,7 @@ def _whole(name: str, parts: list[tuple[int, Held]]) -> _Whole:
     return _Whole(first.dtype, first.whole, tuple(ordered), tuple(held.start for _, held in ordered))
 
 
-def _moves(held: Held, whole: _Whole, rank: int) -> Iterable[Move]:
+def _moves(held: TensorRange, whole: _Whole, rank: int) -> Iterable[Move]:
     at = held.start
     first = max(0, bisect_right(whole.starts, at) - 1)
     for previous_rank, part in whole.parts[first:]:

@@ -487,7 +487,7 @@ def test_a_segment_in_another_ranks_place_is_refused_by_name(trained: tuple[Job,
     ],
 )  # fmt: skip
 def test_what_a_rank_says_of_its_segment_is_typed_and_bounded(said: Any) -> None:
-    with pytest.raises(ProtocolError, match="what rank 0 says of its segment cannot be read"):
+    with pytest.raises(ProtocolError, match="rank 0: its report on its segment cannot be read"):
         _read_facts(0, msgpack.packb(said))
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from ft_plugins.collective import Collective
+from ft_plugins.collective import ranks as module
 from ft_plugins.errors import CorruptSlotError
 from ft_plugins.model.inventory import Inventory, Item, Role, Span
-from ft_plugins.recovery import collective as module
-from ft_plugins.recovery.collective import Collective
 from ft_plugins.recovery.run import agree_on_version, load_tensors
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.copiers import flat_bytes

@@ -6,17 +6,17 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from ft_plugins.collective import Collective
 from ft_plugins.errors import ResumeError
 from ft_plugins.intake import within
 from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier, _differing, with_storage
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.retention import Stored
+from ft_plugins.snapshot.retention import StoredCheckpoint
 from ft_plugins.snapshot.slots import Mark, Version
 
 S = Version(1, 40)
@@ -24,18 +24,6 @@ MEMORY = RecoveryPlan(Version(2, 70), "process", 3, 71, 1, "newest that all rank
 NOTHING = RecoveryPlan(None, "none", 1, 0, 0, "no version was captured before")
 ORIGIN = Origin("", 1, {"layers": 4})
 BROKEN = RecoveryPlan(None, "none", 3, 50, 50, "rank 1 holds no version", state_lost=True)
-
-
-class Alone:
-    """A job of one rank."""
-
-    rank, world_size = 0, 1
-
-    def gather(self, told: bytes) -> list[bytes]:
-        return [told]
-
-    def agree(self, refusal: Any) -> None:
-        assert refusal is None
 
 
 @pytest.mark.parametrize(
@@ -90,13 +78,13 @@ def test_a_certified_checkpoint_is_tried_before_newer_ones_of_which_it_is_not_kn
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: RecoveryPlan, expected: Version
 ) -> None:
     stored = [
-        Stored(Version(2, 60), "v2-60", True, ORIGIN.digest, certified=True),
-        Stored(Version(3, 90), "v3-90", True, ORIGIN.digest, certified=False),
+        StoredCheckpoint(Version(2, 60), "v2-60", True, ORIGIN.digest, certified=True),
+        StoredCheckpoint(Version(3, 90), "v3-90", True, ORIGIN.digest, certified=False),
     ]
     monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: stored)
     read: list[str] = []
     monkeypatch.setattr(persist, "read_rank", lambda folder, *_: read.append(folder.name))
-    tier = StorageTier(tmp_path, "job", Alone(), lambda name, reason: None)
+    tier = StorageTier(tmp_path, "job", Collective(), lambda name, reason: None)
     plan = tier.recover(memory, "auto", 0, SimpleNamespace(fingerprint=ORIGIN.fingerprint), 1)
     assert plan.version == expected and plan.mark is Mark.CERTIFIED
     assert read == (["v2-60"] if expected == Version(2, 60) else [])

@@ -38,7 +38,7 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.wire import read_secret
 from ft_plugins.snapshot import checkpoint, paths, retention
 from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.retention import Storage, Stored
+from ft_plugins.snapshot.retention import Storage, StoredCheckpoint
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, Version, slots_for
@@ -376,7 +376,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
     seen: list[Event] = []
     events = Events(NODE)
     events.subscribe(seen.append)
-    old = [Stored(Version(1, at), f"v1-{at}", complete=True, fingerprint="f") for at in (1, 2, 3)]
+    old = [StoredCheckpoint(Version(1, at), f"v1-{at}", complete=True, fingerprint="f") for at in (1, 2, 3)]
     (tmp_path / "v1-1").write_text("no folder")
     for name in ("v1-2", "v1-3"):
         (tmp_path / name).mkdir()

@@ -29,7 +29,7 @@ from ft_plugins.smp.protocol import ALARM
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.retention import Offer, Storage
+from ft_plugins.snapshot.retention import NodeOffer, Storage
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Mark, Pin, Version, slots_for
@@ -688,12 +688,12 @@ def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path
     theirs.offer([1], {Version(1, 8), Version(1, 7)}, 2)
     Notices(tmp_path, "a.of4").offer([0], {Version(2, 9)}, 4)
     assert sorted(offer.ranks for offer in ours.offers(2)) == [(0,), (1,)]
-    assert Offer((1,), (Version(1, 7), Version(1, 8))) in ours.offers(2)
-    assert ours.offers(4) == [Offer((0,), (Version(2, 9),))], "of another size of the job"
+    assert NodeOffer((1,), (Version(1, 7), Version(1, 8))) in ours.offers(2)
+    assert ours.offers(4) == [NodeOffer((0,), (Version(2, 9),))], "of another size of the job"
     os.utime(tmp_path / "offer-b.json", (1, 1))
-    assert ours.offers(2) == [Offer((0,), (Version(1, 7),))]
+    assert ours.offers(2) == [NodeOffer((0,), (Version(1, 7),))]
     checkpoint.write_json(tmp_path / "offer-c.json", {"ranks": [2], "versions": [[1, 7]]})
-    assert ours.offers(2) == [Offer((0,), (Version(1, 7),))], "that of an older version names no size"
+    assert ours.offers(2) == [NodeOffer((0,), (Version(1, 7),))], "that of an older version names no size"
     theirs.want(Version(1, 9))
     assert ours.wanted() == Version(1, 9)
     ours.have(Version(1, 8))

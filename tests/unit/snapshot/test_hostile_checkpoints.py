@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins import intake
+from ft_plugins.collective import Collective
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
 from ft_plugins.recovery.plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier
@@ -28,7 +29,7 @@ from ft_plugins.smp.notices import Notices
 from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist, retention
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
-from ft_plugins.snapshot.manifest import Held, Manifest
+from ft_plugins.snapshot.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.shares import Shares
@@ -79,17 +80,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-class Alone:
-    """The job's ranks, as rank 0 sees them."""
+class Alone(Collective):
+    """A job of two ranks of which only rank 0 takes part."""
 
-    rank, world_size = 0, 2
-
-    def gather(self, told: bytes) -> list[bytes]:
-        return [told]
-
-    def agree(self, refusal: FtError | None) -> None:
-        if refusal is not None:
-            raise refusal
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size = 2
 
 
 def read_everything(base: Path, folder: Path) -> None:
@@ -260,7 +256,7 @@ def test_small_state_that_has_no_room_is_passed_over_before_a_slot_is_given_up(o
 # ---- small state ----
 
 STATE = {"a": (1, (2, 3.5)), "b": np.arange(5), "c": 2**70, "d": {(1, 2): 3}, "e": [1, "x", b"y", None]}
-HELD = Held("w", "float32", "parameter", "own", 100, 0, 100, 0)
+HELD = TensorRange("w", "float32", "parameter", "own", 100, 0, 100, 0)
 MANIFEST = Manifest(1, 2, (0, 0), ((0, 100),), (HELD,))
 
 
@@ -298,7 +294,7 @@ def test_a_manifest_that_would_take_gigabytes_to_read_is_refused_and_none_is_wri
     small = zlib.compress(bytes(9 << 20))  # of zeros: a few kilobytes
     with pytest.raises(SegmentError, match="more than 8388608 bytes"):
         manifest.read(small)
-    held = tuple(Held("w" * 4096, "float32", "parameter", "own", 100, 0, 100, 0) for _ in range(2048))
+    held = tuple(TensorRange("w" * 4096, "float32", "parameter", "own", 100, 0, 100, 0) for _ in range(2048))
     with pytest.raises(SegmentError, match="rank 1: its 2048 pieces of tensors take .* expected at most 8388608"):
         manifest.write(Manifest(1, 2, (0, 0), ((0, 100),), held))
     assert len(manifest.read(manifest.write(Manifest(1, 2, (0, 0), ((0, 100),), held[:1000]))).held) == 1000

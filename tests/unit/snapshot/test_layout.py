@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.model.inventory import Inventory, Item, Role, Span
-from ft_plugins.snapshot.layout import ALIGNMENT, Layout, cut, layer_bytes, plan_layout, shares
+from ft_plugins.snapshot.layout import ALIGNMENT, Layout, cut, layer_bytes, layout_digest, plan_layout, shares
 
 SIZES = st.integers(0, 5) | st.integers(0, 300) | st.integers(0, 5000)
 
@@ -222,3 +222,20 @@ def test_layers_cover_a_slot_to_its_last_byte(job: tuple[list[Inventory], tuple[
         layout = plan_layout(inventory, nodes, bucket)
         assert sum(layer_bytes(layout)) in (layout.nbytes, 0) and all(part > 0 for part in layer_bytes(layout))
         assert layer_bytes(layout) or not layout.buckets
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        ([("w's", 300), ("b", 7)], 2632329651874445572),
+        ([("w", 300)], 16646527503811801506),
+        ([], 15800390863317144798),
+    ],
+)
+def test_the_digest_of_a_layout_never_changes(names: list[tuple[str, int]], expected: int) -> None:
+    """Segments and checkpoints written by earlier versions of this code hold it."""
+    update = frozenset({Span.UPDATE})
+    items = [Item(name, "float32", (n,), 4 * n, Role.PARAMETER, (0, 1), None, update) for name, n in names]
+    inventory = Inventory.of(1, items)
+    kinds = [(item.name, item.dtype, item.shape) for item in inventory.items]
+    assert layout_digest(plan_layout(inventory, ("a", "b"), 512), 4, kinds) == expected

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.snapshot.retention import (
-    Offer,
+    NodeOffer,
     Storage,
-    Stored,
+    StoredCheckpoint,
     candidates,
     due,
     held_by_job,
@@ -77,10 +77,10 @@ def test_where_replicas_are_compared_a_turn_is_that_of_a_version_whose_verdict_i
 
 def test_nodes_at_rest_write_the_newest_that_is_certified_and_never_one_that_differs() -> None:
     held = (v(6), v(7), v(8))
-    first = Offer((0, 1), held, {v(6): Mark.CERTIFIED, v(7): Mark.UNAUDITED})
-    assert held_by_job([first, Offer((2, 3), held)], 4) == v(6), "one node that has heard it speaks for all"
-    assert held_by_job([first, Offer((2, 3), held, {v(6): Mark.DIFFERING})], 4) == v(8)
-    assert held_by_job([Offer((0, 1), held), Offer((2, 3), held, {v(8): Mark.DIFFERING})], 4) == v(7)
+    first = NodeOffer((0, 1), held, {v(6): Mark.CERTIFIED, v(7): Mark.UNAUDITED})
+    assert held_by_job([first, NodeOffer((2, 3), held)], 4) == v(6), "one node that has heard it speaks for all"
+    assert held_by_job([first, NodeOffer((2, 3), held, {v(6): Mark.DIFFERING})], 4) == v(8)
+    assert held_by_job([NodeOffer((0, 1), held), NodeOffer((2, 3), held, {v(8): Mark.DIFFERING})], 4) == v(7)
 
 
 def test_a_restored_version_that_lies_in_storage_is_not_due_again_and_the_next_turn_of_its_lineage_is() -> None:
@@ -106,20 +106,22 @@ def test_a_name_is_of_a_snapshot_that_nobody_has_begun(completed: int, every: in
 
 
 def test_nodes_at_rest_write_the_newest_that_all_of_them_offer() -> None:
-    first, second = Offer((0, 1), (v(7), v(8))), Offer((2, 3), (v(6), v(7)))
+    first, second = NodeOffer((0, 1), (v(7), v(8))), NodeOffer((2, 3), (v(6), v(7)))
     assert held_by_job([first, second], 4) == v(7)
     assert held_by_job([first], 4) is None, "two ranks have not said"
-    assert held_by_job([first, Offer((2, 3), (v(8, 2),))], 4) is None, "another lineage is another version"
+    assert held_by_job([first, NodeOffer((2, 3), (v(8, 2),))], 4) is None, "another lineage is another version"
 
 
 def test_what_a_lost_node_had_offered_gives_way_to_the_offer_of_its_substitute() -> None:
-    first, lost, substitute = Offer((0, 1), (v(5), v(9, 2))), Offer((2, 3), (v(5), v(8))), Offer((2, 3), (v(9, 2),))
+    first, lost = NodeOffer((0, 1), (v(5), v(9, 2))), NodeOffer((2, 3), (v(5), v(8)))
+    substitute = NodeOffer((2, 3), (v(9, 2),))
     assert held_by_job([first, lost], 4) == v(5)
     assert held_by_job([lost, first, substitute], 4) == held_by_job([substitute, first, lost], 4) == v(9, 2)
 
 
-def stored(version: Version, complete: bool = True, fingerprint: str = "f") -> Stored:
-    return Stored(version, f"v{version.lineage}-{version.iteration}", complete, fingerprint if complete else "")
+def stored(version: Version, complete: bool = True, fingerprint: str = "f") -> StoredCheckpoint:
+    name = f"v{version.lineage}-{version.iteration}"
+    return StoredCheckpoint(version, name, complete, fingerprint if complete else "")
 
 
 def test_the_newest_are_kept_and_what_was_never_finished_before_them_goes() -> None:
@@ -154,7 +156,7 @@ def test_a_checkpoint_that_is_kept_is_never_pruned_nor_counted_among_the_newest(
     assert surplus([found[0], found[3]], 1, "f") == ()
 
 
-def certified(version: Version, known: bool | None = True) -> Stored:
+def certified(version: Version, known: bool | None = True) -> StoredCheckpoint:
     return replace(stored(version), certified=known)
 
 
@@ -175,6 +177,6 @@ def test_where_any_is_certified_those_of_which_it_is_not_known_go_last() -> None
 
 
 def test_candidates_are_those_of_the_job_and_those_that_cannot_say_whose_they_are() -> None:
-    damaged = Stored(v(300), "v1-300", True, "", "its manifest is damaged")
+    damaged = StoredCheckpoint(v(300), "v1-300", True, "", "its manifest is damaged")
     found = [stored(v(100)), stored(v(200), fingerprint="another"), stored(v(400), complete=False), damaged]
     assert candidates(found, "f") == (damaged, stored(v(100)))

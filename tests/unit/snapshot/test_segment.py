@@ -18,8 +18,9 @@ import xxhash
 
 from ft_plugins.errors import BudgetError, CorruptHeaderError, CorruptSlotError, SegmentError
 from ft_plugins.snapshot.paths import path_of, remove, segments_of
-from ft_plugins.snapshot.segment import _STATES, Segment, create, marks_in
+from ft_plugins.snapshot.segment import Segment, create, marks_in
 from ft_plugins.snapshot.shape import PAGE, Shape
+from ft_plugins.snapshot.slot_header import STATES
 from ft_plugins.snapshot.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
@@ -178,7 +179,7 @@ def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_who
     states: list[int] = []
 
     def observe() -> None:
-        states.append(_STATES[int(reader._slot_words[0][0])])
+        states.append(STATES[int(reader._slots[0]._words[0])])
         slot = reader.slot(0)
         if slot.state is not SlotState.CLEAN:
             seen.append(None)
@@ -190,7 +191,7 @@ def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_who
         assert (reader.data(0) == expected).all() and reader.small(0) == SMALL
 
     new = np.random.default_rng(2).integers(0, 256, SHAPE.nbytes, dtype=np.uint8)
-    segment._slot_words[0] = Stores(segment._slot_words[0], observe)
+    segment._slots[0]._words = Stores(segment._slots[0]._words, observe)
     fill(segment, 0, Version(1, 2), seed=2)
     assert seen[-1] == 2 and set(seen[:-1]) <= {None, 1}
     assert seen.count(2) == 1, "the last store, and only the last, makes the new version readable"

@@ -11,10 +11,10 @@ import xxhash
 
 from ft_plugins import faults
 from ft_plugins.adapters.plain import PlainHost
+from ft_plugins.collective import Collective
 from ft_plugins.config import PaftConfig
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Role
-from ft_plugins.recovery.collective import Collective
 from ft_plugins.systems.paft import Paft
 
 LAYERS = (64, 128, 64, 8)  # 17,096 parameters

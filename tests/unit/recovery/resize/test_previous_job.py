@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.collective import Collective
 from ft_plugins.errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
 from ft_plugins.recovery import nodes as job_nodes
 from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
@@ -200,18 +201,10 @@ class Asking:
         return answer(int(name[1:]))
 
 
-class Alone(OneRank):
-    world_size = 1
-
-    def agree(self, error: FtError | None) -> None:
-        if error is not None:
-            raise error
-
-
 def test_a_spare_with_a_damaged_segment_is_a_lost_node_and_a_fence_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_nodes, "Client", Asking)
     config = NodeTierConfig(0, (), 1, 0.0, 5.0, "secret", "127.0.0.1", "h", Path("/nowhere/job/n0"), 1)
-    nodes = LinkedNodes(Alone(), ("n0",), config)  # type: ignore[arg-type]
+    nodes = LinkedNodes(Collective(), ("n0",), config)
     reported: list[str] = []
     found = nodes.spares(protection(0), lambda error: reported.append(str(error)))
     assert [spare.name for spare in found] == ["n2", "n3"] and reported == ["the job's fingerprint in it is damaged"]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from ft_plugins.collective import Collective
+from ft_plugins.collective import ranks as module
 from ft_plugins.errors import BudgetError, ConfigError, FtError, ProtocolError, ResumeError
-from ft_plugins.recovery import collective as module
-from ft_plugins.recovery.collective import Collective
 
 Ranks = Callable[..., list[Any]]
 SECRET = b"sixteen bytes or more"
@@ -30,12 +30,16 @@ def test_every_rank_gets_the_payloads_of_all_whatever_their_sizes(ranks: Ranks) 
     assert ranks(_gather, 3) == [expected] * 3
 
 
-def _agree(rank: int, world: int, failing: dict[int, FtError]) -> tuple[str, str, bool] | None:
+def _agree(
+    rank: int, world: int, failing: dict[int, FtError], tolerated: type[FtError] = ProtocolError
+) -> tuple[str, str, bool] | str | None:
     try:
-        Collective().agree(failing.get(rank))
+        with Collective().agreement(lambda error: isinstance(error, tolerated)) as agreement:
+            if rank in failing:
+                raise failing[rank]
     except FtError as error:
         return type(error).__name__, str(error), error.echo
-    return None
+    return str(agreement.tolerated) if agreement.tolerated else None
 
 
 def test_an_error_of_one_rank_is_raised_on_all_and_only_his_is_no_echo(ranks: Ranks) -> None:
@@ -49,14 +53,30 @@ def test_an_error_of_one_rank_is_raised_on_all_and_only_his_is_no_echo(ranks: Ra
     assert [echo for _, _, echo in ranks(_agree, 3, both)] == [True, False, True], "the lowest speaks for all"
 
 
+def test_a_tolerated_error_ends_no_rank_unless_another_one_is_not_tolerated(ranks: Ranks) -> None:
+    missing, another = BudgetError("rank 1: bytes"), ResumeError("rank 2: another job")
+    assert ranks(_agree, 3, {1: missing}, BudgetError) == [None, "rank 1: bytes", None]
+    assert ranks(_agree, 3, {1: missing, 2: another}, BudgetError) == [
+        ("ResumeError", "rank 2: another job", True),
+        ("ResumeError", "rank 2: another job", True),
+        ("ResumeError", "rank 2: another job", False),
+    ]
+
+
+def test_an_error_of_another_kind_passes_an_agreement_at_once() -> None:
+    with pytest.raises(KeyError), Collective().agreement():
+        raise KeyError("a bug")
+
+
 def test_a_job_of_one_process_needs_no_process_group() -> None:
     collective = Collective()
     assert (collective.rank, collective.world_size) == (0, 1)
     assert collective.gather(b"abc") == [b"abc"]
     collective.barrier()
-    collective.agree(None)
-    with pytest.raises(BudgetError, match="bytes") as caught:
-        collective.agree(BudgetError("bytes"))
+    with collective.agreement():
+        pass
+    with pytest.raises(BudgetError, match="bytes") as caught, collective.agreement():
+        raise BudgetError("bytes")
     assert not caught.value.echo
     own = np.arange(9, dtype=np.uint8)
     ((offset, arrived),) = collective.exchange_shares([0], [(0, 9)], own)
@@ -119,7 +139,7 @@ def _start_gather(rank: int, world: int) -> list[list[bytes]]:
 def test_what_was_started_is_read_whenever_it_suits(ranks: Ranks) -> None:
     assert ranks(_start_gather, 3) == [[[b"later"] * 3, [b"", b"\1", b"\2\2"]]] * 3
     assert Collective().start_gather(b"alone", 8).result() == [b"alone"]
-    with pytest.raises(ValueError, match="6 bytes, but all agreed on 5"):
+    with pytest.raises(ValueError, match="6 bytes, more than the agreed 5"):
         Collective().start_gather(b"longer", 5)
 
 
@@ -171,7 +191,7 @@ def test_a_payload_that_was_altered_on_the_way_is_refused_with_the_rank_that_sen
 ) -> None:
     none, altered, nothing = ranks(_altered, 3, change)
     assert none == nothing == [] and altered
-    assert all(words.startswith("rank 1: what rank 2 sent was altered on the way") for words in altered)
+    assert all(words.startswith("rank 1: rejected data of rank 2: it was altered in transit") for words in altered)
 
 
 def _altered_shares(rank: int, world: int, change: str) -> list[str]:
@@ -196,7 +216,7 @@ def _altered_shares(rank: int, world: int, change: str) -> list[str]:
 def test_shares_that_were_altered_on_the_way_are_not_taken(ranks: Ranks, change: str) -> None:
     none, altered, nothing = ranks(_altered_shares, 3, change)
     assert none == nothing == [] and altered
-    assert all(words.startswith("rank 1: what rank 2 sent was altered on the way") for words in altered)
+    assert all(words.startswith("rank 1: rejected data of rank 2: it was altered in transit") for words in altered)
 
 
 class _Arriving:
@@ -236,7 +256,7 @@ def _swap(rank: int, world: int, change: str) -> list[str]:
 def test_swapped_bytes_arrive_and_those_that_were_altered_on_the_way_are_not_taken(ranks: Ranks, change: str) -> None:
     none, altered, nothing = ranks(_swap, 3, change)
     assert none == nothing == [] and bool(altered) == (change != "nothing")
-    assert all(words.startswith("rank 1: what rank 0 sent was altered on the way") for words in altered)
+    assert all(words.startswith("rank 1: rejected data of rank 0: it was altered in transit") for words in altered)
 
 
 def _words(rank: int, world: int, forge: bytes, real: bool) -> tuple[bool, bool]:
@@ -245,12 +265,12 @@ def _words(rank: int, world: int, forge: bytes, real: bool) -> tuple[bool, bool]
     if rank == 1 and forge:
         store.set("ft_plugins/degraded", forge)
     collective.barrier()
-    before = collective.told("degraded")
+    before = collective.announced("degraded")
     collective.barrier()
     if rank == 1 and real:
-        collective.tell_all("degraded")
+        collective.announce("degraded")
     collective.barrier()
-    return before, collective.told("degraded")
+    return before, collective.announced("degraded")
 
 
 @pytest.mark.parametrize("forge", [b"", b"1", b"0", bytes(32)])
@@ -262,9 +282,9 @@ def test_a_word_is_believed_from_a_rank_and_from_no_one_else(ranks: Ranks, forge
 def _replay(rank: int, world: int) -> bool:
     first, second = Collective(SECRET), Collective(SECRET)  # as of two incarnations
     if rank == 0:
-        first.tell_all("degraded")
+        first.announce("degraded")
     second.barrier()
-    return second.told("degraded")
+    return second.announced("degraded")
 
 
 def test_a_word_of_another_incarnation_is_not_believed(ranks: Ranks) -> None:
@@ -283,4 +303,4 @@ def _unlike(rank: int, world: int, *known: bytes) -> str:
 def test_ranks_with_different_secrets_all_say_so(ranks: Ranks, other: bytes) -> None:
     found = ranks(_unlike, 3, SECRET, SECRET, other)
     assert all("give --ftp-secret-file, with the same content" in words for words in found)
-    assert found[0].startswith("rank 0: rank 2 knows another secret")
+    assert found[0].startswith("rank 0: rank 2 has another secret")

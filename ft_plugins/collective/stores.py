@@ -1,10 +1,10 @@
-"""A torch store of another process, asked within a bound.
+"""A client of a torch store in another process whose calls end in bounded time.
 
-Invariant: no call waits longer than the store's own timeout and a few seconds. torch's client waits for ever for a
-server that has accepted a connection and says nothing: one that is stopped, has lost its power, or is none. What is
-left behind then is one thread that waits in torch; until it comes back the store is not asked again.
+Invariant: no call waits longer than the store's own timeout and a few seconds. torch's client waits for ever when a
+server accepts the connection and never answers (it is stopped, has lost power, or is no store). Such a call leaves one
+thread behind that waits in torch; until it returns, further calls fail at once.
 
-In: a way to make a client, a timeout. Out: a store for which DistStoreError stands where torch would hang.
+In: a function that connects, a timeout. Out: a store that raises DistStoreError where torch would hang.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch.distributed import DistStoreError, Store
 
 from ..intake import within
 
-_GRACE_SECONDS = 2.0  # for torch to give up by itself, with its own words
+_GRACE_SECONDS = 2.0  # for torch's own timeout, with its own message
 
 T = TypeVar("T")
 
 
 class BoundedStore(Store):  # type: ignore[misc]  # torch has no types for it
-    """A client of a store. One call at a time. To be held as long as a PrefixStore uses it: torch does not."""
+    """A client of a store; one call at a time. Keep a reference as long as a PrefixStore uses it: torch keeps none."""
 
     def __init__(self, make: Callable[[], Any], timeout: timedelta, where: str) -> None:
-        """`make` connects, and may hang like any call; `where` is what people call the store. Raises DistStoreError, or
+        """`make` connects, and may hang like any call; `where` names the store in messages. Raises DistStoreError, or
         what `make` raises."""
         super().__init__()
         self._where = where
         self._timeout = timeout
-        self._over = threading.Event()  # what was asked last
+        self._over = threading.Event()  # set when the last call has returned
         self._over.set()
         self._store: Any = self._ask(make, timeout)
 
     def _ask(self, call: Callable[[], T], timeout: timedelta | None = None) -> T:
         if not self._over.is_set():
-            raise DistStoreError(f"the store at {self._where} has still not answered what it was asked before")
+            raise DistStoreError(f"the store at {self._where} has not answered the previous call yet")
         over = self._over = threading.Event()
 
         def ask() -> T:
@@ -54,7 +54,7 @@ class BoundedStore(Store):  # type: ignore[misc]  # torch has no types for it
             raise DistStoreError(str(error)) from error
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a call may wait from now on."""
+        """Change how long a call may wait."""
         self._timeout = timeout
         self._store.set_timeout(timeout)
 

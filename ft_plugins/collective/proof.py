@@ -1,9 +1,9 @@
-"""Proofs by a key that only the ranks of one incarnation have: who sent a payload, and that it is what was sent.
+"""Authentication tags by a key that only the ranks of one incarnation have: sender and content of each payload.
 
-Invariant: no two payloads of one sender share a purpose and a number, so that one is believed in its place alone, and
-the nonces of AES-GMAC never repeat under a key.
+Invariant: no two payloads of one sender share a purpose and a number, so a payload cannot be replayed in another place,
+and the nonces of AES-GMAC never repeat under a key.
 
-In: the incarnation's key, payloads. Out: tags of TAG bytes; a ProtocolError for a payload that does not fit its tag.
+In: the incarnation's key, payloads. Out: tags of TAG bytes; a ProtocolError for a payload that does not match its tag.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Proofs:
-    """Of one rank."""
+    """Makes and checks the proofs of one rank."""
 
     def __init__(self, rank: int, key: bytes) -> None:
         self._rank = rank
@@ -29,22 +29,22 @@ class Proofs:
         self._ciphers: dict[str, AESGCM] = {}  # by purpose
 
     def word(self, word: str) -> bytes:
-        """That some rank of this incarnation has said `word`: 32 bytes."""
+        """The proof, of 32 bytes, that a rank of this incarnation announced `word`."""
         return hmac.digest(self._key, word.encode(), "sha256")
 
     def tag(self, purpose: str, number: int, sender: int, payload: Buffer) -> bytes:
-        """Of payload `number` of `sender` for `purpose`."""
+        """The tag of payload `number` of `sender` for `purpose`."""
         return self._cipher(purpose).encrypt(_nonce(sender, number), b"", payload)
 
     def check(self, purpose: str, number: int, sender: int, payload: Buffer, tag: Buffer) -> None:
-        """Raises ProtocolError for a payload that is not what `sender` sent."""
+        """Raises ProtocolError when `payload` is not what `sender` sent."""
         try:
             self._cipher(purpose).decrypt(_nonce(sender, number), tag, payload)
         except InvalidTag as error:
             raise ProtocolError(
-                f"rank {self._rank}: what rank {sender} sent was altered on the way, and is not used. Some other "
-                "process takes part in the job's traffic: see that only the job's nodes reach its ports, then "
-                "start the job again"
+                f"rank {self._rank}: rejected data of rank {sender}: it was altered in transit. Another process takes "
+                "part in the job's traffic; make sure that only the job's nodes reach its ports, then start the job "
+                "again"
             ) from error
 
     def _cipher(self, purpose: str) -> AESGCM:

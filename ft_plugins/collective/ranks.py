@@ -1,10 +1,9 @@
-"""The few collectives that protection needs, as bytes over gloo; outside the step path, at start and restore only, but
-for `start_gather`, which does not wait.
+"""The collective operations that protection needs, over gloo, for start and restore; only `start_gather` never waits.
 
-Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order. The
-job's store takes all comers, and gloo's addresses come from it: a word in the store, or bytes of another rank, are
-believed only with a proof by a key of this incarnation, which ranks agree on over the process group and which stands
-nowhere.
+Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order. Any
+process that reaches the job's store can write to it, and gloo takes its addresses from there, so an announcement in the
+store or data from another rank is accepted only with a proof by the key of this incarnation. Ranks agree on the key
+over the process group; it is never stored.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import itertools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -32,18 +31,18 @@ from ..events import say
 from .proof import TAG, Proofs
 from .stores import BoundedStore
 
-_ANSWER_SECONDS = 2.0  # for a word in the job's store to be looked up
-_DEAF_SECONDS = 60.0
+_ANSWER_SECONDS = 2.0  # timeout of a look-up in the job's store
+_RETRY_SECONDS = 60.0  # until a store that did not answer is asked again
 _NONCE = 32  # bytes
-_SIZE = 8  # bytes before a payload that hold its length
-ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
+_SIZE = 8  # bytes of the length in front of a payload
+ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory of a restore
 
 Bytes = npt.NDArray[np.uint8]
 
 
-def _impatient(store: dist.Store) -> dist.Store | None:
-    """A connection of our own to the job's store, which answers soon or not at all; the store itself where torch cannot
-    make one, None where it does not answer."""
+def _bounded(store: dist.Store) -> dist.Store | None:
+    """A separate connection to the job's store with a short timeout; the store itself where torch cannot clone it, None
+    where it does not answer."""
     bound = timedelta(seconds=_ANSWER_SECONDS)
 
     def connect() -> dist.Store:
@@ -61,21 +60,20 @@ def _impatient(store: dist.Store) -> dist.Store | None:
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """Payloads on their way: `found` when `work` is done. The tensors live as long as it."""
+class PendingGather:
+    """A gather that was started: `received` is filled once `work` is done. It keeps the tensors alive."""
 
-    found: list[torch.Tensor]
+    received: list[torch.Tensor]
     own: torch.Tensor
     work: dist.Work | None
     number: int  # of this gather
     proofs: Proofs
 
     def result(self) -> list[bytes]:
-        """Every rank's payload, by rank. Waits for those that are not here yet. Raises ProtocolError for one that is
-        not what its rank sent."""
+        """Every rank's payload, by rank; waits until all have arrived. Raises ProtocolError for an altered payload."""
         if self.work is not None:
             self.work.wait()
-        return [self._opened(rank, part.numpy().tobytes()) for rank, part in enumerate(self.found)]
+        return [self._opened(rank, part.numpy().tobytes()) for rank, part in enumerate(self.received)]
 
     def _opened(self, rank: int, part: bytes) -> bytes:
         payload = part[_SIZE:-TAG][: int.from_bytes(part[:_SIZE], "little")]
@@ -83,111 +81,138 @@ class Gathering:
         return payload
 
 
+@dataclass
+class Agreement:
+    """How the block of `Collective.agreement` ended on this rank where no rank raises: `tolerated` is its own error."""
+
+    tolerated: FtError | None = None
+
+
 class Collective:
-    """All ranks of the job."""
+    """The ranks of the job, as one of them reaches the others."""
 
     def __init__(self, secret: bytes = b"") -> None:
-        """Uses the default process group where that is gloo, else makes a gloo group next to it.
+        """Use the default process group if it is gloo, else create a gloo group. Every rank of the job calls.
 
-        `secret`: of the job, if it has one: then what passed between ranks is not enough to forge a word. Every rank of
-        the job calls. Raises ConfigError, on all ranks, where they do not know the same one.
+        `secret` is the job's, if it has one: then traffic between ranks alone does not suffice to forge a proof. Raises
+        ConfigError, on all ranks, when their secrets differ.
         """
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group: dist.ProcessGroup | None = None
-        self._store: Any = None if self._alone else _impatient(dist.distributed_c10d._get_default_store())
-        self._deaf_until = 0.0  # a store that does not answer is left alone for a while
-        self._told: set[str] = set()
-        self._forged = False  # a word that no rank has said was found
-        self._made: set[tuple[int, ...]] = set()  # replica sets of the job that have a group
+        self._store: Any = None if self._alone else _bounded(dist.distributed_c10d._get_default_store())
+        self._retry_at = 0.0  # when a store that did not answer is asked again, by the monotonic clock
+        self._announced: set[str] = set()
+        self._forgery_reported = False
+        self._grouped: set[tuple[int, ...]] = set()  # replica sets of the job that have a group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # those of this rank
         if not self._alone and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
         self.rank = 0 if not dist.is_initialized() else dist.get_rank()
         self.world_size = 1 if self._alone else dist.get_world_size()
         self._gathers = itertools.count()  # the same on all ranks
-        self._passed: Counter[str] = Counter()  # payloads by purpose, the same on all who take part
+        self._passed: Counter[str] = Counter()  # payloads by purpose, the same on all participants
         self._proofs = Proofs(self.rank, self._agree_on_key(secret))
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank. Raises ProtocolError for one that was altered on the way."""
+        """Every rank's payload, by rank. Raises ProtocolError for an altered payload."""
         if self._alone:
             return [payload]
         sizes = self.start_gather(len(payload).to_bytes(_SIZE, "little"), _SIZE).result()
         return self.start_gather(payload, max(int.from_bytes(size, "little") for size in sizes)).result()
 
-    def start_gather(self, payload: bytes, longest: int) -> Gathering:
-        """Start a gather of payloads of at most `longest` bytes, the same number on every rank, and do not wait."""
+    def start_gather(self, payload: bytes, longest: int) -> PendingGather:
+        """Start a gather of payloads of at most `longest` bytes, which is the same on every rank. Does not wait."""
         if len(payload) > longest:
-            raise ValueError(f"rank {self.rank}: a payload of {len(payload)} bytes, but all agreed on {longest}")
+            raise ValueError(f"rank {self.rank}: the payload has {len(payload)} bytes, more than the agreed {longest}")
         number = next(self._gathers)
         tag = self._proofs.tag("to all", number, self.rank, payload)
         framed = b"".join((len(payload).to_bytes(_SIZE, "little"), payload, bytes(longest - len(payload)), tag))
-        found, own, work = self._send_to_all(framed)
-        return Gathering(found, own, work, number, self._proofs)
+        received, own, work = self._send_to_all(framed)
+        return PendingGather(received, own, work, number, self._proofs)
 
     def _send_to_all(self, framed: bytes) -> tuple[list[torch.Tensor], torch.Tensor, dist.Work | None]:
-        """Start to gather as many bytes of every rank: where they arrive, where they are sent from, and the work."""
+        """Start an all-gather of equally many bytes of every rank: receive buffers, send buffer, work."""
         own = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         if self._alone:
             return [own], own, None
-        found = [torch.empty_like(own) for _ in range(self.world_size)]
-        return found, own, dist.all_gather(found, own, group=self._group, async_op=True)
+        received = [torch.empty_like(own) for _ in range(self.world_size)]
+        return received, own, dist.all_gather(received, own, group=self._group, async_op=True)
 
     def barrier(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank has called."""
         self.gather(b"")
 
     def _agree_on_key(self, secret: bytes) -> bytes:
         """A key that all ranks of this incarnation have, and no other process."""
         own = secrets.token_bytes(_NONCE)
-        found, _sent, work = self._send_to_all(own + hmac.digest(secret or b"none", own, "sha256"))
+        received, _own, work = self._send_to_all(own + hmac.digest(secret or b"none", own, "sha256"))
         if work is not None:
             work.wait()
-        told = [part.numpy().tobytes() for part in found]
-        for rank, part in enumerate(told):
+        nonces = [part.numpy().tobytes() for part in received]
+        for rank, part in enumerate(nonces):
             if not hmac.compare_digest(part[_NONCE:], hmac.digest(secret or b"none", part[:_NONCE], "sha256")):
                 raise ConfigError(
-                    f"rank {self.rank}: rank {rank} knows another secret, or only one of the two has one; give "
+                    f"rank {self.rank}: rank {rank} has another secret, or only one of the two has one; give "
                     "--ftp-secret-file, with the same content, on all nodes"
                 )
-        return hmac.digest(secret or b"none", b"".join((b"ft_plugins words", *told)), "sha256")
+        return hmac.digest(secret or b"none", b"".join((b"ft_plugins words", *nonces)), "sha256")
 
-    def tell_all(self, word: str) -> None:
-        """Leave `word` where every rank finds it with `told`, without waiting for anyone; for this incarnation only."""
-        self._told.add(word)
+    # ---- announcements ----
+
+    def announce(self, word: str) -> None:
+        """Leave `word` in the job's store, where the ranks of this incarnation find it by `announced`. Waits for no
+        rank."""
+        self._announced.add(word)
         with contextlib.suppress(RuntimeError):  # the store is gone with its host: the job is ending anyway
             if self._store is not None:
                 self._store.set(f"ft_plugins/{word}", self._proofs.word(word))
 
-    def told(self, word: str) -> bool:
-        """Whether any rank has said `word`. A question to the job's store, bounded in time; asked behind the step.
+    def announced(self, word: str) -> bool:
+        """Whether any rank has announced `word`. Asks the job's store, in bounded time, outside the step path.
 
-        What anyone else has written there is passed over, and said once.
+        A word without a valid proof is ignored, and reported once.
         """
-        if word not in self._told and self._store is not None and time.monotonic() >= self._deaf_until:
+        if word not in self._announced and self._store is not None and time.monotonic() >= self._retry_at:
             try:
                 if self._store.check([f"ft_plugins/{word}"]):
-                    self._believe(word, self._store.get(f"ft_plugins/{word}"))
+                    self._accept(word, self._store.get(f"ft_plugins/{word}"))
             except RuntimeError:  # stopped, or gone with its host: then the job is ending anyway
-                self._deaf_until = time.monotonic() + _DEAF_SECONDS
-        return word in self._told
+                self._retry_at = time.monotonic() + _RETRY_SECONDS
+        return word in self._announced
 
-    def _believe(self, word: str, proof: bytes) -> None:
+    def _accept(self, word: str, proof: bytes) -> None:
         if hmac.compare_digest(proof, self._proofs.word(word)):
-            self._told.add(word)
-        elif not self._forged:
-            self._forged = True
+            self._announced.add(word)
+        elif not self._forgery_reported:
+            self._forgery_reported = True
             say(
-                f"rank {self.rank}: '{word}' stands in the job's store, but no rank of this job has written that; it "
-                "is not believed. Some other process writes to the store: see that only the job's nodes reach its port",
+                f"rank {self.rank}: ignored '{word}' in the job's store: no rank of this job wrote it. Another process "
+                "writes to the store; make sure that only the job's nodes reach its port",
                 alarm=True,
             )
 
-    def agree(self, error: FtError | None) -> None:
-        """Raise on every rank when any rank has an error: one rank its own, the others an echo of it.
+    # ---- errors ----
 
-        That is the lowest rank with an error of its own; an error that is an echo already counts if there is no other.
+    @contextlib.contextmanager
+    def agreement(self, tolerate: Callable[[FtError], bool] = lambda error: False) -> Iterator[Agreement]:
+        """Run a block on every rank, then raise on every rank when it raised an FtError on any.
+
+        One rank raises its own error, the others an echo of it: the lowest rank whose error is not an echo already, or
+        the lowest rank if all are. An error that this rank may `tolerate` is kept in `Agreement.tolerated` instead, and
+        does not end the other ranks. Every rank of the job enters. Errors of other kinds pass through at once.
         """
+        agreement = Agreement()
+        failure: FtError | None = None
+        try:
+            yield agreement
+        except FtError as error:
+            if tolerate(error):
+                agreement.tolerated = error
+            else:
+                failure = error
+        self._raise_together(failure)
+
+    def _raise_together(self, error: FtError | None) -> None:
         own = [type(error).__name__, str(error), error.echo] if error else None
         entries = [msgpack.unpackb(part) for part in self.gather(msgpack.packb(own))]
         failed = [rank for rank, entry in enumerate(entries) if entry is not None]
@@ -201,11 +226,13 @@ class Collective:
         echo.echo = True
         raise echo
 
-    def swap(self, send: Mapping[int, Bytes], receive: Mapping[int, Bytes]) -> None:
-        """Send these bytes to these ranks, and have those of others in place when it returns.
+    # ---- bulk data ----
 
-        Called by every pair alike, as often and with equal sizes. Nobody else takes part. Raises ProtocolError for
-        bytes that were altered on the way.
+    def swap(self, send: Mapping[int, Bytes], receive: Mapping[int, Bytes]) -> None:
+        """Send bytes to ranks and receive from ranks, by rank; returns when all of `receive` is filled.
+
+        Both ranks of a pair call, equally often and with equal sizes; no other rank takes part. Raises ProtocolError
+        for altered bytes.
         """
         arriving = {rank: torch.empty(len(into) + TAG, dtype=torch.uint8) for rank, into in sorted(receive.items())}
         leaving = {rank: self._with_tag(f"to rank {rank}", data) for rank, data in sorted(send.items())}
@@ -220,34 +247,34 @@ class Collective:
             receive[rank][:] = self._checked(purpose, number, rank, framed.numpy())
 
     def _with_tag(self, purpose: str, data: Bytes) -> torch.Tensor:
-        """Bytes of this rank for `purpose`, and their tag."""
+        """`data` of this rank for `purpose`, followed by its tag."""
         tag = self._proofs.tag(purpose, self._count(f"{purpose} of rank {self.rank}"), self.rank, data.data)
         return torch.from_numpy(np.concatenate([data, np.frombuffer(tag, dtype=np.uint8)]))
 
     def _checked(self, purpose: str, number: int, sender: int, framed: Bytes) -> Bytes:
-        """What `sender` sent, without its tag. Raises ProtocolError."""
+        """The payload of `sender`, without its tag. Raises ProtocolError."""
         payload = framed[:-TAG]
         self._proofs.check(purpose, number, sender, payload.data, framed[-TAG:].data)
         return payload
 
     def _count(self, purpose: str) -> int:
-        """Payloads that were sent for that until now."""
+        """The number of the next payload for `purpose`."""
         self._passed[purpose] += 1
         return self._passed[purpose] - 1
 
     def connect(self, replica_sets: Iterable[Sequence[int]]) -> None:
-        """Make the groups for `exchange_shares`, once for each set that any rank names. Every rank of the job calls.
+        """Create the groups for `exchange_shares`, once for each set that any rank names. Every rank of the job calls.
 
-        All ranks make all groups, members or not: where only members do (`use_local_synchronization`), torch names a
-        group by the number of groups that each rank knows, and ranks that know different numbers wait for ever.
+        All ranks create all groups, members or not. If only members did (`use_local_synchronization`), torch would name
+        a group by the number of groups that each rank knows, and ranks with different numbers would wait for ever.
         """
         if self._alone:
             return
         own = sorted({tuple(replicas) for replicas in replica_sets if 1 < len(replicas) < self.world_size})
         named = {tuple(replicas) for part in self.gather(msgpack.packb(own)) for replicas in msgpack.unpackb(part)}
-        for replicas in sorted(named - self._made):
+        for replicas in sorted(named - self._grouped):
             group = dist.new_group(ranks=list(replicas), backend="gloo")
-            self._made.add(replicas)
+            self._grouped.add(replicas)
             if self.rank in replicas:
                 self._groups[replicas] = group
 
@@ -257,8 +284,8 @@ class Collective:
         """All-gather a replica set's byte stream from its members' shares, in rounds of bounded memory.
 
         `shares[i]` is the range (start, stop) that `replicas[i]` holds, `own` this rank's bytes. Yields (offset in
-        the stream, bytes) until all of it has passed. Members of the set call together, after `connect`. Raises
-        ProtocolError for a share that was altered on the way.
+        the stream, bytes) until all of it has been received. Members of the set call together, after `connect`. Raises
+        ProtocolError for an altered share.
         """
         if len(replicas) == 1:
             yield shares[0][0], own
@@ -268,13 +295,13 @@ class Collective:
         longest = max(stop - start for start, stop in shares)
         size = max(1, min(ROUND_BYTES, longest))
         send = np.zeros(size + TAG, dtype=np.uint8)
-        found = [torch.empty(size + TAG, dtype=torch.uint8) for _ in replicas]
+        received = [torch.empty(size + TAG, dtype=torch.uint8) for _ in replicas]
         for at in range(0, longest, size):
             part, number = own[at : at + size], self._count(purpose)
             send[: len(part)] = part
             send[size:] = np.frombuffer(self._proofs.tag(purpose, number, self.rank, send[:size].data), dtype=np.uint8)
-            dist.all_gather(found, torch.from_numpy(send), group=group)
-            for rank, (start, stop), arrived in zip(replicas, shares, found, strict=True):
+            dist.all_gather(received, torch.from_numpy(send), group=group)
+            for rank, (start, stop), arrived in zip(replicas, shares, received, strict=True):
                 length = min(size, stop - start - at)
                 if length > 0:
                     yield start + at, self._checked(purpose, number, rank, arrived.numpy())[:length]

@@ -1,0 +1,5 @@
+"""Collective operations over all ranks of the job, outside the step path."""
+
+from .ranks import Agreement, Collective, PendingGather
+
+__all__ = ["Agreement", "Collective", "PendingGather"]

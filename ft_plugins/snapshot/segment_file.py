@@ -1,0 +1,195 @@
+"""The file of a segment: mapped and checked, its areas as views, its pages released and claimed again.
+
+Invariant: the constants of the header page are verified once, when the file is mapped; the bucket ranges match their
+digest or are not used.
+
+    file   = header page | bucket ranges | slot 0 | slot 1 | slot 2 | one slot more for each purpose of a pin
+    slot   = header page | digest table | small state | data
+    data   = the captured share | parity that its rank has computed of other nodes' shares, if nodes protect each other
+    table  = digest of each bucket, of data and of parity | digest of each source of the parity, as its rank saw it
+
+In: a path. Out: views into shared memory. Files in /dev/shm are mapped directly: multiprocessing.shared_memory would
+unlink them behind our back.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..bubbles.gate import GATE_BYTES
+from ..errors import BudgetError, CorruptHeaderError, SegmentError
+from .header import GATE, Header, constants_of
+from .shape import PAGE, Shape
+from .slot_header import HEADER_BYTES, SlotHeader
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class SegmentFile:
+    """A mapped segment: where everything is, not what it means."""
+
+    def __init__(self, path: Path, *, populate: bool = False) -> None:
+        """Map `path`. `populate` maps every page at once, so that no first touch costs a fault in the step path.
+
+        Raises SegmentError when the file is missing, is not a segment of this version, or is another user's,
+        CorruptHeaderError when it is damaged.
+        """
+        self.path = path
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SegmentError(
+                f"segment {path}: {error.strerror}; the SMP of this node creates it at attach"
+            ) from error
+        try:
+            stat = os.fstat(fd)
+            if stat.st_uid != os.getuid():  # any user may put files into /dev/shm under a name that can be guessed
+                raise SegmentError(f"segment {path} belongs to user {stat.st_uid}; expected {os.getuid()}: remove it")
+            if stat.st_size < PAGE:
+                raise SegmentError(f"segment {path} has {stat.st_size} bytes: not a segment")
+            self.resident_bytes = stat.st_blocks * 512  # the kernel's figure
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+            self._map = mmap.mmap(fd, stat.st_size, flags=flags)
+        finally:
+            os.close(fd)
+        self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._page = self.bytes[:PAGE].view(np.uint64)
+        self._header = Header(self._page)
+        constants = constants_of(self._page, path)
+        self.shape, self.rank, self.world_size = constants.shape, constants.rank, constants.world_size
+        self._fingerprint = constants.fingerprint
+        if self.shape.total != stat.st_size:
+            raise SegmentError(
+                f"segment {path} has {stat.st_size} bytes, but its header describes {self.shape.total} bytes"
+            )
+        starts = [slot_start(self.shape, index) for index in range(self.shape.slots)]
+        self._slots = [SlotHeader(self.bytes[at : at + HEADER_BYTES].view(np.uint64)) for at in starts]
+
+    def close(self) -> None:
+        """Unmap. Views handed out must be gone; those that live on keep the mapping until they go."""
+        del self.bytes, self._page, self._header, self._slots
+        try:
+            self._map.close()
+        except BufferError:  # a view is still held (a capture being torn down); the mapping goes with it
+            return
+
+    def check(self) -> None:
+        """Check that others can still map the segment. Raises CorruptHeaderError, SegmentError."""
+        constants_of(self._page, self.path)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the job whose state this is."""
+        return dict(json.loads(self._fingerprint))
+
+    @property
+    def gate(self) -> Bytes:
+        """The words by which the rank's trainer grants sends of its copy, a view: `bubbles.gate.Gate`."""
+        return self.bytes[GATE : GATE + GATE_BYTES]
+
+    # ---- memory ----
+
+    def _discard_pages(self, index: int) -> None:
+        """Return the memory of a slot to the system, except for its header."""
+        self._map.madvise(mmap.MADV_REMOVE, slot_start(self.shape, index) + PAGE, self.shape.slot_room - PAGE)
+
+    def claim(self) -> None:
+        """Allocate all memory again, after slots were released. Raises BudgetError."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            allocate(fd, self.path, self.shape.total, self.rank)
+        finally:
+            os.close(fd)
+
+    # ---- bucket ranges ----
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(offset, bytes) in a slot's data area of each bucket, by which a reader without the layout verifies it.
+
+        Raises CorruptHeaderError.
+        """
+        if not self._ranges_fit():
+            raise CorruptHeaderError(f"segment {self.path}: its bucket ranges do not match their digest")
+        return [(offset, nbytes) for offset, nbytes in self._ranges.reshape(-1, 2).tolist()]
+
+    @ranges.setter
+    def ranges(self, value: Sequence[tuple[int, int]]) -> None:
+        """Written by the trainer that claims the segment; the layout's digest in the header identifies the cut.
+
+        Raises SegmentError for another number of buckets.
+        """
+        if len(value) != self.shape.buckets:
+            raise SegmentError(f"rank {self.rank}: {len(value)} bucket ranges; expected {self.shape.buckets}")
+        self._ranges[:] = np.array(value, dtype=np.uint64).reshape(-1)
+        self._header.ranges = digest_of_ranges(self._ranges)
+
+    @property
+    def _ranges(self) -> npt.NDArray[np.uint64]:
+        return self.bytes[PAGE : PAGE + 16 * self.shape.buckets].view(np.uint64)
+
+    def _ranges_fit(self) -> bool:
+        return self._header.ranges == digest_of_ranges(self._ranges)
+
+    @property
+    def data_ranges(self) -> list[tuple[int, int]]:
+        """The ranges of the buckets of captured tensors, without those of parity."""
+        ranges = self.ranges
+        return [entry for entry in ranges if entry[0] < self.shape.data_nbytes] if self.shape.parity_nbytes else ranges
+
+    # ---- areas of a slot ----
+
+    def _area(self, index: int, offset: int, nbytes: int) -> Bytes:
+        start = slot_start(self.shape, index) + PAGE + offset
+        return self.bytes[start : start + nbytes]
+
+    def digests(self, index: int) -> npt.NDArray[np.uint64]:
+        """The digest table of a slot, a view: one xxh3-64 per bucket, then one per source of parity."""
+        return self._area(index, 0, 8 * self.shape.digests).view(np.uint64)
+
+    def data(self, index: int) -> Bytes:
+        """The data area of a slot, a view."""
+        return self._area(index, self.shape.table_room + self.shape.small_room, self.shape.nbytes)
+
+    def _small_area(self, index: int) -> Bytes:
+        return self._area(index, self.shape.table_room, self.shape.small_nbytes)
+
+    def small(self, index: int) -> bytes:
+        """The small state of a slot."""
+        return self._small_area(index)[: self._slots[index].small_bytes].tobytes()
+
+    def write_small(self, index: int, encoded: bytes) -> None:
+        """Put small state into a DIRTY slot. Raises SegmentError when it has outgrown its room."""
+        if len(encoded) > self.shape.small_nbytes:
+            raise SegmentError(
+                f"rank {self.rank}: small state has grown to {len(encoded)} bytes; "
+                f"{self.shape.small_nbytes} were claimed at start"
+            )
+        self._small_area(index)[: len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
+        self._slots[index].small_bytes = len(encoded)
+
+
+def allocate(fd: int, path: Path, nbytes: int, rank: int) -> None:
+    """Have the kernel back `nbytes` of a file with memory. Raises BudgetError."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        raise BudgetError(f"rank {rank}: {path.parent} could not give {nbytes} bytes: {error.strerror}") from error
+
+
+def slot_start(shape: Shape, index: int) -> int:
+    """The offset of a slot in the file."""
+    return PAGE + shape.ranges_room + index * shape.slot_room
+
+
+def digest_of_ranges(words: npt.NDArray[np.uint64]) -> int:
+    return xxhash.xxh3_64_intdigest(words.tobytes())

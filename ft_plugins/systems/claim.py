@@ -1,0 +1,196 @@
+"""Start of protection, as all ranks agree on it, and what is left of it once it is lost.
+
+Invariant: every rank claims its memory, or none does: without one rank's share no version is ever complete. An error
+that the user has to act on is raised on every rank. A ProtectionError lets training begin unprotected instead, on all
+ranks, unless protection is required or an earlier incarnation left state to resume from.
+
+In: a host, a configuration, the launch context. Out: the ranks of the job; a `Reft` that holds its memory, or the
+reason why there is none; `LossRecord`, which bounds training without protection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from ..collective import Collective
+from ..config import Config, LaunchContext
+from ..errors import ConfigError, FtError, ProtectionError
+from ..events import Events, say
+from ..model.host import Host
+from ..smp.wire import read_secret
+from ..snapshot.room import check_room
+from ..snapshot.shape import Shape
+from .reft import Reft
+from .reft_plan import check_replicas
+from .reft_reports import budget_table
+
+_OF_A_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
+
+
+def join_ranks(config: Config) -> Collective:
+    """All ranks of the job. Raises ConfigError, on all ranks, when their secrets differ.
+
+    A rank that cannot read the secret file raises the reason for that, and the others report that the secrets differ.
+    """
+    unread: ConfigError | None = None
+    secret = b""
+    try:
+        secret = read_secret(Path(config.secret_file)) if config.secret_file else b""
+    except ConfigError as error:  # where no rank can read it, the node tier reports that if it needs the secret
+        unread = error
+    try:
+        return Collective(secret)
+    except ConfigError as error:
+        raise unread or error from None
+
+
+def require_one_job(host: Host, config: Config, collective: Collective) -> None:
+    """Check that all ranks reach each other and have the same configuration. Raises ConfigError on all of them."""
+    with collective.agreement():
+        expected = host.topology().world_size
+        if collective.world_size != expected:
+            raise ConfigError(
+                f"rank {host.rank}: the job has {expected} ranks, but {collective.world_size} can be reached: call "
+                "attach after torch.distributed.init_process_group"
+            )
+    own = {key: value for key, value in config.model_dump().items() if key not in _OF_A_NODE}
+    blocks = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(own))]
+    with collective.agreement():
+        require_same(blocks)
+
+
+def require_same(blocks: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError for the first rank whose configuration differs from that of rank 0. Pure."""
+    for rank, block in enumerate(blocks):
+        differing = sorted(key for key in block.keys() | blocks[0].keys() if block.get(key) != blocks[0].get(key))
+        if differing:
+            raise ConfigError(
+                f"ft_plugins is not configured the same way on all ranks: {', '.join(differing)} of rank {rank} is "
+                f"{[block.get(key) for key in differing]}, of rank 0 {[blocks[0].get(key) for key in differing]}; "
+                "give the same flags on all nodes"
+            )
+
+
+def may_begin_unprotected(error: FtError, config: Config, restart: int, state: bool) -> bool:
+    """Whether training may begin although protection failed with `error`. Pure. `state`: there is state to resume."""
+    return isinstance(error, ProtectionError) and not (config.require_protection or restart or state)
+
+
+def claim_memory(
+    host: Host, config: Config, context: LaunchContext, collective: Collective, events: Events
+) -> Reft | FtError:
+    """Claim the memory of every rank. Returns the reason where the job begins unprotected. Every rank of the job calls.
+
+    Raises an FtError, on all ranks, where training may not begin.
+    """
+    nodes = tuple(name.decode() for name in collective.gather(events.node.encode()))
+    reft: Reft | None = None
+    with collective.agreement(lambda error: isinstance(error, ProtectionError)) as building:
+        reft = _build(host, config, context, collective, events, nodes)
+    built = collective.gather(b"1" if reft is not None else b"")
+    # of any rank: then there may be state of an earlier incarnation that all ranks can resume together
+    state = any(collective.gather(b"1" if reft is not None and reft.claimed else b""))
+
+    def tolerable(error: FtError) -> bool:
+        return may_begin_unprotected(error, config, context.restart, state)
+
+    if reft is not None and all(built):
+        with collective.agreement():
+            check_replicas(host.inventory(), collective)
+        with collective.agreement(tolerable) as looking:
+            reft.look_back(config.resume)
+        if looking.tolerated is not None:
+            return looking.tolerated
+        with collective.agreement():
+            _check_room(reft, collective, nodes)
+    shape: Shape | None = None
+    with collective.agreement(tolerable) as claiming:
+        if building.tolerated is not None:
+            raise building.tolerated
+        if reft is None or not all(built):
+            error = ProtectionError(f"rank {built.index(b'')} is not protected")
+            error.echo = True
+            raise error
+        shape = reft.claim(fresh=config.resume == "fresh")
+    own = [*astuple(shape)] if shape else None
+    shapes = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(own))]
+    if reft is None or None in shapes:
+        return claiming.tolerated or ProtectionError(f"rank {shapes.index(None)} is not protected")
+    first = host.rank == 0 and context.restart == 0
+    if first:
+        for node in dict.fromkeys(nodes):
+            held = {rank: Shape(*values) for rank, values in enumerate(shapes) if nodes[rank] == node}
+            say(budget_table(held, node, reft.plan.certifies), who="")
+    sizes = reft.nodes.tell_sizes()
+    if sizes and first:
+        say(sizes)
+    return reft
+
+
+def _build(
+    host: Host, config: Config, context: LaunchContext, collective: Collective, events: Events, nodes: tuple[str, ...]
+) -> Reft:
+    if context.run_dir is None:
+        flags = " ".join(f"--{name}" for name in config.systems)
+        raise ProtectionError(
+            "no snapshot process: start the job with ft-run instead of torchrun or python; "
+            f"if it was, ft-run did not see this block: give {flags} as well"
+        )
+    return Reft(host, config, collective, nodes, context.run_dir, context.token, events, context.master_addr)
+
+
+def _check_room(reft: Reft, collective: Collective, nodes: Sequence[str]) -> None:
+    """Raises BudgetError when this node lacks the memory that its ranks are about to claim together."""
+    needed = 0 if reft.claimed else reft.plan.shape.total
+    parts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(needed))]
+    node = nodes[collective.rank]
+    on_node = [part for part, name in zip(parts, nodes, strict=True) if name == node]
+    check_room(sum(on_node), f"protection of {sum(map(bool, on_node))} ranks on node {node}")
+
+
+class LossRecord:
+    """Counts the iterations since this incarnation lost protection, and notes the loss for the next one.
+
+    The note is a file in the run directory, which one rank of each node keeps.
+    """
+
+    def __init__(self, context: LaunchContext, limit: int) -> None:
+        """`limit`: how many iterations may run without protection."""
+        self._limit = limit
+        self._iterations: int | None = None  # None while protection holds, or was never asked for
+        run_dir = context.run_dir
+        self._note = run_dir / "unprotected" if run_dir is not None and context.local_rank == 0 else None
+
+    def begin(self) -> None:
+        """Protection is lost from now on."""
+        self._iterations = 0
+        if self._note is not None:
+            with contextlib.suppress(OSError):
+                self._note.touch(0o600)
+
+    def count(self, rank: int, step: int) -> None:
+        """Count iteration `step` if protection is lost. Raises ProtectionError at the limit."""
+        if self._iterations is None:
+            return
+        self._iterations += 1
+        if self._iterations >= self._limit:
+            raise ProtectionError(
+                f"rank {rank}: iteration {step}: nothing has protected this job for {self._iterations} iterations "
+                "(--ftp-max-unprotected-steps); see the event 'protection.lost' for the reason"
+            )
+
+    def clear(self) -> bool:
+        """Remove the note of an earlier incarnation; whether there was one."""
+        if self._note is None:
+            return False
+        try:
+            self._note.unlink()
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,125 @@
+"""What one rank captures: the layout of its share, the segment that holds it, and what is stored with each version.
+
+Invariant: everything here follows from the host's state at start and the configuration, so a restart of the same job
+arrives at the same plan and finds its segment usable.
+
+In: host, configuration, layout. Out: `Shape`, `Manifest`, `Storage`, small state as bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import xxhash
+
+from ..collective import Collective
+from ..config import Config, ReftConfig
+from ..errors import InventoryError
+from ..model.host import Host
+from ..model.inventory import Inventory
+from ..snapshot import codec, index, manifest
+from ..snapshot.layout import Layout, layout_digest
+from ..snapshot.manifest import Manifest
+from ..snapshot.retention import Storage
+from ..snapshot.shape import Shape
+from ..snapshot.slots import Pin, slots_for
+from .reft_nodes import audits_every
+
+_SMALL_FLOOR = 64 << 10  # bytes claimed for small state at least; twice its first size otherwise
+
+
+class CapturePlan:
+    """What the versions of one rank consist of. `losses`: how many nodes of a sharding group may be lost."""
+
+    def __init__(
+        self, host: Host, config: Config, reft: ReftConfig, layout: Layout, losses: int, world_size: int
+    ) -> None:
+        self.layout = layout
+        self._host = host
+        self._config = reft
+        self._losses = losses
+        self._world_size = world_size
+        audits = audits_every(config)
+        # iterations between two versions whose replicas are compared, 0 for none; the newest that agreed keeps its slot
+        self.certifies = math.lcm(reft.interval, audits) if audits else 0
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What the segment has to hold."""
+        small = max(_SMALL_FLOOR, 2 * len(self.small()))
+        kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
+        digest = layout_digest(self.layout, self._config.bucket_mib, kinds)
+        nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes
+        slots = slots_for(*self._purposes())
+        return Shape(nbytes + parity, small, len(self.layout.ranges), digest, slots, parity, self.layout.checks)
+
+    def _purposes(self) -> list[Pin]:
+        """For what versions are pinned: each purpose takes a slot."""
+        pins = [Pin.NODE, Pin.SOURCE] if self._losses else []
+        pins += [Pin.STORAGE] if self.storage else []
+        return pins + ([Pin.CERTIFIED] if self.certifies else [])
+
+    @cached_property
+    def storage(self) -> Storage | None:
+        """How the SMP writes checkpoints; None where it writes none."""
+        config = self._config
+        if config.checkpoint_dir is None:
+            return None
+        return Storage(
+            str(Path(config.checkpoint_dir).absolute()), config.checkpoint_interval, config.interval,
+            config.checkpoint_keep, self._world_size, self.certifies,
+        )  # fmt: skip
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Which bytes of which tensors lie where in this rank's slots."""
+        at = self._host.topology().coords(self._host.rank)
+        return manifest.manifest_of(self.layout, self._world_size, (at.pp, at.tp))
+
+    @cached_property
+    def _encoded_manifest(self) -> bytes:
+        return manifest.write(self.manifest)
+
+    def small(self) -> bytes:
+        """The host's small state now, with the manifest in front, as it is stored in a slot."""
+        return manifest.join(self._encoded_manifest, codec.encode(self._host.small_state()))
+
+    def index(self, names: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The index for checkpoints of this start; `names`: what the framework calls the items."""
+        return index.describe(self._host.inventory(), self.layout, self.shape.layout, names)
+
+
+def check_replicas(inventory: Inventory, collective: Collective) -> None:
+    """Compare the inventories of each replica set's ranks. Every rank of the job calls. Raises InventoryError."""
+    own = replica_digests(inventory)
+    gathered = collective.gather(msgpack.packb([[list(key), value] for key, value in own.items()]))
+    by_rank = [{tuple(key): value for key, value in msgpack.unpackb(part)} for part in gathered]
+    require_same_items(inventory, own, by_rank)
+
+
+def replica_digests(inventory: Inventory) -> dict[tuple[int, ...], int]:
+    """A digest of the items that each replica set of this rank should hold. Pure."""
+    return {
+        replicas: xxhash.xxh3_64_intdigest(repr([(i.name, i.dtype, i.shape, i.background) for i in items]).encode())
+        for replicas, items in inventory.replica_sets().items()
+        if len(replicas) > 1
+    }
+
+
+def require_same_items(
+    inventory: Inventory, own: Mapping[tuple[int, ...], int], by_rank: Sequence[Mapping[tuple[int, ...], int]]
+) -> None:
+    """Raises InventoryError where a rank of a replica set has other items than this rank. Pure."""
+    for replicas, digest in own.items():
+        for rank in replicas:
+            if by_rank[rank].get(replicas) != digest:
+                count = len(inventory.replica_sets()[replicas])
+                raise InventoryError(
+                    f"rank {inventory.rank}: rank {rank} should hold the same {count} items as replicas {replicas} do, "
+                    "but has different ones; build the replicas of a parameter the same way on all ranks"
+                )

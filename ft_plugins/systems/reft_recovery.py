@@ -1,0 +1,134 @@
+"""Recovery as one rank of REFT composes it: state of another size -> version -> tensors -> lineage -> protection.
+
+Invariant: no version becomes void before every rank has restored, and no rank captures before every SMP has opened the
+new lineage. Every rank of the job calls together, and errors are raised on all of them.
+
+In: the mapped segment, the capture plan, the job's nodes. Out: what was restored; this rank's part in the exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .. import faults
+from ..collective import Collective
+from ..errors import ResumeError
+from ..events import say
+from ..model.host import Host
+from ..recovery.nodes import JobNodes, SeenNodes
+from ..recovery.plan import RecoveryPlan, choose_source
+from ..recovery.run import agree_on_version, load_tensors
+from ..recovery.storage import StorageTier
+from ..redundancy.neighbour import BothPlan, CopyPlan, NeighbourPlan
+from ..smp.client import Client
+from ..snapshot import codec, manifest
+from ..snapshot.capture import Capture
+from ..snapshot.segment import Segment
+from .reft_nodes import ReftNodes
+from .reft_plan import CapturePlan
+from .reft_reports import ReftReports, protection_table
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """`small` is the small state of the restored version, None where nothing was restored."""
+
+    plan: RecoveryPlan
+    small: dict[str, Any] | None
+    nodes: SeenNodes
+    verify_seconds: float
+    load_seconds: float
+
+
+@dataclass(frozen=True)
+class ExchangeRole:
+    """What this rank sends to other nodes with each version."""
+
+    copies: NeighbourPlan | None = None  # which node keeps which copy; None where there are no copies alone
+    links: Mapping[int, float] = field(default_factory=dict)  # bytes per second by position, where measured
+    holders: int = 1  # nodes that keep its small state and digest table
+    parity_bytes: int = 0  # where there are copies too
+
+
+class ReftRecovery:
+    """The recovery of one rank."""
+
+    def __init__(
+        self, host: Host, collective: Collective, capture: CapturePlan, nodes: ReftNodes, run_dir: Path, token: int,
+        reports: ReftReports,
+    ) -> None:  # fmt: skip
+        self._host = host
+        self._collective = collective
+        self._plan = capture
+        self._nodes = nodes
+        self._run_dir = run_dir
+        self._token = token
+        self._reports = reports
+
+    def run(self, segment: Segment, mode: str, loaded: int) -> Recovered:
+        """Restore the newest version that all ranks can have, and open a lineage from it: see `Reft.resume`."""
+        started = time.perf_counter()
+        faults.reach("restore.begin")
+        self._nodes.take_over(segment, self._plan.manifest)
+        nodes = self._nodes.of_job(segment.shape, self._plan.layout)
+        plan = self._agree_on_plan(segment, nodes, mode, loaded)
+        verified = time.perf_counter()
+        small = self._load(segment, plan)
+        seconds = time.perf_counter() - verified
+        self._open_lineage(plan)
+        return Recovered(plan, small, nodes, verified - started, seconds)
+
+    def _agree_on_plan(self, segment: Segment, nodes: SeenNodes, mode: str, loaded: int) -> RecoveryPlan:
+        """The version to restore, verified in a slot of every rank, also if it is from storage. Raises ResumeError."""
+        plan = agree_on_version(segment, self._collective, self._reports.damage, nodes)
+        plan = replace(plan, lineage=max(plan.lineage, self._nodes.lineage + 1))
+        storage, job = self._plan.storage, self._run_dir.parent.name
+        try:
+            if storage is None:
+                return choose_source(plan, mode, loaded)
+            tier = StorageTier(Path(storage.folder), job, self._collective, self._reports.storage)
+            return tier.recover(plan, mode, loaded, segment, self._token)
+        except ResumeError as error:
+            error.echo = self._host.rank != 0  # all ranks know the same facts: one of them reports it
+            raise
+
+    def _load(self, segment: Segment, plan: RecoveryPlan) -> dict[str, Any] | None:
+        """Copy the plan's version into the host; its small state, None where nothing is restored."""
+        layout, tensors = self._plan.layout, self._host.tensors
+        loaded = load_tensors(plan, segment, layout, tensors(), self._collective)
+        if plan.version is not None and segment.lacks_parity(plan.version):  # from storage, or of another size
+            with contextlib.closing(Capture(segment, layout, tensors, self._token)) as once:
+                once.add_parity(plan.version)
+        small: dict[str, Any] | None = None
+        if loaded.small is not None:
+            small = codec.decode(manifest.split(loaded.small)[1])
+            self._host.restore(small)
+        if plan.version is not None and plan.mark:  # perhaps only one rank knew it, or the slot is a new one
+            segment.mark(plan.version, plan.mark)
+        return small
+
+    def _open_lineage(self, plan: RecoveryPlan) -> None:
+        self._collective.barrier()  # every rank has restored: only now may a version become void
+        with Client(self._run_dir) as client:
+            client.restore(self._host.rank, self._token, plan.lineage, plan.version)
+        faults.reach("restore.opened")
+        self._collective.barrier()  # every SMP has opened the lineage before any rank captures into it
+
+    def protect(self, recovered: Recovered, first: bool) -> ExchangeRole:
+        """Have the nodes protect each other from now on, where they do. `first`: rank 0 prints how."""
+        nodes, plan, rank = recovered.nodes, recovered.plan, self._host.rank
+        if not isinstance(nodes, JobNodes):
+            return ExchangeRole()
+        claimed = nodes.protect(plan.lineage, plan.version)
+        if first and rank == 0:
+            say(protection_table(nodes, claimed), who="")
+        exchange = nodes.exchange
+        copies = exchange.neighbours if isinstance(exchange, CopyPlan) else None
+        if isinstance(exchange, BothPlan):
+            return ExchangeRole(copies, nodes.links, len(exchange.copy_holders(rank)), exchange.sent_beside(rank))
+        return ExchangeRole(copies, nodes.links)

@@ -1,0 +1,151 @@
+"""What one rank of REFT reports: its events, and the lines that a person reads in the job's log.
+
+Invariant: nothing is written in the step path: what a fence waited is kept until the capture thread reports it.
+
+In: plans, commits, errors, the alarms of the node's SMP. Out: events; lines on standard output and standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from ..errors import CorruptHeaderError, CorruptSlotError, FtError, printable
+from ..events import Events, say
+from ..intake import Text, read_json
+from ..recovery.nodes import JobNodes
+from ..recovery.plan import RecoveryPlan
+from ..smp.protocol import ALARM
+from ..snapshot.capture import Commit
+from ..snapshot.shape import Shape
+
+_ALARMS = TypeAdapter(dict[Text, Text])
+_CAPTURES = 9  # recent captures, whose median is the expected duration of one
+
+
+class ReftReports:
+    """The reports of one rank."""
+
+    def __init__(self, events: Events, run_dir: Path | None) -> None:
+        """`run_dir`: where the SMP leaves its alarms, for the one rank of a node that prints them; None for others."""
+        self._events = events
+        self._alarms = run_dir / ALARM if run_dir is not None else None
+        self._printed: dict[str, str] = {}  # the last alarm by subject
+        self._waits: list[tuple[int, float]] = []  # (iteration, seconds) of fences that are not reported yet
+        self._captures: deque[float] = deque(maxlen=_CAPTURES)  # seconds from the version point to the seal
+
+    @property
+    def capture_seconds(self) -> float:
+        """From the end of an iteration until its capture is sealed; 0 before the first."""
+        return statistics.median(tuple(self._captures) or (0.0,))  # a copy: the capture thread appends
+
+    def attached(self, token: int, shape: Shape, resident_bytes: int) -> None:
+        self._events.emit(
+            "rank.attach", token=token, share_bytes=shape.slot_room, budget_bytes=shape.total,
+            resident_bytes=resident_bytes,
+        )  # fmt: skip
+
+    def not_exportable(self, reason: str) -> None:
+        self._events.emit("export.impossible", reason=reason)
+
+    def damage(self, error: FtError) -> None:
+        """A slot or segment that recovery cannot use."""
+        match error:
+            case CorruptSlotError():
+                name = "slot.corrupt"
+            case CorruptHeaderError():
+                name = "segment.corrupt"
+            case _:
+                name = "slot.lost"
+        self._events.emit(name, reason=str(error))
+
+    def storage(self, name: str, reason: str) -> None:
+        """Event `name` of the storage tier."""
+        self._events.emit(name, reason=reason)
+
+    def restored(self, plan: RecoveryPlan, **seconds: float) -> None:
+        """The end of a recovery. `seconds` in total, until every slot was verified, and until tensors were loaded."""
+        if plan.tier == "none":
+            name = "start.fresh" if plan.fresh else "restore.scratch"
+            self._events.emit(name, reason=plan.reason, completed=plan.completed, lost=plan.lost)
+            return
+        self._events.emit(
+            "restore.done",
+            lineage=plan.version.lineage if plan.version else None,
+            iteration=plan.version.iteration if plan.version else plan.loaded,
+            tier=plan.tier,
+            reason=plan.reason,
+            completed=plan.completed,
+            lost=plan.lost,
+            **({"mark": plan.mark.word} if plan.mark else {}),
+            **seconds,
+        )
+
+    def voided(self, since: int, discarded: Sequence[int], tainted: Sequence[int]) -> None:
+        """Versions captured after iteration `since` that hold a wrong replica: discarded, or pinned and only marked."""
+        self._events.emit("version.void", since=since, iterations=sorted(discarded))
+        if tainted:
+            reason = f"snapshots of iterations {sorted(tainted)} hold a wrong replica, but are being sent or written"
+            self._events.emit("version.tainted", iterations=sorted(tainted), reason=reason)
+
+    def committed(self, commit: Commit) -> None:
+        """A capture was sealed. Called on the capture thread."""
+        self.fences()
+        self._captures.append(commit.seconds)
+        self._events.emit(
+            "capture.commit", lineage=commit.version.lineage, iteration=commit.version.iteration,
+            seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,
+        )  # fmt: skip
+
+    def waited(self, step: int, seconds: float) -> None:
+        """The fence of iteration `step` took so long; reported by `fences`."""
+        self._waits.append((step, seconds))
+
+    def fences(self) -> None:
+        """Report the fences since the last call."""
+        waits, self._waits = self._waits, []
+        for step, seconds in waits:
+            self._events.emit("fence.wait", iteration=step, seconds=seconds)
+
+    def alarms(self) -> None:
+        """Print the alarms of the SMP that are new."""
+        if self._alarms is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            alarms = read_json(self._alarms, _ALARMS)
+            for name, words in alarms.items():
+                if words != self._printed.get(name):
+                    say(printable(words), alarm=True)
+            self._printed = alarms
+
+
+def protection_table(nodes: JobNodes, claimed: Sequence[tuple[str, int]]) -> str:
+    """Which nodes protect each other, and the memory that each of them has `claimed` for that, printed once."""
+    lines = [nodes.exchange.table() if nodes.exchange else ""]
+    lines += [f"  {name}: {nbytes} bytes claimed for two versions of parity and copies" for name, nbytes in claimed]
+    for (name, _), rate in zip(claimed, nodes.links.values(), strict=False):
+        lines.append(f"  {name}: its link carries {rate * 8e-6:.0f} megabits per second, as measured")
+    return "\n".join(lines)
+
+
+def budget_table(shapes: Mapping[int, Shape], node: str, certifies: int = 0) -> str:
+    """The memory claimed on a node, printed before the first iteration: slots x bytes, by rank and in total.
+
+    A slot holds the captured share, its digests and small state, in whole pages. `certifies`: iterations between two
+    versions whose replicas are compared, 0 for none.
+    """
+    total = sum(shape.total for shape in shapes.values())
+    share = sum(shape.data_nbytes for shape in shapes.values())
+    parity = sum(shape.parity_nbytes for shape in shapes.values())
+    what = f"{share} bytes captured" + (f" and {parity} of parity made of replicas" if parity else "")
+    lines = [f"host memory for protection on node {node}: {total} bytes for {what}, all of it resident"]
+    lines += [f"  rank {rank}: {shape.slots} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
+    if certifies:
+        which = "each" if certifies == 1 else f"that of every {certifies} iterations"
+        lines.append(f"  one slot of each keeps the newest snapshot whose replicas agreed; {which} is compared")
+    return "\n".join(lines)
