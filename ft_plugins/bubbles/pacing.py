@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..model.pacer import NO_DEADLINE, Allowance, Pacer
-from .fullness import Fullness
+from .window_use import Fullness
 from .gate import STEADY, Gate, Opening
 from .plan import BY_RATE
 from .round_trips import RoundTrips
