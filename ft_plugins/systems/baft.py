@@ -32,8 +32,8 @@ from dataclasses import replace
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import STEADY, Gate, Gatekeeper, edge_tolerance
-from ..bubbles.gate_pacer import least_bytes
 from ..bubbles.messages import Traffic, traffic
+from ..bubbles.pacing import least_bytes
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig

@@ -588,7 +588,7 @@ def test_what_goes_by_a_rate_is_divided_among_ranks_by_what_they_send(cluster: C
     job.train(1, 1)
     for node in job.nodes:
         sizes = {rank: job.shapes[rank].nbytes for rank in node.segments}
-        shares = {rank: pacer._by_rate_share for rank, pacer in node.tier._pace.pacers.items()}
+        shares = {rank: pacer._state.rate_share for rank, pacer in node.tier._pace.pacers.items()}
         assert shares == {rank: BY_RATE * size / sum(sizes.values()) for rank, size in sizes.items()}
 
 

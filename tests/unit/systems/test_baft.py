@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
-from ft_plugins.bubbles.gate_pacer import LEAST_BYTES
+from ft_plugins.bubbles.pacing import LIMITS
 from ft_plugins.bubbles.plan import BubblePlan, SenderPlan
 from ft_plugins.config import BaftConfig
 from ft_plugins.errors import ConfigError
@@ -212,7 +212,7 @@ def test_a_window_that_would_be_over_before_a_frame_is_on_its_way_is_none() -> N
     slow.baft.guard(slow.gate, plan_neighbours(NODES, STAGES, (50_000,) * 4))
     patient = slow.plan(idle(enough, long, short))
     assert patient is not None and [grant.bubble for grant in patient.senders[0].every] == [0, 1]
-    assert min(grant.nbytes for grant in patient.senders[0].every) < 3000 < LEAST_BYTES
+    assert min(grant.nbytes for grant in patient.senders[0].every) < 3000 < LIMITS.least_frame_bytes
 
 
 @pytest.mark.parametrize(("granularity", "nbytes"), [("bytes", 398_000_000), ("layer", 300_000_000)])
