@@ -24,10 +24,9 @@ from functools import cached_property
 from math import ceil
 
 from ..errors import ConfigError
-from ..model.timeline import Bubble, Timeline
+from ..model.timeline import Bubble, Timeline, gc_paused
 from .filling import Grant, Grants, Granularity, Transfer, offers
 from .messages import Traffic
-from .uncollected import uncollected
 from .windows import Reserve
 
 MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
@@ -142,7 +141,7 @@ class BubblePlan:
         return "\n".join(lines)
 
 
-@uncollected
+@gc_paused()
 def plan_bubbles(
     transfers: Sequence[Transfer],
     timelines: Mapping[int, Timeline],

@@ -19,15 +19,12 @@ backward pass that is split are BACKWARD.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..model.timeline import Kind, Span, Timeline
+from ..model.timeline import Kind, Span, Timeline, gc_paused
 from .pipeline import Compute, Messages, Operation, Pass, Pipeline, Post, Schedule
 from .schedules import program
 
@@ -75,7 +72,7 @@ class Times:
 
 def simulate(pipeline: Pipeline, times: Times, *, eager: bool = False) -> tuple[Timeline, ...]:
     """The timelines of one iteration, by rank. Raises ConfigError for times that do not fit the pipeline."""
-    with _no_collections():
+    with gc_paused():
         run = _Run(pipeline, times, eager)
         run.work_off()
     ends = run.now
@@ -97,18 +94,6 @@ def spread(name: str, values: tuple, count: int) -> tuple:  # type: ignore[type-
     if len(values) == 1:
         return values * count
     raise ConfigError(f"{name}: expected 1 value or {count}, found {len(values)}")
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """A hundred thousand objects are made and none is garbage: looking for it takes as long as all the rest."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _Run:

@@ -8,7 +8,6 @@ In: the topology as it is, the host's word on the number of replicas. Out: numbe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from ..intake import Count, open_new, read_json
+from .. import files
+from ..intake import Count, read_json
 from ..model.topology import Topology
 
 FILE = "sizes.json"  # in the run directory, read by the rendezvous
@@ -88,7 +88,4 @@ def read(run_dir: Path) -> Told:
 
 def write(run_dir: Path, told: Told) -> None:
     """Tell the rendezvous of this node."""
-    building = run_dir / f"{FILE}.new"
-    with open(open_new(building), "w") as file:
-        json.dump({"sizes": list(told.sizes), "spares_asked": told.spares_asked}, file)
-    building.replace(run_dir / FILE)
+    files.write_json(run_dir / FILE, {"sizes": list(told.sizes), "spares_asked": told.spares_asked})

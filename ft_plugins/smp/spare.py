@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from .. import files
 from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..intake import Count, read_json
@@ -31,7 +32,6 @@ from ..snapshot.segment import Segment
 from . import liveness, protocol
 from .former import Former
 from .node import NodeTier
-from .peers import written
 from .requests import ENDPOINTS
 from .wire import Peer
 
@@ -88,7 +88,7 @@ class Spare:
 
     def _hand_out(self, world_size: int) -> dict[str, Any]:
         self._tier.suspend()
-        written(self._by, self._token())
+        files.write_json(self._by, self._token())
         own = {rank: found for rank, found in self._segments.items() if found.world_size not in (0, world_size)}
         held = [*own.values(), *(one for held in self._former.sizes().values() for one in held.values())]
         self._events.emit("spare.asked", ranks=world_size, segments=len(held))
@@ -177,7 +177,7 @@ class Asked:
         """Who is to be told, for a successor."""
         left = self._where | self._telling
         if left:
-            written(self._path, sorted(left))
+            files.write_json(self._path, sorted(left))
         else:
             self._path.unlink(missing_ok=True)
 

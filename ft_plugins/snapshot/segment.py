@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from .. import files
 from ..bubbles.gate import GATE_BYTES
 from ..errors import BudgetError, CorruptHeaderError, CorruptSlotError, SegmentError
 from .header import GATE, Constants, Header, Incarnation, Opened, believed, constants_of, encoded, guarded
@@ -63,10 +64,7 @@ def create(
     """
     constants = Constants(shape, rank, world_size, encoded(fingerprint, rank))
     check_room(shape.total, f"rank {rank}: protection ({shape.slots} slots of {shape.slot_room} bytes)", path.parent)
-    building = path.with_name(path.name + ".new")
-    building.unlink(missing_ok=True)  # of an SMP that died meanwhile; or not ours at all, hence O_EXCL
-    fd = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
+    with files.replacing(path) as fd:
         try:
             os.posix_fallocate(fd, 0, shape.total)
         except OSError as error:
@@ -80,12 +78,6 @@ def create(
             Header(words[: PAGE // 8]).ranges = _digest_of_ranges(words[PAGE // 8 :][: 2 * shape.buckets])
             words[_slot_start(shape, 0) // 8 :: shape.slot_room // 8] = _STATE_WORDS[SlotState.EMPTY]
             del words
-        os.rename(building, path)
-    except BaseException:
-        building.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
 
 
 class Segment:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from ft_plugins import files
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
@@ -30,7 +31,6 @@ from ft_plugins.smp import protocol
 from ft_plugins.smp.channel import Who
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
-from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.wire import PURPOSE, Peer
 from ft_plugins.snapshot.paths import path_of, remove, vault_of
@@ -321,7 +321,7 @@ def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(
         if path.name == "lost.json" and len(refused) < 2:
             refused.append(path)
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        written(path, value)
+        files.write_json(path, value)
 
     monkeypatch.setattr("ft_plugins.smp.node.written", full)
     job.protect(4)
