@@ -194,7 +194,6 @@ class SenderFacts:
 
     ready_seconds: float = 0.0  # from the end of an iteration until what is captured of it is sealed
     beside_bytes: int = 0  # that go out with each version beside its slot's data: small state and digests
-    device_bytes: int = 0  # memory of the device that it computes on
     layers: tuple[int, ...] = ()  # bytes of each layer in a slot, in the order in which they lie there
 
 

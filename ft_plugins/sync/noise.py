@@ -16,7 +16,7 @@ signal-to-noise ratio:
     SGD              the step is the gradient: s is the noise of the gradient, `signal` is ||g||.
     momentum mu      the step is the velocity. A noise of the gradient reaches the parameters by and by, 1/(1-mu) of it
                      in the end, and so does the gradient: beyond 1/(1-mu) iterations s tends to s_gradient / (1-mu)
-                     and the signal to ||g|| / (1-mu) (`momentum_gain` is exact).
+                     and the signal to ||g|| / (1-mu).
     Adam, AdamW      the step is normalised by the second moment: s is the noise of that step, of the order of
                      s_gradient / sqrt(v), and says nothing of the gradient's own scale; with noise alone it tends to 1.
 
@@ -143,21 +143,3 @@ def estimate(divergence: float, weight: float, rates_squared: float) -> float | 
     if weight <= 0 or rates_squared <= 0:
         return None
     return math.sqrt(divergence / (weight * rates_squared))
-
-
-def bound(sigma: float, h: int, rate: float, dimension: float, replicas: int) -> float:
-    """Lemma 4.1, with (M-1)/M and d: the squared divergence is at most 4 H d (M-1)/M s^2 lr_t^2 where replicas are
-    synchronised every H iterations, learning rates fall, and none is more than twice the one H iterations later."""
-    return 4 * h * weight_of(dimension, replicas) * sigma**2 * rate**2
-
-
-def momentum_gain(mu: float, updates: int, carried: bool = True) -> float:
-    """What one unit of s^2 becomes in the divergence after `updates` updates of SGD with momentum at learning rate 1.
-
-    `carried`: the velocities were not averaged, and bring the noise of all earlier updates along. Without momentum this
-    is `updates`; sqrt(gain / updates) is the factor by which the estimate exceeds the noise of the gradient.
-    """
-    reach = [(1 - mu ** (updates - k)) / (1 - mu) for k in range(updates)]  # of the noise of update k
-    own = math.fsum(part**2 for part in reach)
-    velocity = mu * (1 - mu**updates) / (1 - mu)  # how far the velocity at the start still carries
-    return own + (velocity**2 / (1 - mu**2) if carried else 0.0)

@@ -13,7 +13,6 @@ iteration's time goes, printed by rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -44,17 +43,15 @@ class Measured:
         sender: Callable[[], SenderFacts],
     ) -> None:
         """By the clock of the device that holds the parameters. `config`: None measures only. `sender`: what this rank
-        alone knows of its copies, but for its device."""
+        alone knows of its copies."""
         self._rank = host.rank
         self._events = events
-        self._sender = sender
-        self._device = next((tensor.device for tensor in host.tensors().values()), torch.device("cpu"))
-        recorder = Recorder(host.rank, clock_of(self._device))
+        device = next((tensor.device for tensor in host.tensors().values()), torch.device("cpu"))
+        recorder = Recorder(host.rank, clock_of(device))
         self.baft = Baft(host.rank, config, events, pipelines(host.topology())) if config is not None else None
         self.edges: Edges = recorder if self.baft is None else Several(self.baft, recorder)
         self._profiler = Profiler(
-            host.rank, recorder, collective, settings, self._planned, self._agreed, self._ended, self._facts,
-            self._traffic,
+            host.rank, recorder, collective, settings, self._planned, self._agreed, self._ended, sender, self._traffic,
         )  # fmt: skip
 
     @property
@@ -93,11 +90,6 @@ class Measured:
 
     def _traffic(self) -> int:
         return self.baft.moved if self.baft is not None else 0
-
-    def _facts(self) -> SenderFacts:
-        cuda = self._device.type == "cuda"
-        memory = torch.cuda.get_device_properties(self._device).total_memory if cuda else 0
-        return replace(self._sender(), device_bytes=memory)
 
     def _planned(self, profile: Profile) -> int:
         """Iterations of a checkpoint by what this rank plans with it; 0 where it plans nothing."""

@@ -27,7 +27,7 @@ def lasting(rank: int, seconds: float) -> Timeline:
 
 def facts(rank: int) -> SenderFacts:
     """What a rank knows of what it sends."""
-    return SenderFacts(0.5 + rank, 100 * rank, 1000)
+    return SenderFacts(0.5 + rank, 100 * rank)
 
 
 @dataclass

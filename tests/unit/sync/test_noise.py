@@ -14,11 +14,9 @@ from ft_plugins.sync.noise import (
     FIELDS,
     Measured,
     Part,
-    bound,
     combine,
     estimate,
     expected_divergence,
-    momentum_gain,
     part_of,
     weight_of,
 )
@@ -41,6 +39,24 @@ def drift(replicas: int, rates: list[float], mu: float = 0.0, seed: int = 0) -> 
 
 def divergence(theta: np.ndarray) -> float:
     return float(((theta.mean(0) - theta) ** 2).sum(1).mean())
+
+
+def bound(sigma: float, h: int, rate: float, dimension: float, replicas: int) -> float:
+    """Lemma 4.1, with (M-1)/M and d: the squared divergence is at most 4 H d (M-1)/M s^2 lr_t^2 where replicas are
+    synchronised every H iterations, learning rates fall, and none is more than twice the one H iterations later."""
+    return 4 * h * weight_of(dimension, replicas) * sigma**2 * rate**2
+
+
+def momentum_gain(mu: float, updates: int, carried: bool = True) -> float:
+    """What one unit of s^2 becomes in the divergence after `updates` updates of SGD with momentum at learning rate 1.
+
+    `carried`: the velocities were not averaged, and bring the noise of all earlier updates along. Without momentum this
+    is `updates`; sqrt(gain / updates) is the factor by which the estimate exceeds the noise of the gradient.
+    """
+    reach = [(1 - mu ** (updates - k)) / (1 - mu) for k in range(updates)]  # of the noise of update k
+    own = math.fsum(part**2 for part in reach)
+    velocity = mu * (1 - mu**updates) / (1 - mu)  # how far the velocity at the start still carries
+    return own + (velocity**2 / (1 - mu**2) if carried else 0.0)
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 7])
