@@ -15,7 +15,7 @@ from ..errors import UnsupportedError
 R = TypeVar("R")
 
 
-class Again(Generic[R]):
+class Recompute(Generic[R]):
     """Of a host, beside the rest of its `Steps`."""
 
     rank: int

@@ -3,8 +3,8 @@
 Invariant: values are set in place, each in a tensor of its own: schedulers hold the dictionaries of parameter groups,
 and a 'step' that parameters share is incremented once per parameter.
 
-In: live tensors and what a framework says of them, torch optimizers. Out: `Held`, and what a host tells of it; plain
-values, and back.
+In: live tensors and what a framework says of them, torch optimizers. Out: `StateItem`, and what a host
+tells of it; plain values, and back.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any
 import torch
 
 from ..errors import InventoryError, ResumeError
-from ..model.inventory import Inventory, Item, Role, Span
+from ..model.inventory import Inventory, Item, IterationSpan, Role
 from ..model.topology import Topology
 
-UPDATE = frozenset({Span.UPDATE})
-ANYWHERE = frozenset(Span)
-NEVER: frozenset[Span] = frozenset()
+UPDATE = frozenset({IterationSpan.UPDATE})
+ANYWHERE = frozenset(IterationSpan)
+NEVER: frozenset[IterationSpan] = frozenset()
 
 
 @dataclass(frozen=True)
-class Held:
+class StateItem:
     """An item and where its tensor lives now."""
 
     item: Item
     read: Callable[[], torch.Tensor]
 
 
-class HeldState:
+class StateItems:
     """The part of `model.host.Host` that follows from what a rank holds, whichever framework it is of."""
 
     rank: int
     _topology: Topology
 
     @cached_property
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[StateItem]:
         """Found once; creates the optimizer's state where no update has done so yet."""
         raise NotImplementedError
 
@@ -62,11 +62,11 @@ def hold(
     role: Role,
     replicas: tuple[int, ...],
     layer: int | None,
-    changed_by: frozenset[Span],
+    changed_by: frozenset[IterationSpan],
     read: Callable[[], torch.Tensor],
     piece: tuple[int, int, int] | None = None,
     counts: bool = True,
-) -> Held:
+) -> StateItem:
     """The item that `read` shows. Raises InventoryError when it is not dense in memory."""
     tensor = read()
     if piece is not None and piece[1] - piece[0] != tensor.numel():
@@ -75,7 +75,7 @@ def hold(
         raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
     shape = tuple(tensor.shape)
-    return Held(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, counts), read)
+    return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, counts), read)
 
 
 def is_item(value: Any) -> bool:

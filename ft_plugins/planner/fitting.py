@@ -21,7 +21,7 @@ from ..bubbles.messages import Traffic
 from ..bubbles.plan import BubblePlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..model.timeline import Timeline, bubbles
-from .idle import Placement, destination
+from .idle import CopyPlacement, destination
 
 
 def plan(
@@ -31,7 +31,7 @@ def plan(
     *,
     per_node: int = 1,
     reserved: float = 0.0,
-    placement: Placement = Placement.PAIRS,
+    placement: CopyPlacement = CopyPlacement.PAIRS,
     layers: int = 0,
     granularity: Granularity = Granularity.BYTES,
     messages: Mapping[int, Traffic] | None = None,
@@ -70,7 +70,7 @@ def fit(
     *,
     per_node: int = 1,
     reserved: float = 0.0,
-    placement: Placement = Placement.PAIRS,
+    placement: CopyPlacement = CopyPlacement.PAIRS,
 ) -> int | None:
     """`idle.Fit`: how many iterations it takes; None where some rank goes by a rate."""
     found = plan(timelines, nbytes, bandwidth, per_node=per_node, reserved=reserved, placement=placement)

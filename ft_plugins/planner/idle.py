@@ -26,7 +26,7 @@ from ..model.timeline import Timeline, busy_share
 from ..redundancy.neighbour import partner
 
 
-class Placement(Enum):
+class CopyPlacement(Enum):
     """Who sends to whom; the value is its name for programs."""
 
     RING = "ring"
@@ -50,10 +50,10 @@ def bubble_share(timelines: Sequence[Timeline]) -> float:
     return math.fsum(bubble_shares(timelines)) / len(timelines)
 
 
-def destination(rank: int, ranks: int, per_node: int = 1, placement: Placement = Placement.PAIRS) -> int | None:
+def destination(rank: int, ranks: int, per_node: int = 1, placement: CopyPlacement = CopyPlacement.PAIRS) -> int | None:
     """The stage nearest to `rank` on the node that has its copy; None where all are on one."""
     nodes, node = -(-ranks // per_node), rank // per_node
     if nodes < 2:
         return None
-    to = partner(node, nodes) if placement is Placement.PAIRS else (node - 1) % nodes
+    to = partner(node, nodes) if placement is CopyPlacement.PAIRS else (node - 1) % nodes
     return to * per_node if to > node and to - node < nodes - 1 else min((to + 1) * per_node, ranks) - 1

@@ -19,7 +19,7 @@ from functools import partial
 from . import fitting, idle
 from .goodput import GoodputPlan, plan_goodput
 from .jobs import Job
-from .pipeline import Schedule
+from .pipeline import PipelineSchedule
 from .simulate import Times, simulate
 from .survival import columns
 
@@ -63,7 +63,7 @@ class Scale:
     checkpoint."""
 
     job: Job
-    shares: dict[Schedule, float]
+    shares: dict[PipelineSchedule, float]
     plan: GoodputPlan
     ring: int | None
     pairs: int | None
@@ -75,7 +75,7 @@ def study_shape(job: Job, snapshot_seconds: float = 0.02) -> Shape:
     times = job.times(pipeline)
     timelines = simulate(pipeline, times)
     fit = fit_for(job, times)
-    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.CopyPlacement)
     return Shape(
         job,
         timelines[0].seconds,
@@ -90,7 +90,7 @@ def study_shape(job: Job, snapshot_seconds: float = 0.02) -> Shape:
 def study_scale(job: Job, restart_seconds: float = 600.0, snapshot_seconds: float = 0.05) -> Scale:
     """One job of the family, under every schedule."""
     shares = {}
-    for schedule in Schedule:
+    for schedule in PipelineSchedule:
         pipeline = job.pipeline(schedule)
         shares[schedule] = idle.bubble_share(simulate(pipeline, job.times(pipeline)))
     pipeline = job.pipeline()
@@ -98,8 +98,10 @@ def study_scale(job: Job, restart_seconds: float = 600.0, snapshot_seconds: floa
     timelines = simulate(pipeline, times)
     costs = job.costs(timelines[0].seconds, snapshot_seconds)
     fit = fit_for(job, times)
-    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
-    plan = plan_goodput(job.cluster(), costs, timelines, restart_seconds, partial(fit, placement=idle.Placement.PAIRS))
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.CopyPlacement)
+    plan = plan_goodput(
+        job.cluster(), costs, timelines, restart_seconds, partial(fit, placement=idle.CopyPlacement.PAIRS)
+    )
     return Scale(job, shares, plan, ring, pairs)
 
 
@@ -128,7 +130,7 @@ def shapes_table(shapes: Sequence[Shape]) -> str:
 
 def scales_table(scales: Sequence[Scale]) -> str:
     """The family's bubbles for people."""
-    head = ("ranks", *(schedule.value for schedule in Schedule), "its own", "ring", "pairs")
+    head = ("ranks", *(schedule.value for schedule in PipelineSchedule), "its own", "ring", "pairs")
     rows = [head] + [
         (
             f"{one.job.ranks} ",

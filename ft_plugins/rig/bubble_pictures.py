@@ -15,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from ..model.timeline import Kind, Timeline
-from ..planner.goodput import GoodputPlan, Protection
+from ..planner.goodput import GoodputPlan, ProtectionKind
 from ..planner.intervals import DAY
-from ..planner.pipeline import Schedule
+from ..planner.pipeline import PipelineSchedule
 from ..planner.study import Scale, Shape
 from .canvas import plain, sheet
 
@@ -29,8 +29,8 @@ SPANS = {
     Kind.REDUCE: "#8a5ab3",
     Kind.UPDATE: "#7a8794",
 }
-SCHEDULES = dict(zip(Schedule, ("#7a8794", "#0b6fb8", "#2c8a4b", "#c8322b", "#d98e04"), strict=True))
-PROTECTIONS = dict(zip(Protection, ("#7a8794", "#c8322b", "#d98e04", "#0b6fb8", "#2c8a4b"), strict=True))
+SCHEDULES = dict(zip(PipelineSchedule, ("#7a8794", "#0b6fb8", "#2c8a4b", "#c8322b", "#d98e04"), strict=True))
+PROTECTIONS = dict(zip(ProtectionKind, ("#7a8794", "#c8322b", "#d98e04", "#0b6fb8", "#2c8a4b"), strict=True))
 PAPER_LEAST = 0.2  # bubbles that the paper found everywhere
 MOST_RANKS = 64  # that a picture has rows for
 
@@ -87,15 +87,15 @@ def draw_schedules(scales: Sequence[Scale], path: Path) -> None:
     """Bubbles of each schedule over the size of the job (figure 4)."""
     figure = sheet(path, 12, 5)
     axes = figure.subplots()
-    width = 0.8 / len(Schedule)
-    for number, schedule in enumerate(Schedule):
+    width = 0.8 / len(PipelineSchedule)
+    for number, schedule in enumerate(PipelineSchedule):
         places = [at - 0.4 + width * (number + 0.5) for at in range(len(scales))]
         shares = [one.shares[schedule] for one in scales]
         axes.bar(places, shares, width * 0.9, color=SCHEDULES[schedule], label=schedule.value)
     labels = [f"{one.job.ranks} ranks\nd{one.job.dp}m{one.job.tp}p{one.job.pp}" for one in scales]
     axes.set_xticks(range(len(scales)), labels)
     axes.set_ylabel("share of the iteration that is bubbles")
-    axes.legend(frameon=False, ncols=len(Schedule), loc="lower right", bbox_to_anchor=(1, 1))
+    axes.legend(frameon=False, ncols=len(PipelineSchedule), loc="lower right", bbox_to_anchor=(1, 1))
     plain(axes)
     figure.savefig(path)
 

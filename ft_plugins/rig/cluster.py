@@ -42,7 +42,7 @@ from ..events import Event, read
 from ..model.timeline import Profile
 from ..planner.jobs import A40, PAPER_SHAPES, Job
 from ..planner.pipeline import Pipeline
-from ..planner.simulate import Link, simulate
+from ..planner.simulate import PipelineLink, simulate
 from . import emulated, gpt_runs
 from .emulated import StageSpec
 from .forkserver import ForkServer, JobSpec, RunningJob
@@ -81,7 +81,7 @@ class Emulated:
 
     def lasting(self, seconds: float) -> Emulated:
         """Stretched so many times that the passes of an iteration take about `seconds`."""
-        times = replace(self.job.times(self.pipeline), links=(Link(),))
+        times = replace(self.job.times(self.pipeline), links=(PipelineLink(),))
         own = max(timeline.seconds for timeline in simulate(self.pipeline, times))
         return replace(self, dilation=max(1, round(seconds / own)))
 

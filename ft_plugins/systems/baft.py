@@ -39,7 +39,7 @@ from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
 from ..events import Events
 from ..model.timeline import Kind, Profile
-from ..redundancy.neighbour import Copy, NeighbourPlan
+from ..redundancy.neighbour import NeighbourCopy, NeighbourPlan
 
 HOLD_SECONDS = 120.0  # a trainer that dies meanwhile leaves its gate held for so long; half way it is held anew
 USUAL_MBPS = 10_000.0  # of a link that was neither named nor could be measured
@@ -64,7 +64,7 @@ class Baft:
         self._clock_ns = clock_ns
         self._gate: Gate | None = None
         self.copies: NeighbourPlan | None = None  # of all ranks, while they are guarded
-        self._together: tuple[Copy, ...] = ()  # the copies that share links with those of this rank
+        self._together: tuple[NeighbourCopy, ...] = ()  # the copies that share links with those of this rank
         self._found: BubblePlan | None = None  # until all agree on its iterations
         self._message_seconds = 0.0
         self._keeper: Gatekeeper | None = None

@@ -19,7 +19,7 @@ import torch
 from ..bubbles.clock import clock_of
 from ..bubbles.gate import Gate
 from ..bubbles.plan import BubblePlan
-from ..bubbles.profile import Gathers, Phase, Profiler, Profiling
+from ..bubbles.profile import Gathers, Profiler, Profiling, ProfilingPhase
 from ..bubbles.record import Recorder, Several
 from ..bubbles.shown import shown
 from ..config import BaftConfig
@@ -74,7 +74,7 @@ class Measured:
     def iteration_begin(self, step: int) -> None:
         """In iterations that are recorded nothing goes."""
         if self.baft is not None:
-            self.baft.iteration_begin(held=self._profiler.phase is Phase.RECORDING)
+            self.baft.iteration_begin(held=self._profiler.phase is ProfilingPhase.RECORDING)
         self._profiler.iteration_begin(step)
 
     def bubbles_end(self) -> None:

@@ -27,7 +27,7 @@ from .rng import restore_rng, rng_state
 _STATE = ("_exec_schedule", "_next_batch", "_train_schedule", "_INSTRUCTION_MAP", "_force_grad_boundary")
 
 
-class Replay:
+class DeepSpeedReplay:
     """Of one engine, which is followed from now on. Guards what the iteration under way was computed from."""
 
     def __init__(self, engine: Any) -> None:

@@ -29,7 +29,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.pipeline_parallel import schedules
 
 from ...errors import UnsupportedError
-from ..held import Held
+from ..held import StateItem
 from .refusals import cuda_graphs
 from .rng import restore_rng, rng_state
 
@@ -54,11 +54,11 @@ class _Iteration:
     losses: list[Any]
 
 
-class Replay:
+class MegatronReplay:
     """Of one job, which is followed from now on. Guards what the iteration under way was computed from."""
 
     def __init__(
-        self, chunks: Sequence[Any], optimizer: Any, buffers: Sequence[Held], completed: Callable[[], int]
+        self, chunks: Sequence[Any], optimizer: Any, buffers: Sequence[StateItem], completed: Callable[[], int]
     ) -> None:
         """Raises UnsupportedError for a job or a version whose iterations cannot be followed so, by name."""
         missing = [name for name in _SCHEDULES if not callable(getattr(schedules, name, None))]

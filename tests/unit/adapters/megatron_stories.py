@@ -33,7 +33,7 @@ from ft_plugins.adapters.megatron.support import require_supported
 from ft_plugins.config import launch_context
 from ft_plugins.errors import FtError, InventoryError, ResumeError, TopologyError, UnsupportedError
 from ft_plugins.model.digest import state_digest
-from ft_plugins.model.inventory import Role, Span
+from ft_plugins.model.inventory import IterationSpan, Role
 from ft_plugins.model.topology import Topology
 from ft_plugins.snapshot import codec
 
@@ -96,7 +96,7 @@ def it_inventories_twelve_bytes_a_parameter_and_no_derivable_copy() -> None:
         items = host.inventory().items
         assert host.inventory().nbytes == 12 * parameters, flags
         assert {item.dtype for item in items} == {"float32"}, flags
-        assert {item.changed_by for item in items} == {frozenset({Span.UPDATE})}
+        assert {item.changed_by for item in items} == {frozenset({IterationSpan.UPDATE})}
         assert {item.layer for item in items} == {None, 1, 2}
         assert set(host.tensors()) == {item.name for item in items}
         kept = {item.role for item in items} - {Role.MOMENT}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ft_plugins.errors import CorruptSlotError
-from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.recovery import collective as module
 from ft_plugins.recovery.collective import Collective
 from ft_plugins.recovery.run import agree_on_version, load_tensors
@@ -23,8 +23,8 @@ from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 
 Ranks = Callable[..., list[Any]]
-EARLY = frozenset({Span.UPDATE, Span.FORWARD})
-LATE = frozenset({Span.UPDATE})
+EARLY = frozenset({IterationSpan.UPDATE, IterationSpan.FORWARD})
+LATE = frozenset({IterationSpan.UPDATE})
 ITERATIONS = (1, 2, 3, 4)
 
 

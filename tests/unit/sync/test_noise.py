@@ -9,11 +9,11 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.inventory import Role
-from ft_plugins.sync.buckets import Bucket
+from ft_plugins.sync.buckets import ReplicaBucket
 from ft_plugins.sync.noise import (
     FIELDS,
-    Measured,
-    Part,
+    NoiseMeasurement,
+    NoisePart,
     combine,
     estimate,
     expected_divergence,
@@ -99,7 +99,7 @@ def test_with_momentum_the_estimate_is_the_noise_of_the_step(updates: int) -> No
     assert 1 < gain < 1 / (1 - mu), "between the noise of the gradient and what it becomes in the end"
 
 
-class Sized(Bucket):
+class Sized(ReplicaBucket):
     """A bucket without pieces, of a given size."""
 
     @property
@@ -107,7 +107,7 @@ class Sized(Bucket):
         return self.nbytes // 4
 
 
-def sized(elements: int, replicas: tuple[int, ...], role: Role = Role.PARAMETER, counts: bool = True) -> Bucket:
+def sized(elements: int, replicas: tuple[int, ...], role: Role = Role.PARAMETER, counts: bool = True) -> ReplicaBucket:
     return Sized(0, replicas, 0, role, "float32", counts, (), 4 * elements)
 
 
@@ -161,7 +161,7 @@ def test_without_noise_the_estimate_is_0_and_without_an_update_there_is_none(
 
 
 def test_a_measurement_that_is_no_number_is_said_to_be_none() -> None:
-    found = combine([Part(math.nan, 1.0, 1.0, 2.0).row()], 1.0)
+    found = combine([NoisePart(math.nan, 1.0, 1.0, 2.0).row()], 1.0)
     assert math.isnan(found.divergence) and found.sigma is not None and math.isnan(found.sigma)
 
 
@@ -171,5 +171,5 @@ def test_one_replica_cannot_drift_apart() -> None:
 
 
 def test_a_measurement_is_shown_in_one_line() -> None:
-    shown = Measured(1.5, 0.25, 2.0, 100, 0.1).table()
+    shown = NoiseMeasurement(1.5, 0.25, 2.0, 100, 0.1).table()
     assert shown == "divergence 1.5 over 100 parameters, sigma 0.25 a parameter, 2.5 in all, ||g|| 2"
