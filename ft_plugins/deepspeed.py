@@ -21,7 +21,7 @@ import torch
 
 from .adapters import deepspeed as _adapter
 from .adapters.ending import follow_end
-from .adapters.imports import on_import
+from .adapters.script_hooks import on_import
 from .config import launch_context
 from .errors import ConfigError, FtError
 from .launcher.hooks import FirstImport

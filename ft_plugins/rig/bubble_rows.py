@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ..bubbles.shown import Row, Window
+from ..bubbles.timeline_values import Row, Window
 from ..model.timeline import Kind
 from .bubble_pictures import MOST_RANKS, SPANS
 from .bubble_use import BubbleUse

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bubbles.pacing import LIMITS
-from ..bubbles.shown import Row
+from ..bubbles.timeline_values import Row
 from ..events import Event
 
 _COUNTED = ("in_bubbles", "late", "by_rate")

@@ -21,7 +21,7 @@ from ..bubbles.gate import Gate
 from ..bubbles.plan import BubblePlan
 from ..bubbles.profile import Gathers, Profiler, Profiling, ProfilingPhase
 from ..bubbles.record import Recorder, Several
-from ..bubbles.shown import shown
+from ..bubbles.timeline_values import shown
 from ..config import BaftConfig
 from ..events import Events, say
 from ..model.host import Edges, Host

@@ -28,7 +28,7 @@ from ...events import say
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
 from ...snapshot import codec
-from ..held import StateItem, StateItems, groups, restore_groups
+from ..host_parts import StateItem, StateItems, groups, restore_groups
 from . import naming, state
 from .position import Positions
 from .rng import restore_rng, rng_state

@@ -25,7 +25,7 @@ import deepspeed
 import torch
 
 from ...errors import UnsupportedError
-from ..held import StateItem
+from ..host_parts import StateItem
 from ..values import TAG, Unknown, plain
 from . import state
 

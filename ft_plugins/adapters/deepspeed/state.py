@@ -29,7 +29,7 @@ import torch
 
 from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
-from ..held import ANYWHERE, NEVER, UPDATE, StateItem, first_step, hold, is_item, own, scalars_of
+from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, hold, is_item, own, scalars_of
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
 from ...snapshot import codec
 from ..again import Recompute
-from ..held import UPDATE, StateItem, hold
+from ..host_parts import UPDATE, StateItem, hold
 from . import state
 from .replay import DeepSpeedReplay
 

@@ -35,7 +35,7 @@ from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
-from ..held import StateItems, groups, restore_groups
+from ..host_parts import StateItems, groups, restore_groups
 from . import naming, state
 from .rng import restore_rng, rng_state
 from .stepping import MegatronStepping

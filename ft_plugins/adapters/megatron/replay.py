@@ -29,7 +29,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.pipeline_parallel import schedules
 
 from ...errors import UnsupportedError
-from ..held import StateItem
+from ..host_parts import StateItem
 from .refusals import cuda_graphs
 from .rng import restore_rng, rng_state
 

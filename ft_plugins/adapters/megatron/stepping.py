@@ -28,7 +28,7 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory
 from ...snapshot import codec
 from ..again import Recompute
-from ..held import StateItem, groups
+from ..host_parts import StateItem, groups
 from . import state
 from .replay import MegatronReplay
 from .support import is_stub
