@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_plugins.bubbles.messages import traffic
-from ft_plugins.planner import fitting, idle
+from ft_plugins.planner import fitting
 from ft_plugins.planner.goodput import ProtectionKind, table
 from ft_plugins.planner.jobs import FAMILY, PAPER
 from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
@@ -78,7 +78,7 @@ def analytic_error() -> float:
             idles, work = (ranks - 1) * (forward + backward), pipeline.chunks * count * (forward + backward)
             if schedule is PipelineSchedule.ZERO_BUBBLE:
                 idles = (ranks - 1) * (forward + (backward - weight) - weight)
-            share = idle.bubble_share(simulate(pipeline, Times((forward,), (backward,), (weight,))))
+            share = fitting.bubble_share(simulate(pipeline, Times((forward,), (backward,), (weight,))))
             worst = max(worst, abs(share / (idles / (idles + work)) - 1))
     return worst
 
@@ -101,7 +101,7 @@ def compare(measured: dict[str, Any]) -> tuple[float, float]:
     timelines = simulate(pipeline, times)
     return (
         abs(timelines[0].seconds / measured["iteration_seconds"] - 1),
-        abs(idle.bubble_share(timelines) / measured["bubble_share"] - 1),
+        abs(fitting.bubble_share(timelines) / measured["bubble_share"] - 1),
     )
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from ..errors import ResumeError
-from .wrapping import replace
+from .script_hooks import replace
 
 Random = dict[str, Any]
 _PARTS = ("loader", "batch_sampler", "sampler", "data_sampler")

@@ -36,8 +36,8 @@ import msgpack
 from ..errors import FtError
 from ..model.timeline import Misses, Profile, SenderFacts, Timeline, median, reduce_work, reductions, strays
 from .gate import edge_tolerance
-from .packed import Packed, pack
 from .record import Recorder
+from .timeline_values import Packed, pack
 
 _ATTEMPTS = 3  # at a profile for which a rank has recorded nothing
 _NUMBER = 8  # bytes

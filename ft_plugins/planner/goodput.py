@@ -35,7 +35,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..model.timeline import Timeline
 from ..redundancy.neighbour import partners
-from . import fitting, idle
+from . import fitting
 from .intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
 from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
 
@@ -107,7 +107,7 @@ def plan_goodput(
     costs: Costs,
     timelines: Sequence[Timeline],
     restart_seconds: float = 600.0,
-    fit: idle.Fit = fitting.fit,
+    fit: fitting.Fit = fitting.fit,
 ) -> GoodputPlan:
     """Every protection for a job whose nodes are each a stage (or a part of one) of a pipeline with these timelines.
 
@@ -127,7 +127,7 @@ def plan_goodput(
         cluster.nodes,
         hardware + software,
         costs.iteration_seconds,
-        idle.bubble_share(timelines),
+        fitting.bubble_share(timelines),
         wanted,
         (*job.from_storage(), *job.from_memory(wanted)),
     )
@@ -138,7 +138,7 @@ def plan_growth(
     costs: Costs,
     timelines: Sequence[Timeline],
     restart_seconds: float = 600.0,
-    fit: idle.Fit = fitting.fit,
+    fit: fitting.Fit = fitting.fit,
 ) -> tuple[GoodputPlan, ...]:
     """The same pipeline in 1, 4, 16 and 64 times as many replicas, the batch growing with them: a node's part of the
     replicated state shrinks as fast, failures grow."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..model.timeline import Timeline
-from . import fitting, goodput, idle
+from . import fitting, goodput
+from .fitting import CopyPlacement
 from .goodput import GoodputPlan, plan_goodput, plan_growth
-from .idle import CopyPlacement
 from .intervals import Costs
 from .pipeline import Pipeline, PipelineSchedule
 from .simulate import PipelineLink, Times, simulate
@@ -99,7 +99,7 @@ class PipelineOutlook:
         return {
             "pipeline": pipeline | {"message_share": self.wanted.message_share},
             "bubble_shares": {schedule.value: share for schedule, share in self.shares.items()},
-            "by_stage": idle.bubble_shares(self.timelines),
+            "by_stage": fitting.bubble_shares(self.timelines),
             "iterations_per_checkpoint": {to.value: one for to, one in self.iterations.items()},
             "goodput": [plan.block() for plan in self.plans],
         }
@@ -113,7 +113,7 @@ def plan_pipeline(wanted: PlannedPipeline, cluster: Cluster, costs: Costs | None
     for schedule in PipelineSchedule:
         other = _in(pipeline, schedule)
         if other is not None:
-            shares[schedule] = idle.bubble_share(timelines if other == pipeline else wanted.simulate(other))
+            shares[schedule] = fitting.bubble_share(timelines if other == pipeline else wanted.simulate(other))
     if costs is None:
         return PipelineOutlook(wanted, timelines, shares, {}, ())
     fit = partial(fitting.fit, reserved=wanted.message_share)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from . import fitting, idle
+from . import fitting
 from .goodput import GoodputPlan, plan_goodput
 from .jobs import Job
 from .pipeline import PipelineSchedule
@@ -75,11 +75,11 @@ def study_shape(job: Job, snapshot_seconds: float = 0.02) -> Shape:
     times = job.times(pipeline)
     timelines = simulate(pipeline, times)
     fit = fit_for(job, times)
-    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.CopyPlacement)
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in fitting.CopyPlacement)
     return Shape(
         job,
         timelines[0].seconds,
-        idle.bubble_shares(timelines),
+        fitting.bubble_shares(timelines),
         ring,
         pairs,
         job.rank_bytes / job.rank_link,
@@ -92,15 +92,15 @@ def study_scale(job: Job, restart_seconds: float = 600.0, snapshot_seconds: floa
     shares = {}
     for schedule in PipelineSchedule:
         pipeline = job.pipeline(schedule)
-        shares[schedule] = idle.bubble_share(simulate(pipeline, job.times(pipeline)))
+        shares[schedule] = fitting.bubble_share(simulate(pipeline, job.times(pipeline)))
     pipeline = job.pipeline()
     times = job.times(pipeline)
     timelines = simulate(pipeline, times)
     costs = job.costs(timelines[0].seconds, snapshot_seconds)
     fit = fit_for(job, times)
-    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.CopyPlacement)
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in fitting.CopyPlacement)
     plan = plan_goodput(
-        job.cluster(), costs, timelines, restart_seconds, partial(fit, placement=idle.CopyPlacement.PAIRS)
+        job.cluster(), costs, timelines, restart_seconds, partial(fit, placement=fitting.CopyPlacement.PAIRS)
     )
     return Scale(job, shares, plan, ring, pairs)
 

@@ -10,7 +10,7 @@ holds, so every byte of the job is copied once.
 
 BAFT (section 4.2.1) sends to the stage before, and from the first to the last, as a ring. These two hardly ever idle at
 once, so the first stage decides how rare checkpoints are: in pairs they come about twice as often, as often as the
-others of the ring had them (planner.idle has both). A copy is lost with one other node instead of one of two.
+others of the ring had them (planner.fitting has both). A copy is lost with one other node instead of one of two.
 
 Invariant: no copy is on the node of what it copies. Lost nodes are survived exactly when none of them keeps a copy of
 what another of them held; so any one node may be lost, and of several those of which no two are partners.

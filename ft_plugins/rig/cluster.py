@@ -36,7 +36,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..bubbles.packed import unpack
+from ..bubbles.timeline_values import unpack
 from ..errors import FtError
 from ..events import Event, read
 from ..model.timeline import Profile

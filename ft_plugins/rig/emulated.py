@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..bubbles.packed import pack
+from ..bubbles.timeline_values import pack
 from ..config import launch_context
 from ..model.host import Edges
 from ..model.timeline import Kind

@@ -31,7 +31,7 @@ from ...snapshot import codec
 from ..host_parts import StateItem, StateItems, groups, restore_groups
 from . import naming, state
 from .position import Positions
-from .rng import restore_rng, rng_state
+from .replay import restore_rng, rng_state
 from .stepping import DeepSpeedStepping, rates
 from .support import require_supported
 

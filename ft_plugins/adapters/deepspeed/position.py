@@ -44,7 +44,7 @@ from ..loaders import (
     redraw,
     set_own,
 )
-from .wrapping import replace
+from ..script_hooks import replace_in_deepspeed as replace
 
 _MARK = "__ft_epoch__"
 _SEVERAL = (

@@ -26,8 +26,7 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
 from ...snapshot import codec
-from ..again import Recompute
-from ..host_parts import UPDATE, StateItem, hold
+from ..host_parts import UPDATE, Recompute, StateItem, hold
 from . import state
 from .replay import DeepSpeedReplay
 

@@ -32,8 +32,8 @@ from ...config import Config, LaunchContext, deepspeed_json, launch_context, mer
 from ...errors import ConfigError, ResumeError, UnsupportedError
 from ...events import say
 from ...session import Session, attach
+from ..script_hooks import replace_in_deepspeed as replace
 from .position import Positions
-from .wrapping import replace
 
 Leave = Callable[[], None]
 Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]

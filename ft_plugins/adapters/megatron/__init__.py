@@ -69,7 +69,7 @@ def install() -> None:
 
 
 def _extend_flags(module: ModuleType) -> None:
-    from .flags import extend
+    from .arguments import extend
 
     extend(module)
 

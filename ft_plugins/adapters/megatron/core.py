@@ -37,7 +37,7 @@ from ...model.host import Edges, Hooks
 from ...model.topology import Topology
 from ..host_parts import StateItems, groups, restore_groups
 from . import naming, state
-from .rng import restore_rng, rng_state
+from .replay import restore_rng, rng_state
 from .stepping import MegatronStepping
 from .support import flat, is_stub, require_supported
 

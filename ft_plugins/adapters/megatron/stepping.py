@@ -27,8 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ...errors import UnsupportedError
 from ...model.inventory import Inventory
 from ...snapshot import codec
-from ..again import Recompute
-from ..host_parts import StateItem, groups
+from ..host_parts import Recompute, StateItem, groups
 from . import state
 from .replay import MegatronReplay
 from .support import is_stub

@@ -28,10 +28,10 @@ from ...config import launch_context
 from ...errors import ResumeError, UnsupportedError
 from ...model.topology import Topology
 from ...session import Session, attach
+from ..script_hooks import replace_in_megatron as replace
+from .arguments import resolve
 from .data_identity import identity
-from .flags import resolve
 from .refusals import of_arguments
-from .wrapping import replace
 
 MODULE = "megatron.training.training"
 _COUNTERS = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")

@@ -13,7 +13,7 @@ from ft_plugins.bubbles.plan import plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, SenderFacts, Span, Timeline, bubbles
 from ft_plugins.planner import fitting
-from ft_plugins.planner.idle import CopyPlacement
+from ft_plugins.planner.fitting import CopyPlacement
 from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
 from ft_plugins.planner.simulate import PipelineLink, Times, simulate
 from ft_plugins.redundancy.neighbour import plan_neighbours
