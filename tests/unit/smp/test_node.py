@@ -315,15 +315,15 @@ def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = cluster(2)
-    refused = []
+    refused, write = [], files.write_json
 
     def full(path: Path, value: object) -> None:
         if path.name == "lost.json" and len(refused) < 2:
             refused.append(path)
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        files.write_json(path, value)
+        write(path, value)
 
-    monkeypatch.setattr("ft_plugins.smp.node.written", full)
+    monkeypatch.setattr(files, "write_json", full)
     job.protect(4)
     job.nodes[1].tier._stop.set()
     wait((job.nodes[0].run_dir / "lost.json").exists, 10 * DETECT)
