@@ -103,7 +103,7 @@ from pathlib import Path
 import torch
 from ft_plugins.adapters.megatron import prepare
 prepare()
-from ft_plugins.adapters.megatron.assembly import Block
+from ft_plugins.adapters.megatron.assembly import TensorBlock
 from ft_plugins.adapters.megatron.torch_dist import write
 
 ROWS, FILE = 64, 40_000
