@@ -11,7 +11,6 @@ EXTRAS = {
     "deepspeed": ["deepspeed>=0.16.9"],
     "fast": ["numba"],
     "bench": ["scikit-learn", "torchsnapshot", "dlrover[torch]", "grpcio", "protobuf", "requests"],  # last: of dlrover
-    "metrics": ["prometheus-client", "tensorboard"],
     "report": ["matplotlib"],
     "docs": ["mkdocs-material"],
     "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "build", "setuptools"],

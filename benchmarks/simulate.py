@@ -36,10 +36,10 @@ from typing import Any
 
 from figures import line
 from ft_plugins.bubbles.messages import traffic
-from ft_plugins.planner import fitting, idle
-from ft_plugins.planner.goodput import Protection, table
-from ft_plugins.planner.pipeline import Pipeline, Schedule
-from ft_plugins.planner.simulate import Link, Times, simulate
+from ft_plugins.planner import fitting
+from ft_plugins.planner.goodput import ProtectionKind, table
+from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
+from ft_plugins.planner.simulate import PipelineLink, Times, simulate
 from workloads.jobs import FAMILY, PAPER
 from workloads.study import ScaleStudy, ShapeStudy, scales_table, shapes_table, study_scale, study_shape
 
@@ -47,16 +47,16 @@ STAGES, MICROBATCHES, LAYERS = 64, 512, 96
 LONG_STATE = 25e9  # bytes
 
 
-def of(schedule: Schedule, ranks: int, microbatches: int) -> Pipeline:
+def of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Pipeline:
     """Two chunks where a schedule has them."""
-    return Pipeline(schedule, ranks, microbatches, 2 if schedule is Schedule.INTERLEAVED else 1)
+    return Pipeline(schedule, ranks, microbatches, 2 if schedule is PipelineSchedule.INTERLEAVED else 1)
 
 
-def seconds_of(schedule: Schedule, rounds: int, nbytes: float = 1e9) -> tuple[float, int]:
+def seconds_of(schedule: PipelineSchedule, rounds: int, nbytes: float = 1e9) -> tuple[float, int]:
     """All that a job does with the timelines of one pipeline: messages, bubbles, what goes in which. And the iterations
     that `nbytes` of each rank take."""
     stage = LAYERS / STAGES * 1e-2
-    times = Times((stage,), (2 * stage,), (stage,), links=(Link(1e-3),))
+    times = Times((stage,), (2 * stage,), (stage,), links=(PipelineLink(1e-3),))
     found, iterations = [], 0
     for _ in range(rounds):
         timelines = simulate(of(schedule, STAGES, MICROBATCHES), times)
@@ -72,13 +72,13 @@ def analytic_error() -> float:
     """The worst over schedules and sizes."""
     worst = 0.0
     for ranks, count in ((2, 2), (4, 8), (8, 64), (16, 16), (32, 256)):
-        for schedule in Schedule:
+        for schedule in PipelineSchedule:
             pipeline = of(schedule, ranks, count)
             forward, backward, weight = (1.0, 2.0, 1.0)
             idles, work = (ranks - 1) * (forward + backward), pipeline.chunks * count * (forward + backward)
-            if schedule is Schedule.ZERO_BUBBLE:
+            if schedule is PipelineSchedule.ZERO_BUBBLE:
                 idles = (ranks - 1) * (forward + (backward - weight) - weight)
-            share = idle.bubble_share(simulate(pipeline, Times((forward,), (backward,), (weight,))))
+            share = fitting.bubble_share(simulate(pipeline, Times((forward,), (backward,), (weight,))))
             worst = max(worst, abs(share / (idles / (idles + work)) - 1))
     return worst
 
@@ -86,7 +86,7 @@ def analytic_error() -> float:
 def compare(measured: dict[str, Any]) -> tuple[float, float]:
     """Errors of iteration time and bubble share against one measured iteration."""
     pipeline = Pipeline(
-        Schedule(measured["schedule"]),
+        PipelineSchedule(measured["schedule"]),
         measured["ranks"],
         measured["microbatches"],
         measured.get("chunks", 1),
@@ -94,12 +94,12 @@ def compare(measured: dict[str, Any]) -> tuple[float, float]:
     )
     names = ("forward", "backward", "weight", "reduce", "update")
     several = {name: tuple(measured[name]) for name in names if name in measured}
-    link = Link(measured["latency"], measured["bandwidth"])
+    link = PipelineLink(measured["latency"], measured["bandwidth"])
     times = Times(**several, links=(link,), message_bytes=measured["message_bytes"], joint=measured.get("joint", True))
     timelines = simulate(pipeline, times)
     return (
         abs(timelines[0].seconds / measured["iteration_seconds"] - 1),
-        abs(idle.bubble_share(timelines) / measured["bubble_share"] - 1),
+        abs(fitting.bubble_share(timelines) / measured["bubble_share"] - 1),
     )
 
 
@@ -130,12 +130,12 @@ def draw(shapes: list[ShapeStudy], scales: list[ScaleStudy], folder: Path) -> No
 def measure(quick: bool, plot: Path | None, cluster: Path | None) -> dict[str, float | bool]:
     """All figures; tables on the way."""
     rounds = 1 if quick else 5
-    seconds = {schedule: seconds_of(schedule, rounds)[0] for schedule in Schedule}
-    long_seconds, long_iterations = seconds_of(Schedule.ONE_F_ONE_B, rounds, LONG_STATE)
+    seconds = {schedule: seconds_of(schedule, rounds)[0] for schedule in PipelineSchedule}
+    long_seconds, long_iterations = seconds_of(PipelineSchedule.ONE_F_ONE_B, rounds, LONG_STATE)
     shown = "   ".join(f"{schedule.value} {took:.2f} s" for schedule, took in seconds.items())
     print(f"{STAGES} stages, {MICROBATCHES} microbatches: {shown}\n", flush=True)
     figures: dict[str, float | bool] = {
-        "plan_seconds": seconds[Schedule.ONE_F_ONE_B],
+        "plan_seconds": seconds[PipelineSchedule.ONE_F_ONE_B],
         "plan_slowest_seconds": max(seconds.values()),
         "plan_long_seconds": long_seconds,
         "plan_long_iterations": long_iterations,
@@ -148,7 +148,7 @@ def measure(quick: bool, plot: Path | None, cluster: Path | None) -> dict[str, f
     figures["iterations_per_checkpoint_worst"] = max(one.iterations for one in shapes)
     figures["without_ring"] = sum(one.ring is None for one in [*shapes, *scales])
     largest = scales[-1].plan
-    for protection in Protection:
+    for protection in ProtectionKind:
         figures[f"goodput_{largest.nodes * 8}_{protection.value}"] = largest.of(protection).goodput
     if cluster is not None:
         figures |= compared(cluster)

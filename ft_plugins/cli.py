@@ -26,8 +26,8 @@ from .config import Config, keys, run_root
 from .config.keys import LARGEST
 from .errors import ConfigError, FtError
 from .planner.intervals import Costs, plan_intervals
-from .planner.outlook import PipelineOutlook, Wanted, plan_pipeline
-from .planner.pipeline import Schedule
+from .planner.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
+from .planner.pipeline import PipelineSchedule
 from .planner.survival import Cluster, plan_survival
 from .smp import client as smp
 from .smp import liveness
@@ -216,7 +216,7 @@ def plan(
     ] = None,
     stages: Annotated[int | None, typer.Option(help="for bubbles: pipeline stages, each on nodes of its own")] = None,
     microbatches: Annotated[int | None, typer.Option(help="for bubbles: of an iteration, in one pipeline")] = None,
-    schedule: Annotated[Schedule | None, typer.Option(help="for bubbles: of the passes; unset: 1f1b")] = None,
+    schedule: Annotated[PipelineSchedule | None, typer.Option(help="for bubbles: of the passes; unset: 1f1b")] = None,
     chunks: Annotated[int | None, typer.Option(help="for bubbles: of a rank, if interleaved; unset: 2")] = None,
     message_share: Annotated[
         float | None, typer.Option(help="for bubbles: length of a message, in forward passes of a stage; unset: 0")
@@ -243,7 +243,7 @@ def plan(
             "checkpoint_seconds": checkpoint_seconds,
         }
     )
-    wanted = Wanted.given(
+    wanted = PlannedPipeline.given(
         {
             "stages": stages,
             "microbatches": microbatches,

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from .adapters import deepspeed as _adapter
-from .adapters.ending import follow_end
-from .adapters.imports import on_import
+from .adapters.script_hooks import follow_end, on_import
 from .config import launch_context
 from .errors import ConfigError, FtError
 from .launcher.hooks import FirstImport

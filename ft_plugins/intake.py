@@ -51,13 +51,6 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-def open_new(path: Path) -> int:
-    """A descriptor to write a new file with, for its owner alone. What stood there goes: a pipe would keep the writer
-    waiting, a link lead it to a foreign file. Raises OSError."""
-    path.unlink(missing_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
 def read_bytes(path: Path, limit: int = FILE_LIMIT) -> bytes:
     """The content of a regular file of at most `limit` bytes. Raises OSError, Unfit."""
     with open(open_regular(path), "rb") as file:

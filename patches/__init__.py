@@ -4,8 +4,8 @@ Invariant: nothing is touched where there is a CUDA device. Every change is a de
 symbol, versions it was checked with, reason); one that no longer applies raises PatchError when its module is imported.
 Applying twice is the same as applying once. Whether a job wants the CPU is decided by the adapters.
 
-In: two functions that register import hooks (adapters.imports), so that modules are patched right after they execute
-and before any other module takes names from them. Out: upstream modules that run on the CPU.
+In: two functions that register import hooks (adapters.script_hooks), so that modules are patched right after they
+execute and before any other module takes names from them. Out: upstream modules that run on the CPU.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ft_plugins.bubbles.packed import unpack
+from ft_plugins.bubbles.timeline_values import unpack
 from ft_plugins.errors import FtError
 from ft_plugins.events import Event, read
 from ft_plugins.model.timeline import Profile
 from ft_plugins.planner.pipeline import Pipeline
-from ft_plugins.planner.simulate import Link, simulate
+from ft_plugins.planner.simulate import PipelineLink, simulate
 from ft_plugins.testing import megatron_runs
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
@@ -83,7 +83,7 @@ class EmulatedJob:
 
     def lasting(self, seconds: float) -> EmulatedJob:
         """Stretched so many times that the passes of an iteration take about `seconds`."""
-        times = replace(self.job.times(self.pipeline), links=(Link(),))
+        times = replace(self.job.times(self.pipeline), links=(PipelineLink(),))
         own = max(timeline.seconds for timeline in simulate(self.pipeline, times))
         return replace(self, dilation=max(1, round(seconds / own)))
 

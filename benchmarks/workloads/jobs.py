@@ -26,8 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ft_plugins.planner.intervals import Costs
-from ft_plugins.planner.pipeline import Pipeline, Schedule
-from ft_plugins.planner.simulate import Link, Times
+from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
+from ft_plugins.planner.simulate import PipelineLink, Times
 from ft_plugins.planner.survival import Cluster
 
 GIB = float(1 << 30)
@@ -97,12 +97,12 @@ class TrainingJob:
         """Bytes a second to another node while all ranks of the node send."""
         return self.machine.node_link / self.machine.node_ranks
 
-    def pipeline(self, schedule: Schedule | None = None) -> Pipeline:
+    def pipeline(self, schedule: PipelineSchedule | None = None) -> Pipeline:
         """One of its pipelines, in the job's own schedule or in another one."""
         count = self.batch // self.dp // self.micro_batch
         if schedule is None:
-            schedule = Schedule.INTERLEAVED if self.chunks > 1 else Schedule.ONE_F_ONE_B
-        if schedule is Schedule.INTERLEAVED:
+            schedule = PipelineSchedule.INTERLEAVED if self.chunks > 1 else PipelineSchedule.ONE_F_ONE_B
+        if schedule is PipelineSchedule.INTERLEAVED:
             return Pipeline(schedule, self.pp, count, max(2, self.chunks), overlap=True)
         return Pipeline(schedule, self.pp, count)
 
@@ -114,14 +114,17 @@ class TrainingJob:
         parameters[-1] += head
         forward = tuple(2 * part * tokens / (self.machine.flops * self.tp) for part in parameters)
         backward = tuple(2 * seconds for seconds in forward)
-        outer, inner = Link(self.machine.latency, self.rank_link), Link(self.machine.latency, self.machine.inner_link)
+        outer, inner = (
+            PipelineLink(self.machine.latency, self.rank_link),
+            PipelineLink(self.machine.latency, self.machine.inner_link),
+        )
         share = self.stages_per_node
         links = tuple(outer if (rank + 1) % share == 0 else inner for rank in range(self.pp))
         nbytes = 2.0 * tokens * self.hidden / self.tp
         return Times(forward, backward, forward, links=links, message_bytes=nbytes)
 
     def cluster(self) -> Cluster:
-        """Its failures. Protection groups are of at most 8 nodes."""
+        """Its failures. ProtectionKind groups are of at most 8 nodes."""
         rate = RANK_FAILURES * self.machine.node_ranks
         group = next(size for size in (8, 4, 2) if self.nodes % size == 0)
         return Cluster(self.nodes, group, rate * (1 - SOFTWARE_SHARE), rate * SOFTWARE_SHARE)

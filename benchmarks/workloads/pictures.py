@@ -14,14 +14,14 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from ft_plugins.planner.pipeline import Schedule
+from ft_plugins.planner.pipeline import PipelineSchedule
 from ft_plugins.report.canvas import plain, sheet
 from ft_plugins.report.plan_pictures import goodput_axes
 from workloads.sdc_runs import BURSTS, CLEAN, NOISED, VARIANCES
 from workloads.study import ScaleStudy, ShapeStudy
 from workloads.sync_blocks import SyncCost
 
-SCHEDULES = dict(zip(Schedule, ("#7a8794", "#0b6fb8", "#2c8a4b", "#c8322b", "#d98e04"), strict=True))
+SCHEDULES = dict(zip(PipelineSchedule, ("#7a8794", "#0b6fb8", "#2c8a4b", "#c8322b", "#d98e04"), strict=True))
 PAPER_LEAST = 0.2  # bubbles that the paper found everywhere
 Curve = Sequence[tuple[int, float]]
 Curves = Mapping[tuple[str, str], Curve]  # by noise and method; the clean one under ('', 'clean')
@@ -62,15 +62,15 @@ def draw_schedules(scales: Sequence[ScaleStudy], path: Path) -> None:
     """Bubbles of each schedule over the size of the job (figure 4)."""
     figure = sheet(path, 12, 5)
     axes = figure.subplots()
-    width = 0.8 / len(Schedule)
-    for number, schedule in enumerate(Schedule):
+    width = 0.8 / len(PipelineSchedule)
+    for number, schedule in enumerate(PipelineSchedule):
         places = [at - 0.4 + width * (number + 0.5) for at in range(len(scales))]
         shares = [one.shares[schedule] for one in scales]
         axes.bar(places, shares, width * 0.9, color=SCHEDULES[schedule], label=schedule.value)
     labels = [f"{one.job.ranks} ranks\nd{one.job.dp}m{one.job.tp}p{one.job.pp}" for one in scales]
     axes.set_xticks(range(len(scales)), labels)
     axes.set_ylabel("share of the iteration that is bubbles")
-    axes.legend(frameon=False, ncols=len(Schedule), loc="lower right", bbox_to_anchor=(1, 1))
+    axes.legend(frameon=False, ncols=len(PipelineSchedule), loc="lower right", bbox_to_anchor=(1, 1))
     plain(axes)
     figure.savefig(path)
 

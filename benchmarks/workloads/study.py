@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ft_plugins.planner import fitting, idle
+from ft_plugins.planner import fitting
 from ft_plugins.planner.goodput import GoodputPlan, plan_goodput
-from ft_plugins.planner.pipeline import Schedule
+from ft_plugins.planner.pipeline import PipelineSchedule
 from ft_plugins.planner.simulate import Times, simulate
 from ft_plugins.planner.survival import columns
 from workloads.jobs import TrainingJob
@@ -63,7 +63,7 @@ class ScaleStudy:
     checkpoint."""
 
     job: TrainingJob
-    shares: dict[Schedule, float]
+    shares: dict[PipelineSchedule, float]
     plan: GoodputPlan
     ring: int | None
     pairs: int | None
@@ -75,11 +75,11 @@ def study_shape(job: TrainingJob, snapshot_seconds: float = 0.02) -> ShapeStudy:
     times = job.times(pipeline)
     timelines = simulate(pipeline, times)
     fit = fit_for(job, times)
-    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in fitting.CopyPlacement)
     return ShapeStudy(
         job,
         timelines[0].seconds,
-        idle.bubble_shares(timelines),
+        fitting.bubble_shares(timelines),
         ring,
         pairs,
         job.rank_bytes / job.rank_link,
@@ -90,16 +90,17 @@ def study_shape(job: TrainingJob, snapshot_seconds: float = 0.02) -> ShapeStudy:
 def study_scale(job: TrainingJob, restart_seconds: float = 600.0, snapshot_seconds: float = 0.05) -> ScaleStudy:
     """One job of the family, under every schedule."""
     shares = {}
-    for schedule in Schedule:
+    for schedule in PipelineSchedule:
         pipeline = job.pipeline(schedule)
-        shares[schedule] = idle.bubble_share(simulate(pipeline, job.times(pipeline)))
+        shares[schedule] = fitting.bubble_share(simulate(pipeline, job.times(pipeline)))
     pipeline = job.pipeline()
     times = job.times(pipeline)
     timelines = simulate(pipeline, times)
     costs = job.costs(timelines[0].seconds, snapshot_seconds)
     fit = fit_for(job, times)
-    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in idle.Placement)
-    plan = plan_goodput(job.cluster(), costs, timelines, restart_seconds, partial(fit, placement=idle.Placement.PAIRS))
+    ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in fitting.CopyPlacement)
+    in_pairs = partial(fit, placement=fitting.CopyPlacement.PAIRS)
+    plan = plan_goodput(job.cluster(), costs, timelines, restart_seconds, in_pairs)
     return ScaleStudy(job, shares, plan, ring, pairs)
 
 
@@ -128,7 +129,7 @@ def shapes_table(shapes: Sequence[ShapeStudy]) -> str:
 
 def scales_table(scales: Sequence[ScaleStudy]) -> str:
     """The family's bubbles for people."""
-    head = ("ranks", *(schedule.value for schedule in Schedule), "its own", "ring", "pairs")
+    head = ("ranks", *(schedule.value for schedule in PipelineSchedule), "its own", "ring", "pairs")
     rows = [head] + [
         (
             f"{one.job.ranks} ",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, StorageError, UnsupportedError
-from ..snapshot.checkpoint import sync_folder
+from ..files import sync_folder
 from ..snapshot.shares import Shares
 
 _FORMATS = {  # by what the host's names say

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from ..errors import ConfigError, ResumeError
 from .loaders import (
-    Epoch,
-    Pass,
+    LoaderEpoch,
+    LoaderPass,
     Passes,
     drawn,
     epoch_set,
@@ -92,12 +92,12 @@ class OwnState:
 
 
 class LoaderPosition:
-    """Of a torch DataLoader that a sampler moves. From now on this one loader is iterated by `Pass`es."""
+    """Of a torch DataLoader that a sampler moves. From now on this one loader is iterated by `LoaderPass`es."""
 
     def __init__(self, loader: Any, training: Callable[[], bool]) -> None:
         self._loader, self._training = loader, training
         self._passes = Passes(self._reading)
-        self._current: Callable[[], Pass | None] = lambda: None
+        self._current: Callable[[], LoaderPass | None] = lambda: None
         self._pending: Mapping[str, Any] | None = None  # where the next pass begins
         self._was_read = False
         self._at_first = _numbers(loader)
@@ -106,18 +106,18 @@ class LoaderPosition:
         follow = {"__iter__": lambda loader: self._begin(kind.__iter__), "__module__": kind.__module__}
         loader.__class__ = type(kind.__name__, (kind,), follow)  # of this loader alone: Python looks there for __iter__
 
-    def _begin(self, original: Callable[[Any], Any]) -> Pass:
+    def _begin(self, original: Callable[[Any], Any]) -> LoaderPass:
         saved, self._pending = self._pending, None
         around = drawn()
         self._at_begin = self._changed()
-        begun = Pass(self._loader, original, self._passes)
+        begun = LoaderPass(self._loader, original, self._passes)
         if saved is not None:
             self._stand(begun, saved)
             redraw(around)
         self._current = weakref.ref(begun)
         return begun
 
-    def _reading(self, source: Pass) -> None:
+    def _reading(self, source: LoaderPass) -> None:
         if not self._training():
             raise ConfigError(
                 "a batch is read while no iteration is under way: read it in the iteration that trains on it (`for "
@@ -164,7 +164,7 @@ class LoaderPosition:
         else:
             self._stand(current, saved)
 
-    def _stand(self, begun: Pass, saved: Mapping[str, Any]) -> None:
+    def _stand(self, begun: LoaderPass, saved: Mapping[str, Any]) -> None:
         found, captured = epoch_set(self._loader), saved["epoch"]
         if found != captured:
             raise ResumeError(
@@ -174,7 +174,7 @@ class LoaderPosition:
         of = saved["pass"]
         self._at_begin = dict(saved["numbers"]["began"])
         _set_numbers(self._loader, {**self._at_first, **self._at_begin})
-        begun.stand(Epoch(of["began"], of["first"], of["read"], of["again"]))
+        begun.stand(LoaderEpoch(of["began"], of["first"], of["read"], of["again"]))
         set_own(self._loader, saved["own"])
         _set_numbers(self._loader, saved["numbers"]["now"])
 

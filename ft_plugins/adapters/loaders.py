@@ -4,7 +4,7 @@ Invariant: a pass gives what torch's own iterator gives, in the same order; it c
 numbers or behind batches that were read, under the feet of whoever holds it. Only loaders that are iterated after
 `follow` are seen, and none of those that DeepSpeed's loaders keep inside.
 
-In: `torch.utils.data.DataLoader` and its subclasses. Out: `Pass`es; generators, read and set.
+In: `torch.utils.data.DataLoader` and its subclasses. Out: `LoaderPass`es; generators, read and set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from ..errors import ResumeError
-from .wrapping import replace
+from .script_hooks import replace
 
 Random = dict[str, Any]
 _PARTS = ("loader", "batch_sampler", "sampler", "data_sampler")
@@ -146,7 +146,7 @@ def draws(loader: Any) -> bool:
 
 
 @dataclass
-class Epoch:
+class LoaderEpoch:
     """One pass over a loader: the generators when it began and at its first read, and how many batches were read."""
 
     began: Random
@@ -155,7 +155,7 @@ class Epoch:
     again: bool = False  # by workers that stayed from the pass before, which draws one random number less
 
     @classmethod
-    def of(cls, source: Any) -> Epoch:
+    def of(cls, source: Any) -> LoaderEpoch:
         """A pass over `source` that is about to begin."""
         return cls(drawn(source), again=getattr(source, "_iterator", None) is not None)
 
@@ -195,7 +195,7 @@ def is_sampled(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def begun_behind(loader: Any, epoch: Epoch, begin: Callable[[Any], Any]) -> tuple[Any, StartedSampler]:
+def begun_behind(loader: Any, epoch: LoaderEpoch, begin: Callable[[Any], Any]) -> tuple[Any, StartedSampler]:
     """What `begin(loader)` gives, with a sampler that has given the batches of `epoch` once it is started."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     started = StartedSampler(getattr(loader, name), epoch.read)
@@ -227,12 +227,12 @@ def is_stateful(source: Any) -> bool:
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
 
 
-class Pass:
+class LoaderPass:
     """An iterator over `loader`, made by `begin`. What it asks of `passes` is in `Passes`."""
 
     def __init__(self, loader: Any, begin: Callable[[Any], Any], passes: Passes) -> None:
         self.loader = loader
-        self.epoch = Epoch.of(loader)
+        self.epoch = LoaderEpoch.of(loader)
         self._passes, self._begin = passes, begin
         self._batches = self._begun()
 
@@ -240,7 +240,7 @@ class Pass:
         with self._passes.within():
             return self._begin(self.loader)
 
-    def __iter__(self) -> Pass:
+    def __iter__(self) -> LoaderPass:
         return self
 
     def __next__(self) -> Any:
@@ -266,10 +266,10 @@ class Pass:
 
     def begin(self) -> None:
         """Begin anew, with the random numbers as they are now."""
-        self.epoch = Epoch.of(self.loader)
+        self.epoch = LoaderEpoch.of(self.loader)
         self._batches = self._begun()
 
-    def stand(self, epoch: Epoch) -> bool:
+    def stand(self, epoch: LoaderEpoch) -> bool:
         """Stand behind the batches that `epoch` has read, without loading any. False: that cannot be done."""
         if not is_sampled(self.loader):
             return False
@@ -281,7 +281,7 @@ class Pass:
         self.epoch = epoch
         return True
 
-    def drop(self, epoch: Epoch) -> None:
+    def drop(self, epoch: LoaderEpoch) -> None:
         """Stand there by reading."""
         redraw(epoch.began, self.loader)
         self.begin()
@@ -292,12 +292,12 @@ class Pass:
 
 
 class Passes:
-    """Has loaders give `Pass`es, but for those that are iterated `within` another one.
+    """Has loaders give `LoaderPass`es, but for those that are iterated `within` another one.
 
     `reading` is called before each read that will give a batch (of a loader without length: or the end).
     """
 
-    def __init__(self, reading: Callable[[Pass], None]) -> None:
+    def __init__(self, reading: Callable[[LoaderPass], None]) -> None:
         self.reading = reading
         self.drawn = 0  # how many passes, made in whichever way, took their order from the generators of the process
         self._depth = 0
@@ -321,6 +321,6 @@ class Passes:
     def _iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __iter__(loader: Any) -> Any:
             self.drawn += not self._depth and draws(loader)
-            return original(loader) if self._depth else Pass(loader, original, self)
+            return original(loader) if self._depth else LoaderPass(loader, original, self)
 
         return __iter__

@@ -43,7 +43,7 @@ from ..model.host import Hooks
 from ..model.inventory import Inventory, Item, Role
 from ..snapshot import codec
 from ..snapshot.copiers import flat_bytes
-from .held import ANYWHERE, UPDATE, groups, is_item, own, restore_groups, scalars_of
+from .host_parts import ANYWHERE, UPDATE, groups, is_item, own, restore_groups, scalars_of
 from .loader_position import Position, position_of
 from .optimizer_state import create_state
 from .plain import PlainHost

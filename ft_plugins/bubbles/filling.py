@@ -3,7 +3,7 @@
 Invariant: what goes out in a window is at most what it carries; everything goes out once. Nothing is planned for a
 sender whose bubbles do not carry all within `most` iterations.
 
-In: `Transfer`s, bubbles, links. Out: an `Offer` for each transfer, and by it `Grant`s.
+In: `Transfer`s, bubbles, links. Out: an `WindowOffer` for each transfer, and by it `Grant`s.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..model.timeline import Bubble, SenderFacts, Timeline
-from ..redundancy.neighbour import Copy
-from .layers import Part, fill
+from ..redundancy.neighbour import NeighbourCopy
+from .layers import LayerPart, fill
 from .messages import Traffic, left_free
 from .share import share
 from .windows import Reserve, Windows, shared
@@ -54,7 +54,9 @@ class Transfer:
             )
 
 
-def transfers_of(copies: Sequence[Copy], told: Mapping[int, SenderFacts] = _NOTHING_TOLD) -> tuple[Transfer, ...]:
+def transfers_of(
+    copies: Sequence[NeighbourCopy], told: Mapping[int, SenderFacts] = _NOTHING_TOLD
+) -> tuple[Transfer, ...]:
     """What goes out with each copy: its slot, and what is beside it (small state, digest table), like one layer more.
 
     `told`: what the ranks know of what they send; a rank of which nothing is known sends its slot alone, in one.
@@ -82,7 +84,7 @@ class Grant(NamedTuple):
     begin: float
     deadline: float
     nbytes: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[LayerPart, ...] = ()
     edge: float = 0.0
 
 
@@ -90,7 +92,7 @@ Grants = tuple[Grant, ...]  # of one iteration, in the order of time
 
 
 @dataclass(frozen=True, eq=False)
-class Offer:
+class WindowOffer:
     """What the windows of a sender carry, in bytes: in the first iteration, and in every one after it.
 
     `own` are the bubbles of the sender, as long as its host is in them, `used` is what of each window the link is this
@@ -149,7 +151,7 @@ class Offer:
         return [[sum(part.nbytes for part in parts) for parts in turn] for turn in self._layers]
 
     @cached_property
-    def _layers(self) -> list[list[tuple[Part, ...]]]:
+    def _layers(self) -> list[list[tuple[LayerPart, ...]]]:
         return fill(self.transfer.layers, self.first, self.every, self.most)
 
     def offered(self, granularity: Granularity) -> Grants:
@@ -167,7 +169,7 @@ class Offer:
             offered += sum(room[:used]) + (turn[used] if last else 0)
         return sum(map(sum, turns)), offered
 
-    def grants(self, carried: Sequence[int], parts: Sequence[tuple[Part, ...]] | None = None) -> Grants:
+    def grants(self, carried: Sequence[int], parts: Sequence[tuple[LayerPart, ...]] | None = None) -> Grants:
         """The grants of an iteration in which each window carries so many bytes."""
         begins, ends = self.used.begin.tolist(), self.used.end.tolist()
         found = []
@@ -190,7 +192,7 @@ def offers(
     least: int,
     most: int,
     messages: Mapping[int, Traffic],
-) -> list[Offer]:
+) -> list[WindowOffer]:
     """What the windows of each transfer carry, in the order of `transfers`. The arguments are those of the plan."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for place, one in enumerate(transfers):
@@ -202,7 +204,7 @@ def offers(
         """Its bubbles without what is under way between stages."""
         return left_free(bubbles[rank], timelines[rank], messages[rank], reserve) if rank in messages else bubbles[rank]
 
-    found: dict[int, Offer] = {}
+    found: dict[int, WindowOffer] = {}
     for pair, members in pairs.items():
         owns = [_open(timelines[transfers[at].sender], bubbles[transfers[at].sender]) for at in members]
         ways = [(transfers[at].sender, transfers[at].receiver) for at in members]
@@ -219,7 +221,9 @@ def offers(
             timeline = timelines[transfers[at].sender]
             edges = [timeline.opens(bubble.after) for bubble in own]
             used = rates.used(windows)
-            found[at] = Offer(transfers[at], own, edges, timeline.opens(-1), windows, used, first, every, most, seconds)
+            found[at] = WindowOffer(
+                transfers[at], own, edges, timeline.opens(-1), windows, used, first, every, most, seconds
+            )
     return [found[at] for at in range(len(transfers))]
 
 

@@ -50,7 +50,7 @@ def _found() -> Callable[..., int] | None:
 _futex = _found()
 
 
-class Word:
+class FutexWord:
     """One word of `words`, at place `at`."""
 
     def __init__(self, words: Words, at: int) -> None:

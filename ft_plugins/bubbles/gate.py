@@ -37,7 +37,7 @@ import xxhash
 
 from ..model.timeline import COMPUTE, Kind
 from .filling import Grant
-from .futex import Word
+from .futex import FutexWord
 from .plan import SenderPlan
 from .windows import WINDOWS
 
@@ -71,7 +71,7 @@ class Gate:
 
     def __init__(self, buffer: Buffer) -> None:
         self._words = buffer[:GATE_BYTES].view(np.uint64)
-        self._opened = Word(self._words, _NUMBER)
+        self._opened = FutexWord(self._words, _NUMBER)
         self._bytes = memoryview(buffer[8 * _NUMBER : 8 * _SEAL])  # type: ignore[arg-type]
 
     def open(self, grants: Sequence[Grant], iteration: int, now_ns: int) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 UNITS = 1 << 14
 
 
-class Part(NamedTuple):
+class LayerPart(NamedTuple):
     """Bytes `start .. stop` of the slot: a layer, or a part of one that is too large."""
 
     start: int
@@ -36,10 +36,10 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-def lie(layers: Sequence[int]) -> list[Part]:
+def lie(layers: Sequence[int]) -> list[LayerPart]:
     """Where the layers lie in the slot, those of no bytes left out."""
     stops = list(accumulate(layers))
-    return [Part(stop - nbytes, stop) for nbytes, stop in zip(layers, stops, strict=True) if nbytes]
+    return [LayerPart(stop - nbytes, stop) for nbytes, stop in zip(layers, stops, strict=True) if nbytes]
 
 
 def fullest(sizes: Sequence[int], room: int) -> list[int]:
@@ -73,7 +73,9 @@ def _largest_first(sizes: Sequence[int], fitting: Sequence[int], room: int) -> l
     return sorted(taken)
 
 
-def fill(layers: Sequence[int], first: Sequence[int], every: Sequence[int], most: int) -> list[list[tuple[Part, ...]]]:
+def fill(
+    layers: Sequence[int], first: Sequence[int], every: Sequence[int], most: int
+) -> list[list[tuple[LayerPart, ...]]]:
     """What goes out in each window, iteration by iteration, up to the last that is needed, or `most`.
 
     `first` and `every` are what the windows carry in the first iteration and in each one after it, in bytes; one of
@@ -83,9 +85,9 @@ def fill(layers: Sequence[int], first: Sequence[int], every: Sequence[int], most
     large = deque(part for part in parts if part.nbytes > largest)
     left = [part for part in parts if part.nbytes <= largest]
     smallest = min((part.nbytes for part in left), default=0)
-    found: list[list[tuple[Part, ...]]] = []
+    found: list[list[tuple[LayerPart, ...]]] = []
     while (large or left) and len(found) < most:
-        taken_now: list[tuple[Part, ...]] = []
+        taken_now: list[tuple[LayerPart, ...]] = []
         for room in every if found else first:
             heads = _cut(large, room) if large else ()
             room -= sum(part.nbytes for part in heads)
@@ -100,14 +102,14 @@ def fill(layers: Sequence[int], first: Sequence[int], every: Sequence[int], most
     return found
 
 
-def _cut(parts: deque[Part], room: int) -> tuple[Part, ...]:
+def _cut(parts: deque[LayerPart], room: int) -> tuple[LayerPart, ...]:
     """The first `room` bytes of the parts, which are left without them."""
-    heads: list[Part] = []
+    heads: list[LayerPart] = []
     while parts and room:
         part = parts.popleft()
         stop = min(part.stop, part.start + room)
         room -= stop - part.start
-        heads.append(Part(part.start, stop))
+        heads.append(LayerPart(part.start, stop))
         if stop < part.stop:
-            parts.appendleft(Part(stop, part.stop))
+            parts.appendleft(LayerPart(stop, part.stop))
     return tuple(heads)

@@ -31,8 +31,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..model.timeline import COMPUTE, LEAST, Bubble, Kind, Timeline
-from .uncollected import uncollected
+from ..model.timeline import COMPUTE, LEAST, Bubble, Kind, Timeline, gc_paused
 from .windows import Reserve
 
 _MOST = 0.25  # of a bubble, at each of its ends
@@ -62,7 +61,7 @@ class _Message(NamedTuple):
     computed: int
 
 
-@uncollected
+@gc_paused()
 def traffic(
     timelines: Sequence[Timeline], pipelines: Sequence[Sequence[int]], ranks: Collection[int] | None = None
 ) -> dict[int, Traffic]:

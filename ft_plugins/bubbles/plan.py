@@ -19,29 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from math import ceil
 
 from ..errors import ConfigError
-from ..model.timeline import Bubble, Timeline
+from ..model.timeline import Bubble, Timeline, gc_paused
 from .filling import Grant, Grants, Granularity, Transfer, offers
 from .messages import Traffic
-from .uncollected import uncollected
 from .windows import Reserve
 
 MOST_ITERATIONS = 100  # of one checkpoint; a sender that needs more is as good as without bubbles
-DEVICE_MARGIN = 0.05  # of the device's memory that a snapshot leaves free: what a profile has not seen
 BY_RATE = 0.5  # of the time, at most, a link carries copies in no bubble: the rest of it is training's
 LEAST_PART = 0.1  # of an equal part of that: what a rank has of it that sends next to nothing
 TABLE_SENDERS = 64
-
-
-class Snapshot(str, Enum):
-    """Where a version has room right after the update. What is captured goes to the host's in any case."""
-
-    DEVICE = "device"
-    HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,6 @@ class SenderPlan:
     every: Grants
     idle_seconds: float  # of an iteration: in bubbles
     shared_seconds: float  # that the receiver shares
-    snapshot: Snapshot = Snapshot.HOST
     reason: str = ""
     bytes_per_second: float = 0.0
 
@@ -135,14 +124,10 @@ class BubblePlan:
         for one in self.paced_by_rate[:TABLE_SENDERS]:
             rate = f"{one.bytes_per_second:.0f} bytes/s"
             lines.append(f"  rank {one.transfer.sender} is paced by a rate, {rate}: {one.reason}")
-        roomy = sum(one.snapshot is Snapshot.DEVICE for one in self.senders)
-        if roomy:
-            many = f"{roomy} of {len(self.senders)} ranks"
-            lines.append(f"  snapshots go to host memory; the devices of {many} would have room for one")
         return "\n".join(lines)
 
 
-@uncollected
+@gc_paused()
 def plan_bubbles(
     transfers: Sequence[Transfer],
     timelines: Mapping[int, Timeline],
@@ -151,7 +136,6 @@ def plan_bubbles(
     reserve: Reserve,
     granularity: Granularity = Granularity.BYTES,
     ready_seconds: float = 0.0,
-    device_bytes: int = 0,
     least_bytes: int = 0,
     most_iterations: int = MOST_ITERATIONS,
     messages: Mapping[int, Traffic] | None = None,
@@ -159,11 +143,11 @@ def plan_bubbles(
     """The plan of a job, or of those of its nodes that share links with no others, from one iteration of each rank.
 
     `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: into the first
-    iteration, until the version that is to be sent has been captured. `device_bytes`: memory of a device, 0 where a
-    snapshot on the device is not to be had. `least_bytes`: a window that carries less, and not all there is, is left
-    alone, unless all of them are such. `messages`: of each rank what is sent between stages, and is reserved where it
-    takes longer than `reserve`. Times of all ranks count from one moment: they begin an iteration together, as
-    far as they meet before each update. Raises ConfigError for a rank without timeline or layers.
+    iteration, until the version that is to be sent has been captured. `least_bytes`: a window that
+    carries less, and not all there is, is left alone, unless all of them are such. `messages`: of each rank what is
+    sent between stages, and is reserved where it takes longer than `reserve`. Times of all ranks count from one moment:
+    they begin an iteration together, as far as they meet before each update. Raises
+    ConfigError for a rank without timeline or layers.
     """
     if not transfers:
         raise ConfigError("there is nothing to send: expected a transfer for each rank")
@@ -185,21 +169,13 @@ def plan_bubbles(
     for offer, (grants, reason) in zip(found, planned, strict=True):
         one = offer.transfer
         idle = sum(bubble.end - bubble.begin for bubble in offer.own)
-        snapshot = choose_snapshot(timelines[one.sender].memory, one.nbytes, device_bytes)
         rate = one.nbytes / (slowest * seconds) if reason else 0.0
         every = () if reason or not one.nbytes else offer.offered(granularity)
-        senders.append(SenderPlan(one, grants, every, idle, offer.windows.seconds, snapshot, reason, rate))
+        senders.append(SenderPlan(one, grants, every, idle, offer.windows.seconds, reason, rate))
     carried = [offer for offer, (_, reason) in zip(found, planned, strict=True) if not reason and offer.transfer.nbytes]
     by_bytes = _share([offer.filled(offer.by_bytes) for offer in carried])
     by_layers = _share([offer.filled(offer.by_layers) for offer in carried if offer.transfer.layers])
     return BubblePlan(tuple(senders), slowest, seconds, granularity, by_bytes, by_layers)
-
-
-def choose_snapshot(memory: Sequence[int], nbytes: int, device_bytes: int) -> Snapshot:
-    """On the device where the fullest step of the profile leaves room for it, else in host memory (BAFT, 3.1.1)."""
-    if not memory or not device_bytes:
-        return Snapshot.HOST
-    return Snapshot.DEVICE if max(memory) + nbytes <= device_bytes * (1 - DEVICE_MARGIN) else Snapshot.HOST
 
 
 def by_rate_shares(nbytes: Mapping[int, int]) -> dict[int, float]:

@@ -36,15 +36,15 @@ import msgpack
 from ..errors import FtError
 from ..model.timeline import Misses, Profile, SenderFacts, Timeline, median, reduce_work, reductions, strays
 from .gate import edge_tolerance
-from .packed import Packed, pack
 from .record import Recorder
+from .timeline_values import Packed, pack
 
 _ATTEMPTS = 3  # at a profile for which a rank has recorded nothing
 _NUMBER = 8  # bytes
 _LARGEST = (1 << 63) - 1
 
 
-class Gathering(Protocol):
+class PendingGather(Protocol):
     """Payloads on their way."""
 
     def result(self) -> list[bytes]:
@@ -55,7 +55,7 @@ class Gathering(Protocol):
 class Gathers(Protocol):
     """What starts a gather of payloads of at most `longest` bytes, which all ranks know, without waiting for it."""
 
-    def start_gather(self, payload: bytes, longest: int) -> Gathering: ...
+    def start_gather(self, payload: bytes, longest: int) -> PendingGather: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Profiling:
         return Misses(min(self.tolerance, share), self.misses)
 
 
-class Phase(Enum):
+class ProfilingPhase(Enum):
     """See the module."""
 
     WARMING = "warming"
@@ -89,14 +89,14 @@ class Phase(Enum):
 
 
 TRANSITIONS = {
-    Phase.WARMING: {Phase.RECORDING},
-    Phase.RECORDING: {Phase.SIZING},
-    Phase.SIZING: {Phase.SHARING},
-    Phase.SHARING: {Phase.AGREEING, Phase.RECORDING, Phase.OFF},
-    Phase.AGREEING: {Phase.WATCHING},
-    Phase.WATCHING: {Phase.ASKING},
-    Phase.ASKING: {Phase.WATCHING, Phase.RECORDING, Phase.OFF},
-    Phase.OFF: set(),
+    ProfilingPhase.WARMING: {ProfilingPhase.RECORDING},
+    ProfilingPhase.RECORDING: {ProfilingPhase.SIZING},
+    ProfilingPhase.SIZING: {ProfilingPhase.SHARING},
+    ProfilingPhase.SHARING: {ProfilingPhase.AGREEING, ProfilingPhase.RECORDING, ProfilingPhase.OFF},
+    ProfilingPhase.AGREEING: {ProfilingPhase.WATCHING},
+    ProfilingPhase.WATCHING: {ProfilingPhase.ASKING},
+    ProfilingPhase.ASKING: {ProfilingPhase.WATCHING, ProfilingPhase.RECORDING, ProfilingPhase.OFF},
+    ProfilingPhase.OFF: set(),
 }
 
 
@@ -143,7 +143,7 @@ class Profiler:
         self._traffic = traffic
         self.profile: Profile | None = None
         self.left_out: dict[int, tuple[int, ...]] = {}  # by rank: iterations that were left out
-        self.phase = Phase.WARMING
+        self.phase = ProfilingPhase.WARMING
         self.waited = 0.0  # seconds, for messages
         self._ends = 0  # of iterations, in this phase
         self._attempts = 0
@@ -154,14 +154,14 @@ class Profiler:
         self._disturbed = False
         self._left_out: list[int] = []  # iterations that were disturbed
         self._payload = b""
-        self._pending: Gathering | None = None
+        self._pending: PendingGather | None = None
         self._misses = settings.misses_of(1.0)  # of no profile yet
         self._failure = ""  # of this rank, for the next message
 
     def iteration_begin(self, step: int) -> None:
         """Whether this iteration is recorded follows from how many there have been."""
-        wanted = self.phase is Phase.RECORDING or (
-            self.phase in (Phase.WATCHING, Phase.ASKING) and step % self._settings.watch_every == 0
+        wanted = self.phase is ProfilingPhase.RECORDING or (
+            self.phase in (ProfilingPhase.WATCHING, ProfilingPhase.ASKING) and step % self._settings.watch_every == 0
         )
         if wanted and self._recorder.free and not self._failure:
             self._current, self._before, self._measuring = step, self._traffic(), True
@@ -169,39 +169,39 @@ class Profiler:
 
     def iteration_end(self, step: int) -> None:
         """One phase further, when its time has come."""
-        if self.phase is Phase.OFF:
+        if self.phase is ProfilingPhase.OFF:
             return
         self._ends += 1
         self._take()
         match self.phase:
-            case Phase.WARMING:
+            case ProfilingPhase.WARMING:
                 if self._ends >= self._settings.warmup:
-                    self._go(Phase.RECORDING)
-            case Phase.RECORDING:
+                    self._go(ProfilingPhase.RECORDING)
+            case ProfilingPhase.RECORDING:
                 if self._ends >= self._settings.iterations:
                     self._payload = self._own()
                     self._ask(len(self._payload).to_bytes(_NUMBER, "little"), _NUMBER)
-                    self._go(Phase.SIZING)
-            case Phase.SIZING:
+                    self._go(ProfilingPhase.SIZING)
+            case ProfilingPhase.SIZING:
                 self._ask(self._payload, max(self._told_numbers()))
-                self._go(Phase.SHARING)
-            case Phase.SHARING:
+                self._go(ProfilingPhase.SHARING)
+            case ProfilingPhase.SHARING:
                 self._go(self._shared(self._told()))
-            case Phase.AGREEING:
+            case ProfilingPhase.AGREEING:
                 self._on_agreed(self._told_numbers())
-                self._go(Phase.WATCHING)
-            case Phase.WATCHING:
+                self._go(ProfilingPhase.WATCHING)
+            case ProfilingPhase.WATCHING:
                 if self._ends >= self._settings.ask_every:
                     self._ask(msgpack.packb([self._misses.again, bool(self._failure)]), 8)
-                    self._go(Phase.ASKING)
-            case Phase.ASKING:
+                    self._go(ProfilingPhase.ASKING)
+            case ProfilingPhase.ASKING:
                 self._go(self._answered(self._told()))
 
-    def _go(self, phase: Phase) -> None:
+    def _go(self, phase: ProfilingPhase) -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise FtError(f"rank {self._rank}: a profile cannot go from {self.phase.value} to {phase.value}")
         self.phase, self._ends = phase, 0
-        if phase is Phase.RECORDING:
+        if phase is ProfilingPhase.RECORDING:
             self._recorded, self._left_out = [], []
 
     def _ask(self, payload: bytes, longest: int) -> None:
@@ -227,9 +227,9 @@ class Profiler:
             measured = self._recorder.take()
             if measured is None:
                 return
-            if self.phase is Phase.RECORDING and self._disturbed:
+            if self.phase is ProfilingPhase.RECORDING and self._disturbed:
                 self._left_out.append(self._current)
-            elif self.phase is Phase.RECORDING:
+            elif self.phase is ProfilingPhase.RECORDING:
                 self._recorded.append((self._current, measured))
             elif self.profile is not None:
                 self._misses = self._misses.seen(self.profile.timelines[self._rank], measured)
@@ -253,14 +253,14 @@ class Profiler:
     def _words(self, error: Exception) -> str:
         return f"rank {self._rank}: {type(error).__name__}: {error}"
 
-    def _shared(self, parts: Sequence[bytes]) -> Phase:
+    def _shared(self, parts: Sequence[bytes]) -> ProfilingPhase:
         told = [_Told(*msgpack.unpackb(part, use_list=False)) for part in parts]
         failure = next((one.failure for one in told if one.failure), "")
         empty = [rank for rank, one in enumerate(told) if not one.timeline]
         self._attempts += 1
         if not failure and empty:
             if self._attempts < _ATTEMPTS:
-                return Phase.RECORDING
+                return ProfilingPhase.RECORDING
             failure = f"rank {empty[0]} has recorded no iteration in {_ATTEMPTS} times {self._settings.iterations}"
         if failure:
             return self._off(failure)
@@ -274,16 +274,16 @@ class Profiler:
         self._misses = self._settings.misses_of(self.profile.timelines[self._rank].seconds)
         made = min(self._on_profile(self.profile), _LARGEST)
         self._ask(made.to_bytes(_NUMBER, "little"), _NUMBER)
-        return Phase.AGREEING
+        return ProfilingPhase.AGREEING
 
-    def _answered(self, parts: Sequence[bytes]) -> Phase:
+    def _answered(self, parts: Sequence[bytes]) -> ProfilingPhase:
         told = [msgpack.unpackb(part) for part in parts]
         for rank, (_, failed) in enumerate(told):
             if failed:
                 return self._off(self._failure or f"rank {rank} has failed to measure an iteration")
-        return Phase.RECORDING if any(again for again, _ in told) else Phase.WATCHING
+        return ProfilingPhase.RECORDING if any(again for again, _ in told) else ProfilingPhase.WATCHING
 
-    def _off(self, reason: str) -> Phase:
+    def _off(self, reason: str) -> ProfilingPhase:
         self.profile = None
         self._on_failure(reason)
-        return Phase.OFF
+        return ProfilingPhase.OFF

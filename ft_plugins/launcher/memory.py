@@ -9,11 +9,10 @@ In: a `Roster`. Out: the same, to the next process of this node.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
+from .. import files
 from ..errors import ProtocolError
 from ..events import say
 from ..intake import json_value, read_bytes
@@ -39,13 +38,8 @@ class Memory:
         self.roster = roster
         if self._path is None:
             return
-        building = self._path.with_name(f"{self._path.name}.new")
         with contextlib.suppress(OSError):
-            building.unlink(missing_ok=True)
-            descriptor = os.open(building, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "w") as file:
-                json.dump({"run": self._run, "roster": asdict(roster)}, file)
-            building.replace(self._path)
+            files.write_json(self._path, {"run": self._run, "roster": asdict(roster)})
 
     def sizes(self) -> sizes.SizeReport:
         """With how many nodes the job can be trained, as its ranks report; empty until they do."""

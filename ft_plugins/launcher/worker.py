@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import os
 import re
 import runpy
@@ -28,7 +27,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from .. import faults
+from .. import faults, files
 from ..config import LaunchContext, launch_context
 from ..errors import EXIT_REFUSED, DivergedError, FtError, ProtocolError
 from . import hooks
@@ -109,9 +108,7 @@ def _report(line: str, code: int) -> bool:
     if not target:
         return False
     extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-    building = Path(f"{target}.new")
-    building.write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
-    building.replace(target)
+    files.write_json(Path(target), {"message": {"message": line, "errorCode": code, "extraInfo": extra}})
     return True
 
 

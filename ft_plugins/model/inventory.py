@@ -17,7 +17,7 @@ from enum import Enum
 from ..errors import InventoryError
 
 
-class Span(str, Enum):
+class IterationSpan(str, Enum):
     """What a rank is doing at a moment of an iteration; an item names the spans that may change it."""
 
     FORWARD = "forward"
@@ -57,14 +57,14 @@ class Item:
     role: Role
     replicas: tuple[int, ...]
     layer: int | None = None
-    changed_by: frozenset[Span] = frozenset({Span.UPDATE})
+    changed_by: frozenset[IterationSpan] = frozenset({IterationSpan.UPDATE})
     piece: tuple[int, int, int] | None = None
     counts: bool = True
 
     @property
     def background(self) -> bool:
         """Whether it may be captured behind the next iteration's compute: only the update changes it."""
-        return self.changed_by <= {Span.UPDATE}
+        return self.changed_by <= {IterationSpan.UPDATE}
 
 
 @dataclass(frozen=True)

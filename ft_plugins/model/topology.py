@@ -162,14 +162,6 @@ class Topology:
         sparse = {axis.name: axis.index(rank) for axis in self._sparse}
         return Coords(dense["tp"], dense["pp"], dense["dp"], dense["cp"], sparse["ep"], sparse["tp"], sparse["dp"])
 
-    def rank_of(self, coords: Coords) -> int:
-        """The rank at tp, pp, dp, cp of `coords`; these decide alone. Raises TopologyError for an index too large."""
-        indices = {"tp": coords.tp, "pp": coords.pp, "dp": coords.dp, "cp": coords.cp, "ep": 0}
-        for axis in self._dense:
-            if not 0 <= indices[axis.name] < axis.size:
-                raise TopologyError(f"{axis.name} index {indices[axis.name]} is not below {axis.name}={axis.size}")
-        return sum(axis.stride * indices[axis.name] for axis in self._dense)
-
     # groups
 
     def group(self, axes: str, rank: int, expert: bool = False) -> tuple[int, ...]:
@@ -209,12 +201,6 @@ class Topology:
             members[pipeline.index(rank), tensor.index(rank)].append(rank)
         return {key: tuple(ranks) for key, ranks in members.items()}
 
-    def pipeline_neighbours(self, rank: int) -> tuple[int, int]:
-        """The ranks of the previous and the next stage, as a ring: the first stage's previous one is the last."""
-        stages = self.group("pp", rank)
-        at = stages.index(rank)
-        return stages[at - 1], stages[(at + 1) % self.pp]
-
     def stages(self, rank: int) -> tuple[int, ...]:
         """The virtual stages, of pp x vpp in the order of layers, that `rank` computes: pp, pp + PP, pp + 2 PP, ..."""
         first = self.coords(rank).pp
@@ -240,12 +226,6 @@ class Topology:
         """The failure domain of `rank`."""
         self._checked(rank)
         return self.nodes[rank] if self.nodes else SINGLE_NODE
-
-    def ranks_on(self, node: str) -> tuple[int, ...]:
-        """The ranks of `node`, ascending. Raises TopologyError for a node that has none."""
-        if node not in self._placed:
-            raise TopologyError(f"node '{node}' has no rank of this job; its nodes are {', '.join(self.node_names)}")
-        return self._placed[node]
 
     # for people
 

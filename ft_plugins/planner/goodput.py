@@ -35,7 +35,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..model.timeline import Timeline
 from ..redundancy.neighbour import partners
-from . import fitting, idle
+from . import fitting
 from .intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
 from .survival import Cluster, Scheme, columns, demand, log_group_survival, loss, mean_rate
 
@@ -43,7 +43,7 @@ GIB = float(1 << 30)
 GROWTH = (1, 4, 16, 64)  # how often the pipelines are there, in a plan
 
 
-class Protection(Enum):
+class ProtectionKind(Enum):
     """How state is protected; the value is its name for programs."""
 
     DISK = "disk"
@@ -56,11 +56,11 @@ class Protection(Enum):
     def title(self) -> str:
         """The name for people."""
         return {
-            Protection.DISK: "checkpoints, training waits",
-            Protection.CHECKFREQ: "CheckFreq-like",
-            Protection.REPLICATION: "replication at once",
-            Protection.REFT: "REFT, RAIM5",
-            Protection.BAFT: "BAFT",
+            ProtectionKind.DISK: "checkpoints, training waits",
+            ProtectionKind.CHECKFREQ: "CheckFreq-like",
+            ProtectionKind.REPLICATION: "replication at once",
+            ProtectionKind.REFT: "REFT, RAIM5",
+            ProtectionKind.BAFT: "BAFT",
         }[self]
 
 
@@ -69,7 +69,7 @@ class Upkeep:
     """What one protection costs. Shares are of time, seconds are for a failure, `every` is in iterations (None:
     never)."""
 
-    protection: Protection
+    protection: ProtectionKind
     every: int | None
     save_share: float
     lost_seconds: float
@@ -89,7 +89,7 @@ class GoodputPlan:
     iterations_per_checkpoint: int | None
     upkeeps: tuple[Upkeep, ...]
 
-    def of(self, protection: Protection) -> Upkeep:
+    def of(self, protection: ProtectionKind) -> Upkeep:
         """One of them."""
         return next(one for one in self.upkeeps if one.protection is protection)
 
@@ -107,7 +107,7 @@ def plan_goodput(
     costs: Costs,
     timelines: Sequence[Timeline],
     restart_seconds: float = 600.0,
-    fit: idle.Fit = fitting.fit,
+    fit: fitting.Fit = fitting.fit,
 ) -> GoodputPlan:
     """Every protection for a job whose nodes are each a stage (or a part of one) of a pipeline with these timelines.
 
@@ -127,7 +127,7 @@ def plan_goodput(
         cluster.nodes,
         hardware + software,
         costs.iteration_seconds,
-        idle.bubble_share(timelines),
+        fitting.bubble_share(timelines),
         wanted,
         (*job.from_storage(), *job.from_memory(wanted)),
     )
@@ -138,7 +138,7 @@ def plan_growth(
     costs: Costs,
     timelines: Sequence[Timeline],
     restart_seconds: float = 600.0,
-    fit: idle.Fit = fitting.fit,
+    fit: fitting.Fit = fitting.fit,
 ) -> tuple[GoodputPlan, ...]:
     """The same pipeline in 1, 4, 16 and 64 times as many replicas, the batch growing with them: a node's part of the
     replicated state shrinks as fast, failures grow."""
@@ -198,8 +198,8 @@ class _Job:
         waited = self.costs.checkpoint_seconds
         copy = min(self.costs.snapshot_seconds if waited is None else waited, self.write)
         return (
-            self._upkeep(Protection.DISK, self.write, self.write, 0.0, self.failures),
-            self._upkeep(Protection.CHECKFREQ, copy, self.write, self.write - copy, self.failures),
+            self._upkeep(ProtectionKind.DISK, self.write, self.write, 0.0, self.failures),
+            self._upkeep(ProtectionKind.CHECKFREQ, copy, self.write, self.write - copy, self.failures),
         )
 
     def from_memory(self, wanted: int | None) -> tuple[Upkeep, Upkeep, Upkeep]:
@@ -211,12 +211,12 @@ class _Job:
         both = self.hardware * math.fsum(lost) / len(lost)
         group = storage_rate(self.cluster, self.costs, Scheme.RAIM5)
         return (
-            self._upkeep(Protection.REPLICATION, snapshot + send, 0.0, 0.0, both),
-            self._upkeep(Protection.REFT, snapshot, send, send, group),
-            self._upkeep(Protection.BAFT, snapshot, bubbles, bubbles, both),
+            self._upkeep(ProtectionKind.REPLICATION, snapshot + send, 0.0, 0.0, both),
+            self._upkeep(ProtectionKind.REFT, snapshot, send, send, group),
+            self._upkeep(ProtectionKind.BAFT, snapshot, bubbles, bubbles, both),
         )
 
-    def _upkeep(self, protection: Protection, wait: float, least: float, lag: float, beyond: float) -> Upkeep:
+    def _upkeep(self, protection: ProtectionKind, wait: float, least: float, lag: float, beyond: float) -> Upkeep:
         """`wait`: of training, for a save; `least`: seconds from one save to the next; `beyond`: failures a day that
         only storage survives. Of what they come back from, each has its part."""
         kept = self.failures - beyond

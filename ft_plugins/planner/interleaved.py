@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .pipeline import Compute, Messages, Operation, Pass, Pipeline, Post, Wait, exchange
+from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, Wait, exchange
 
 
 def schedule_table(pipeline: Pipeline) -> list[tuple[int, int]]:
@@ -62,7 +62,7 @@ class Interleaved:
             if self._pipeline.overlap:
                 self._exchange(self._made_forward(k), self._activation_after(k))
                 if gradient:
-                    self._operations.append(Post((), gradient, False))
+                    self._operations.append(MessagePost((), gradient, False))
                     self._gradients.append(gradient)
             else:
                 self._exchange(self._made_forward(k), self._activation_after(k) + gradient)
@@ -109,7 +109,7 @@ class Interleaved:
     def _begin(self, sends: Messages, receives: Messages, coming: deque[Messages], before: Messages) -> Messages:
         """Post, and wait for the send before; what is sent now."""
         if sends or receives:
-            self._operations.append(Post(sends, receives, False))
+            self._operations.append(MessagePost(sends, receives, False))
         if before:
             self._operations.append(Wait(before, ()))
         if receives:

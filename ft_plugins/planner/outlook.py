@@ -15,12 +15,12 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..model.timeline import Timeline
-from . import fitting, goodput, idle
+from . import fitting, goodput
+from .fitting import CopyPlacement
 from .goodput import GoodputPlan, plan_goodput, plan_growth
-from .idle import Placement
 from .intervals import Costs
-from .pipeline import Pipeline, Schedule
-from .simulate import Link, Times, simulate
+from .pipeline import Pipeline, PipelineSchedule
+from .simulate import PipelineLink, Times, simulate
 from .survival import Cluster, columns, demand
 
 NEEDED = ("stages", "microbatches")
@@ -29,7 +29,7 @@ CHUNKS = 2  # of the schedule that has them, where nothing is said
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlannedPipeline:
     """A pipeline, each of whose ranks is on a node of its own; a message takes `message_share` of the unit."""
 
     pipeline: Pipeline
@@ -37,7 +37,7 @@ class Wanted:
     restart_seconds: float = RESTART_SECONDS
 
     @classmethod
-    def given(cls, values: Mapping[str, Any]) -> Wanted | None:
+    def given(cls, values: Mapping[str, Any]) -> PlannedPipeline | None:
         """The pipeline in `values` (schedule, stages, microbatches, chunks, message_share, restart_seconds), None is
         what was not given; None when nothing was. Raises ConfigError for a part."""
         found = {name: value for name, value in values.items() if value is not None}
@@ -49,9 +49,9 @@ class Wanted:
                 f"{', '.join(found)}: without effect; a pipeline can be simulated when {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} given too"
             )
-        schedule = Schedule(found.get("schedule", Schedule.ONE_F_ONE_B.value))
-        chunks = found.get("chunks", CHUNKS if schedule is Schedule.INTERLEAVED else 1)
-        overlap = schedule is Schedule.INTERLEAVED
+        schedule = PipelineSchedule(found.get("schedule", PipelineSchedule.ONE_F_ONE_B.value))
+        chunks = found.get("chunks", CHUNKS if schedule is PipelineSchedule.INTERLEAVED else 1)
+        overlap = schedule is PipelineSchedule.INTERLEAVED
         share = found.get("message_share", 0.0)
         demand("message_share", share, "from 0 to 100", 0 <= share <= 100)
         pipeline = Pipeline(schedule, found["stages"], found["microbatches"], chunks, overlap=overlap)
@@ -60,7 +60,7 @@ class Wanted:
     def simulate(self, pipeline: Pipeline) -> tuple[Timeline, ...]:
         """An iteration of this pipeline or of the same in another schedule."""
         unit = 1 / pipeline.chunks
-        return simulate(pipeline, Times((unit,), (2 * unit,), (unit,), links=(Link(self.message_share),)))
+        return simulate(pipeline, Times((unit,), (2 * unit,), (unit,), links=(PipelineLink(self.message_share),)))
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class PipelineOutlook:
     """`shares`: bubbles by schedule, of those in which it can be run. With costs: iterations of a checkpoint by
     placement (None: some rank goes by a rate), and the job as it grows, in pairs."""
 
-    wanted: Wanted
+    wanted: PlannedPipeline
     timelines: tuple[Timeline, ...]
-    shares: dict[Schedule, float]
-    iterations: dict[Placement, int | None]
+    shares: dict[PipelineSchedule, float]
+    iterations: dict[CopyPlacement, int | None]
     plans: tuple[GoodputPlan, ...]
 
     def table(self) -> str:
@@ -99,40 +99,40 @@ class PipelineOutlook:
         return {
             "pipeline": pipeline | {"message_share": self.wanted.message_share},
             "bubble_shares": {schedule.value: share for schedule, share in self.shares.items()},
-            "by_stage": idle.bubble_shares(self.timelines),
+            "by_stage": fitting.bubble_shares(self.timelines),
             "iterations_per_checkpoint": {to.value: one for to, one in self.iterations.items()},
             "goodput": [plan.block() for plan in self.plans],
         }
 
 
-def plan_pipeline(wanted: Wanted, cluster: Cluster, costs: Costs | None) -> PipelineOutlook:
+def plan_pipeline(wanted: PlannedPipeline, cluster: Cluster, costs: Costs | None) -> PipelineOutlook:
     """Bubbles, and with costs what fits into them and what becomes of the job as it grows."""
     pipeline = wanted.pipeline
     timelines = wanted.simulate(pipeline)
     shares = {}
-    for schedule in Schedule:
+    for schedule in PipelineSchedule:
         other = _in(pipeline, schedule)
         if other is not None:
-            shares[schedule] = idle.bubble_share(timelines if other == pipeline else wanted.simulate(other))
+            shares[schedule] = fitting.bubble_share(timelines if other == pipeline else wanted.simulate(other))
     if costs is None:
         return PipelineOutlook(wanted, timelines, shares, {}, ())
     fit = partial(fitting.fit, reserved=wanted.message_share)
     plans = plan_growth(cluster, costs, timelines, wanted.restart_seconds, fit)
     counts = {
         to: plan_goodput(cluster, costs, timelines, fit=partial(fit, placement=to)).iterations_per_checkpoint
-        for to in Placement
+        for to in CopyPlacement
     }
     return PipelineOutlook(wanted, timelines, shares, counts, plans)
 
 
-def _in(pipeline: Pipeline, schedule: Schedule) -> Pipeline | None:
+def _in(pipeline: Pipeline, schedule: PipelineSchedule) -> Pipeline | None:
     """The same pipeline in another schedule; None where that cannot be."""
     if schedule is pipeline.schedule:
         return pipeline
-    chunks = CHUNKS if schedule is Schedule.INTERLEAVED else 1
+    chunks = CHUNKS if schedule is PipelineSchedule.INTERLEAVED else 1
     try:
         return replace(
-            pipeline, schedule=schedule, chunks=chunks, group=0, overlap=schedule is Schedule.INTERLEAVED
+            pipeline, schedule=schedule, chunks=chunks, group=0, overlap=schedule is PipelineSchedule.INTERLEAVED
         )
     except ConfigError:
         return None

@@ -5,7 +5,7 @@ makes it + 1 for a gradient) x microbatches + microbatch.
 
 Invariant: a `Pipeline` that exists can be run; what the framework refuses is refused here.
 
-In: sizes. Out: `Pipeline`, read by schedules and simulator; `Compute`, `Post` and `Wait`, a rank's program.
+In: sizes. Out: `Pipeline`, read by schedules and simulator; `Compute`, `MessagePost` and `Wait`, a rank's program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import ConfigError
 Messages = tuple[int, ...]
 
 
-class Schedule(Enum):
+class PipelineSchedule(Enum):
     """The order of passes; the value is its name for programs."""
 
     GPIPE = "gpipe"
@@ -46,7 +46,7 @@ class Compute(NamedTuple):
     chunk: int
 
 
-class Post(NamedTuple):
+class MessagePost(NamedTuple):
     """Begin to send and to receive; where `blocking`, go on when all of it is done."""
 
     sends: Messages
@@ -61,7 +61,7 @@ class Wait(NamedTuple):
     receives: Messages
 
 
-Operation = Compute | Post | Wait
+Operation = Compute | MessagePost | Wait
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Pipeline:
     """One pipeline and its schedule. `group`: contiguous microbatches of a chunk, 0 for one each rank. Raises
     ConfigError for what the framework refuses too."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     ranks: int
     microbatches: int
     chunks: int = 1
@@ -81,7 +81,7 @@ class Pipeline:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}: expected an integer >= {least}, found {value!r}")
-        if self.schedule is Schedule.INTERLEAVED:
+        if self.schedule is PipelineSchedule.INTERLEAVED:
             self._check_chunks()
         elif self.chunks != 1 or self.group or self.overlap:
             raise ConfigError(f"chunks, group, overlap: without effect in the schedule {self.schedule.value}")
@@ -130,4 +130,4 @@ class Pipeline:
 def exchange(sends: Messages, receives: Messages) -> Iterator[Operation]:
     """Both at once, blocking; nothing where there is nothing to do."""
     if sends or receives:
-        yield Post(sends, receives, True)
+        yield MessagePost(sends, receives, True)

@@ -14,7 +14,7 @@
 
 Invariant: a program names each pass and each end of each message once; what is waited for has been posted before.
 
-In: `Pipeline`. Out: `program`, a rank's list of `Compute`, `Post` and `Wait`.
+In: `Pipeline`. Out: `program`, a rank's list of `Compute`, `MessagePost` and `Wait`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .interleaved import Interleaved
-from .pipeline import Compute, Messages, Operation, Pass, Pipeline, Post, Schedule, Wait, exchange
+from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, PipelineSchedule, Wait, exchange
 
 
 def program(pipeline: Pipeline, rank: int) -> list[Operation]:
     """What `rank` does in one iteration, up to its last backward pass."""
     match pipeline.schedule:
-        case Schedule.GPIPE:
+        case PipelineSchedule.GPIPE:
             return list(_gpipe(_Ends(pipeline, rank)))
-        case Schedule.ONE_F_ONE_B:
+        case PipelineSchedule.ONE_F_ONE_B:
             return list(_one_f_one_b(_Ends(pipeline, rank)))
-        case Schedule.DEEPSPEED:
+        case PipelineSchedule.DEEPSPEED:
             return list(_deepspeed(_Ends(pipeline, rank)))
-        case Schedule.ZERO_BUBBLE:
+        case PipelineSchedule.ZERO_BUBBLE:
             return _posted_ahead(_Ends(pipeline, rank), _zero_bubble_passes(pipeline, rank))
-        case Schedule.INTERLEAVED:
+        case PipelineSchedule.INTERLEAVED:
             return Interleaved(pipeline, rank).program()
 
 
@@ -129,15 +129,15 @@ def _posted_ahead(ends: _Ends, passes: list[Compute]) -> list[Operation]:
     receive = {Pass.FORWARD: ends.receive_forward, Pass.BACKWARD: ends.receive_backward}
     send = {Pass.FORWARD: ends.send_forward, Pass.BACKWARD: ends.send_backward}
     needs = [receive[one.what](one.microbatch) if one.what in receive else () for one in passes] + [()]
-    operations: list[Operation] = [Post((), needs[0], False)] if needs[0] else []
+    operations: list[Operation] = [MessagePost((), needs[0], False)] if needs[0] else []
     for one, need, following in zip(passes, needs, needs[1:], strict=False):
         if need:
             operations.append(Wait((), need))
         if following:
-            operations.append(Post((), following, False))
+            operations.append(MessagePost((), following, False))
         operations.append(one)
         if one.what in send and (made := send[one.what](one.microbatch)):
-            operations.append(Post(made, (), False))
+            operations.append(MessagePost(made, (), False))
     return operations
 
 

@@ -19,23 +19,20 @@ backward pass that is split are BACKWARD.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..model.timeline import Kind, Span, Timeline
-from .pipeline import Compute, Messages, Operation, Pass, Pipeline, Post, Schedule
+from ..model.timeline import Kind, Span, Timeline, gc_paused
+from .pipeline import Compute, MessagePost, Messages, Operation, Pass, Pipeline, PipelineSchedule
 from .schedules import program
 
 NOT_YET = -1.0
 
 
 @dataclass(frozen=True)
-class Link:
+class PipelineLink:
     """From a rank to its neighbour and back. Seconds and bytes per second."""
 
     latency: float = 0.0
@@ -59,7 +56,7 @@ class Times:
     weight: tuple[float, ...] = (1.0,)
     reduce: tuple[float, ...] = (0.0,)
     update: tuple[float, ...] = (0.0,)
-    links: tuple[Link, ...] = (Link(),)
+    links: tuple[PipelineLink, ...] = (PipelineLink(),)
     message_bytes: float = 0.0
     joint: bool = True
 
@@ -75,7 +72,7 @@ class Times:
 
 def simulate(pipeline: Pipeline, times: Times, *, eager: bool = False) -> tuple[Timeline, ...]:
     """The timelines of one iteration, by rank. Raises ConfigError for times that do not fit the pipeline."""
-    with _no_collections():
+    with gc_paused():
         run = _Run(pipeline, times, eager)
         run.work_off()
     ends = run.now
@@ -97,18 +94,6 @@ def spread(name: str, values: tuple, count: int) -> tuple:  # type: ignore[type-
     if len(values) == 1:
         return values * count
     raise ConfigError(f"{name}: expected 1 value or {count}, found {len(values)}")
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """A hundred thousand objects are made and none is garbage: looking for it takes as long as all the rest."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _Run:
@@ -141,8 +126,8 @@ class _Run:
                 )
 
     def _go_on(self, rank: int, operations: list[Operation], at: int) -> int:
-        """Work off a program from `at` until it ends or waits; where it stands then. A blocking `Post` that waits is
-        not passed: that it has been posted shows in its messages."""
+        """Work off a program from `at` until it ends or waits; where it stands then. A blocking `MessagePost` that
+        waits is not passed: that it has been posted shows in its messages."""
         now, spans, ranks = self.now[rank], self.spans[rank], self._pipeline.ranks
         while at < len(operations):
             operation = operations[at]
@@ -153,7 +138,7 @@ class _Run:
                 kind = Kind.FORWARD if operation.what is Pass.FORWARD else Kind.BACKWARD
                 spans.append(Span(kind, begin, now, operation.microbatch, operation.chunk))
                 continue
-            if isinstance(operation, Post):
+            if isinstance(operation, MessagePost):
                 self._post(operation, now)
                 if not operation.blocking:
                     continue
@@ -167,7 +152,7 @@ class _Run:
         self.now[rank] = now
         return at
 
-    def _post(self, post: Post, now: float) -> None:
+    def _post(self, post: MessagePost, now: float) -> None:
         """Begin what can begin; whoever waits for it goes on."""
         sent, posted = self._sent, self._posted
         for message in post.sends:
@@ -216,7 +201,7 @@ def _pass_seconds(pipeline: Pipeline, times: Times) -> dict[Pass, tuple[float, .
     """By pass and stage."""
     forward = spread("forward", times.forward, pipeline.stages)
     backward = spread("backward", times.backward, pipeline.stages)
-    if pipeline.schedule is not Schedule.ZERO_BUBBLE:
+    if pipeline.schedule is not PipelineSchedule.ZERO_BUBBLE:
         return {Pass.FORWARD: forward, Pass.BACKWARD: backward}
     weight = spread("weight", times.weight, pipeline.stages)
     rest = tuple(whole - part for whole, part in zip(backward, weight, strict=True))

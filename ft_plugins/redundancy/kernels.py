@@ -59,11 +59,6 @@ def _choose() -> Loops:
 LOOPS = _choose()
 
 
-def xor_into(target: Bytes, source: Bytes, *, overwrite: bool = False, loops: Loops = LOOPS) -> None:
-    """target += source."""
-    xor_many_into(target, (source,), overwrite=overwrite, loops=loops)
-
-
 def xor_many_into(target: Bytes, sources: Sequence[Bytes], *, overwrite: bool = False, loops: Loops = LOOPS) -> None:
     """target += sum of sources; the target passes through the cache once for all of them."""
     _check((target,), sources)

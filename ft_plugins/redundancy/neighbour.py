@@ -10,7 +10,7 @@ holds, so every byte of the job is copied once.
 
 BAFT (section 4.2.1) sends to the stage before, and from the first to the last, as a ring. These two hardly ever idle at
 once, so the first stage decides how rare checkpoints are: in pairs they come about twice as often, as often as the
-others of the ring had them (planner.idle has both). A copy is lost with one other node instead of one of two.
+others of the ring had them (planner.fitting has both). A copy is lost with one other node instead of one of two.
 
 Invariant: no copy is on the node of what it copies. Lost nodes are survived exactly when none of them keeps a copy of
 what another of them held; so any one node may be lost, and of several those of which no two are partners.
@@ -33,7 +33,7 @@ from functools import cached_property
 
 from ..errors import TopologyError
 from ..model.topology import Topology
-from .parity import ALIGNMENT, OnDemand, Piece, Placement, Stripe
+from .parity import ALIGNMENT, OnDemand, Placement, Stripe, StripePiece
 from .plan import ExchangePlan, plan_exchange, positions
 from .sections import Extent, Section
 
@@ -56,9 +56,9 @@ class Mirror(Placement):
     def _parity_of(self, stripe: int) -> tuple[int, ...]:
         return (1,)
 
-    def piece(self, stripe: int, node: int) -> Piece | None:
+    def piece(self, stripe: int, node: int) -> StripePiece | None:
         """The whole stream of node 0; None for everything else."""
-        return Piece(0, 0, self.sizes[0], 0) if (stripe, node) == (0, 0) else None
+        return StripePiece(0, 0, self.sizes[0], 0) if (stripe, node) == (0, 0) else None
 
     def kept_on(self, node: int) -> tuple[tuple[int, int], ...]:
         """The P of the one stripe, on node 1."""
@@ -66,7 +66,7 @@ class Mirror(Placement):
 
 
 @dataclass(frozen=True)
-class Copy:
+class NeighbourCopy:
     """`nbytes` of slot data of `rank`, whose node stands at `source`, are kept at `target`, where `receiver` runs.
 
     `stages_back`: how many pipeline stages earlier that is; 1 for the previous one, -1 for the next one.
@@ -86,19 +86,19 @@ class NeighbourPlan:
 
     nodes: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[NeighbourCopy, ...]
 
     # who keeps what
 
     @cached_property
-    def sent_from(self) -> tuple[tuple[Copy, ...], ...]:
+    def sent_from(self) -> tuple[tuple[NeighbourCopy, ...], ...]:
         """By position, what its ranks send, by rank."""
         return tuple(tuple(self.copies[rank] for rank in ranks) for ranks in self.ranks)
 
     @cached_property
-    def kept_on(self) -> tuple[tuple[Copy, ...], ...]:
+    def kept_on(self) -> tuple[tuple[NeighbourCopy, ...], ...]:
         """By position, what its node keeps, by rank."""
-        kept: list[list[Copy]] = [[] for _ in self.nodes]
+        kept: list[list[NeighbourCopy]] = [[] for _ in self.nodes]
         for copy in self.copies:
             kept[copy.target].append(copy)
         return tuple(map(tuple, kept))
@@ -115,7 +115,7 @@ class NeighbourPlan:
         """Bytes that a node sends of one version."""
         return sum(copy.nbytes for copy in self.sent_from[position])
 
-    def together(self, rank: int) -> tuple[Copy, ...]:
+    def together(self, rank: int) -> tuple[NeighbourCopy, ...]:
         """The copies of all nodes that share links with the node of `rank`, directly or through others, by rank: what
         these may send when is decided by them alone."""
         neighbours: list[set[int]] = [set() for _ in self.nodes]
@@ -281,9 +281,7 @@ def unplaced(nodes: Sequence[str], stages: Sequence[Sequence[int]]) -> str:
     return ""
 
 
-def plan_neighbours(
-    nodes: Sequence[str], stages: Sequence[Sequence[int]], nbytes: Sequence[int]
-) -> NeighbourPlan:
+def plan_neighbours(nodes: Sequence[str], stages: Sequence[Sequence[int]], nbytes: Sequence[int]) -> NeighbourPlan:
     """Whose copy lives where: `nodes[rank]`, pipelines as ranks in the order of their stages, `nbytes[rank]` of data.
 
     Raises TopologyError where a rank has no neighbour on another node (`unplaced` says why), or is in no pipeline or in
@@ -295,7 +293,7 @@ def plan_neighbours(
         raise TopologyError(f"{len(nodes)} ranks, but the pipelines are {[list(pipeline) for pipeline in stages]}")
     names, ranks = positions(nodes)
     at = {name: position for position, name in enumerate(names)}
-    copies: dict[int, Copy] = {}
+    copies: dict[int, NeighbourCopy] = {}
     for pipeline in stages:
         there = list(dict.fromkeys(nodes[rank] for rank in pipeline))
         keeper = {node: there[partner(place, len(there))] for place, node in enumerate(there)}
@@ -303,7 +301,9 @@ def plan_neighbours(
             kept = [other for other, held in enumerate(pipeline) if nodes[held] == keeper[nodes[rank]]]
             nearest = min(kept, key=lambda other: (abs(stage - other), other))  # noqa: B023
             receiver = pipeline[nearest]
-            copies[rank] = Copy(rank, at[nodes[rank]], receiver, at[nodes[receiver]], nbytes[rank], stage - nearest)
+            copies[rank] = NeighbourCopy(
+                rank, at[nodes[rank]], receiver, at[nodes[receiver]], nbytes[rank], stage - nearest
+            )
     return NeighbourPlan(names, ranks, tuple(copies[rank] for rank in range(len(nodes))))
 
 

@@ -13,7 +13,7 @@ end of a stream count as zeros.
 Invariant: whichever L nodes are lost, every stripe keeps enough pieces to compute what it lost. A stripe is treated as
 a code whose rows are unit vectors (data), ones (P) and powers of 2 (Q); there is one way for all patterns of loss.
 
-In: sizes, then the nodes that are lost. Out: `Placement`, `Rebuild`s.
+In: sizes, then the nodes that are lost. Out: `Placement`, `StripeRebuild`s.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OnDemand(Sequence[T]):
 
 
 @dataclass(frozen=True)
-class Piece:
+class StripePiece:
     """The bytes `start .. stop` of a node's stream, as data of a stripe; fewer than a block at the stream's end.
 
     It enters Q multiplied by 2**coefficient: its place in the stripe's data, from 0.
@@ -76,7 +76,7 @@ class Stripe:
 
     index: int
     parity: tuple[int, ...]
-    data: tuple[Piece, ...]
+    data: tuple[StripePiece, ...]
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ class Placement:
     def _parity_of(self, stripe: int) -> tuple[int, ...]:
         return tuple((stripe + which) % len(self.sizes) for which in range(self.losses))
 
-    def piece(self, stripe: int, node: int) -> Piece | None:
+    def piece(self, stripe: int, node: int) -> StripePiece | None:
         """What `node` gives to a stripe; None if it keeps its parity."""
         parity = self._parity_of(stripe)
         if node in parity:
             return None
         start = min((stripe - node - 1) % len(self.sizes) * self.block, self.sizes[node])
         stop = min(start + self.block, self.sizes[node])
-        return Piece(node, start, stop, node - sum(keeper < node for keeper in parity))
+        return StripePiece(node, start, stop, node - sum(keeper < node for keeper in parity))
 
     def parity_bytes(self, node: int) -> int:
         """Bytes of parity that `node` keeps."""
@@ -138,7 +138,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Rebuild:
+class StripeRebuild:
     """One lost thing of a stripe: `wanted`, which lay on `node`, is the sum of factor * source over GF(256).
 
     A thing is ("data", node) or ("parity", 0 for P or 1 for Q); a source has its factor behind, 1 for plain XOR. Of
@@ -190,7 +190,7 @@ def _check(sizes: Sequence[int], losses: int) -> None:
             raise TopologyError(f"node {node}: {size} is no size of a stream: expected 0 or more bytes")
 
 
-def plan_decode(placement: Placement, lost: Collection[int]) -> tuple[Rebuild, ...]:
+def plan_decode(placement: Placement, lost: Collection[int]) -> tuple[StripeRebuild, ...]:
     """Everything that lay on the `lost` nodes, stripe by stripe, data before parity, from what survived.
 
     Raises ResumeError when more nodes are lost than the placement survives.
@@ -207,7 +207,7 @@ def plan_decode(placement: Placement, lost: Collection[int]) -> tuple[Rebuild, .
     return tuple(rebuild for stripe in placement.stripes for rebuild in _rebuilds(stripe, set(gone)))
 
 
-def _rebuilds(stripe: Stripe, gone: set[int]) -> list[Rebuild]:
+def _rebuilds(stripe: Stripe, gone: set[int]) -> list[StripeRebuild]:
     """What the stripe lost, from as many parities as it lost data pieces, P first, for that keeps factors at 1.
 
     The row of a wanted thing is sum_k c[k] * (row of parity k) + (the factors of the surviving data). At the lost
@@ -217,7 +217,7 @@ def _rebuilds(stripe: Stripe, gone: set[int]) -> list[Rebuild]:
     alive = [piece for piece in stripe.data if piece.node not in gone and piece.stop > piece.start]
     parities = [which for which, node in enumerate(stripe.parity) if node not in gone][: len(lost)]
 
-    def row(wanted: tuple[str, int], pieces: Sequence[Piece]) -> list[int]:
+    def row(wanted: tuple[str, int], pieces: Sequence[StripePiece]) -> list[int]:
         kind, which = wanted
         if kind == "data":
             return [int(piece.node == which) for piece in pieces]
@@ -237,11 +237,13 @@ def _rebuilds(stripe: Stripe, gone: set[int]) -> list[Rebuild]:
         return tuple(data + parity)
 
     found = [
-        Rebuild(stripe.index, ("data", piece.node), piece.node, sources(("data", piece.node)) if piece in lost else ())
+        StripeRebuild(
+            stripe.index, ("data", piece.node), piece.node, sources(("data", piece.node)) if piece in lost else ()
+        )
         for piece in stripe.data
         if piece.node in gone
     ]
     for which, node in enumerate(stripe.parity):
         if node in gone:
-            found.append(Rebuild(stripe.index, ("parity", which), node, sources(("parity", which))))
+            found.append(StripeRebuild(stripe.index, ("parity", which), node, sources(("parity", which))))
     return found

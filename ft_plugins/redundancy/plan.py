@@ -22,8 +22,8 @@ from functools import cached_property
 
 from ..errors import TopologyError
 from .field import ORDER
-from .parity import OnDemand, Piece, place
-from .sections import Encoding, Extent, Part, Section, lay_out, local_sections, remainder
+from .parity import OnDemand, StripePiece, place
+from .sections import Encoding, Extent, ParityPart, Section, lay_out, local_sections, remainder
 
 NAMES = {1: "RAIM5", 2: "RAIM6"}  # by losses
 
@@ -121,7 +121,7 @@ class ExchangePlan:
             for which in range(section.placement.losses)
         )
 
-    def _send(self, section: Section, stripe: int, which: int, piece: Piece) -> Send:
+    def _send(self, section: Section, stripe: int, which: int, piece: StripePiece) -> Send:
         exponent = piece.coefficient if which else 0
         return Send(self.area_of[section.index, stripe, which], piece.node, piece.start, piece.stop, exponent)
 
@@ -174,17 +174,17 @@ class ExchangePlan:
         return self.sections_of_rank[rank]
 
     @cached_property
-    def parts(self) -> tuple[tuple[Part, ...], ...]:
+    def parts(self) -> tuple[tuple[ParityPart, ...], ...]:
         """By rank, the parity of LOCAL sections that lies in its slots, behind the data, in order."""
-        found: list[list[Part]] = [[] for _ in self.nbytes]
+        found: list[list[ParityPart]] = [[] for _ in self.nbytes]
         for part in lay_out(self.encoded(Encoding.LOCAL), dict(enumerate(self.nbytes))):
             found[part.rank].append(part)
         return tuple(map(tuple, found))
 
     @cached_property
-    def parts_of_stripe(self) -> dict[tuple[int, int], tuple[Part, ...]]:
+    def parts_of_stripe(self) -> dict[tuple[int, int], tuple[ParityPart, ...]]:
         """By (section, stripe), the parts of its parity, in order."""
-        found: dict[tuple[int, int], list[Part]] = {}
+        found: dict[tuple[int, int], list[ParityPart]] = {}
         for parts in self.parts:
             for part in parts:
                 found.setdefault((part.section, part.stripe), []).append(part)

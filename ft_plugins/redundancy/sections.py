@@ -13,7 +13,7 @@ the parity of that node.
 
 In: the extents of each replica set in the order of its byte stream. The cuts depend on sizes alone: a trainer, which
 knows its own slot only, counts the extents' offsets from the start of the stream; an SMP those of the slots.
-Out: `Section`s; `Part`s, the parity that lies in slots.
+Out: `Section`s; `ParityPart`s, the parity that lies in slots.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParityPart:
     """Bytes `start .. stop` of the parity of a stripe of a LOCAL section lie at `offset` in the slots of `rank`."""
 
     section: int
@@ -123,7 +123,7 @@ def local_sections(
     return found
 
 
-def lay_out(sections: Iterable[Section], behind: Mapping[int, int]) -> Iterator[Part]:
+def lay_out(sections: Iterable[Section], behind: Mapping[int, int]) -> Iterator[ParityPart]:
     """The parity of LOCAL sections in the slots of the ranks that `behind` names, each after so many bytes of data."""
     ends = dict(behind)
     for section in sections:
@@ -132,7 +132,7 @@ def lay_out(sections: Iterable[Section], behind: Mapping[int, int]) -> Iterator[
             members = section.members(node)
             for rank, (start, stop) in zip(members, cut(section.placement.block, len(members)), strict=True):
                 if rank in ends and start < stop:
-                    yield Part(section.index, stripe, start, stop, rank, ends[rank])
+                    yield ParityPart(section.index, stripe, start, stop, rank, ends[rank])
                     ends[rank] += stop - start
 
 

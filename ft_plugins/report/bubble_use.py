@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ..bubbles.gate_pacer import MOST_FILLED
-from ..bubbles.shown import Row
+from ..bubbles.pacing import LIMITS
+from ..bubbles.timeline_values import Row
 from ..events import Event
 
 _COUNTED = ("in_bubbles", "late", "by_rate")
@@ -115,9 +115,9 @@ def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
             sums[key] += last[key] - first[key]
         before, after = (_filled(fields) for fields in (first, last))
         for rank, bubbles in after.items():
-            if len(bubbles) >= MOST_FILLED:
+            if len(bubbles) >= LIMITS.reported_bubbles:
                 in_part.add(rank)
-            whole, earlier = len(before.get(rank, ())) < MOST_FILLED, before.get(rank, {})
+            whole, earlier = len(before.get(rank, ())) < LIMITS.reported_bubbles, before.get(rank, {})
             sent[rank] = {at: nbytes - earlier.get(at, 0) for at, nbytes in bubbles.items() if whole or at in earlier}
     rows = tuple(Row.read(rank, event.fields) for rank, event in sorted(plans.items()))
     idle = sum(end - begin for row in rows for _, begin, end in row.bubbles)

@@ -16,12 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from ..model.timeline import Kind, Timeline
-from ..planner.goodput import GoodputPlan, Protection
+from ..planner.goodput import GoodputPlan, ProtectionKind
 from ..planner.intervals import DAY
 from ..planner.survival import Cluster, Scheme, days_until, survival
 from .canvas import MOST_RANKS, SPANS, plain, sheet
 
-PROTECTIONS = dict(zip(Protection, ("#7a8794", "#c8322b", "#d98e04", "#0b6fb8", "#2c8a4b"), strict=True))
+PROTECTIONS = dict(zip(ProtectionKind, ("#7a8794", "#c8322b", "#d98e04", "#0b6fb8", "#2c8a4b"), strict=True))
 COLOURS = {Scheme.CHECKPOINT: "#7a8794", Scheme.RAIM5: "#0b6fb8", Scheme.RAIM6: "#2c8a4b"}
 SIZES = ((1 / 4, (0, (1, 1.5))), (1, "solid"), (4, (0, (5, 2))))  # of the cluster, and the line that stands for it
 POINTS = 400

@@ -19,7 +19,7 @@ from typing import Any
 
 from matplotlib.patches import Patch, Rectangle
 
-from ..bubbles.shown import Row, Window
+from ..bubbles.timeline_values import Row, Window
 from ..model.timeline import Kind
 from .bubble_use import BubbleUse
 from .canvas import MOST_RANKS, SPANS, sheet

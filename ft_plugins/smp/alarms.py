@@ -14,8 +14,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from .. import files
 from . import protocol
-from .peers import written
 
 AGAIN_SECONDS = 600.0  # between two words about a failure that goes on
 
@@ -49,7 +49,7 @@ class Alarms:
     def _write(self) -> None:
         with suppress(OSError):
             if self._words:
-                written(self._path, self._words)
+                files.write_json(self._path, self._words)
             else:
                 self._path.unlink(missing_ok=True)
 

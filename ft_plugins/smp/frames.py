@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..redundancy.parity import Rebuild, plan_decode
+from ..redundancy.parity import StripeRebuild, plan_decode
 from ..redundancy.plan import ExchangePlan
 from ..redundancy.sections import Encoding, Section
 from ..snapshot.slots import Version
@@ -120,7 +120,9 @@ def _regions(plan: ExchangePlan, rank: int, sections: Sequence[Section]) -> Iter
         yield _Region(part.offset, part.stop - part.start, section, node, part.start, part.stripe)
 
 
-def _needed(plan: ExchangePlan, section: Section, lost: Collection[int]) -> dict[tuple[int, tuple[str, int]], Rebuild]:
+def _needed(
+    plan: ExchangePlan, section: Section, lost: Collection[int]
+) -> dict[tuple[int, tuple[str, int]], StripeRebuild]:
     """By stripe and what is wanted of it, how each thing of a section that lay at a lost position is computed."""
     gone = [node for node, position in enumerate(section.positions) if position in set(lost)]
     return {(found.stripe, found.wanted): found for found in plan_decode(section.placement, gone)}
@@ -130,7 +132,7 @@ def _decoded(
     plan: ExchangePlan,
     version: Version,
     regions: Iterable[_Region],
-    rebuilds: Mapping[int, Mapping[tuple[int, tuple[str, int]], Rebuild]],
+    rebuilds: Mapping[int, Mapping[tuple[int, tuple[str, int]], StripeRebuild]],
 ) -> Iterator[Frame]:
     for region in regions:
         section, needed = region.section, rebuilds[region.section.index]
@@ -157,7 +159,7 @@ def _base_first(offset: int, nbytes: int, parts: Iterable[Part]) -> Frame:
 
 
 def _parts(
-    plan: ExchangePlan, section: Section, rebuild: Rebuild, version: Version, at: int, nbytes: int
+    plan: ExchangePlan, section: Section, rebuild: StripeRebuild, version: Version, at: int, nbytes: int
 ) -> Iterator[Part]:
     """The sources of `nbytes` bytes, `at` from the start of their blocks."""
     stripe = section.placement.stripes[rebuild.stripe]

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .. import files
 from ..errors import ProtocolError
 from ..intake import read_json
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, Slot, SlotState, Version
-from .peers import told, written
+from .peers import told
 from .pins import Directive
 from .protection import Protection
 from .requests import VERSION
@@ -59,7 +60,7 @@ class Kept:
                 segment.unpin(slot.index, Pin.SOURCE if slot.version in kept else Pin.NODE | Pin.SOURCE)
         if told_now.counted is not None and told_now.counted in vault.versions():
             vault.keep(told_now.counted)
-            written(self._path, told(told_now.counted))
+            files.write_json(self._path, told(told_now.counted))
         self.go_on(told_now, vault)
 
     def _found(self) -> Version | None:
@@ -93,7 +94,7 @@ class Kept:
                     self._segments[rank].unpin(slot.index, Pin.NODE)
         self._vault.keep(version)
         self.counted = version
-        written(self._path, told(version))
+        files.write_json(self._path, told(version))
         return True
 
     def mark(self, version: Version) -> Mark:

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from .. import files
 from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
 from ..bubbles.plan import by_rate_shares
@@ -38,7 +39,7 @@ from .channel import Who
 from .exchange import Exchange, RatePacer
 from .kept import Kept
 from .pace import Pace
-from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, told, written
+from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, told
 from .pins import Directive, Report
 from .protection import Protection
 from .rebuild import Reader, decode, fetch
@@ -135,7 +136,7 @@ class NodeTier:
             self._server.close()
         self._server = Server(address, port, self._me, self._secret, self._answers.handle, self._events)
         where = _Listens(address, self._server.endpoint[1], secret_file, encrypt)
-        written(self._run_dir / _LISTENS, asdict(where))
+        files.write_json(self._run_dir / _LISTENS, asdict(where))
 
     def protect(self, told_now: Protection, token: int) -> dict[str, Any]:
         """Protect the job as it is now. Returns the bytes that are claimed, the kernel's figure, and what the links
@@ -149,7 +150,7 @@ class NodeTier:
             vault = self._begin(told_now, token)
             self._kept.begin(told_now, vault)
             self._pace = Pace(told_now.interval, self._kept.counted)
-            written(self._run_dir / _TOLD, {**told_now.block(), "token": token})  # what it says to be kept is
+            files.write_json(self._run_dir / _TOLD, {**told_now.block(), "token": token})  # what it says to be kept is
             self._run()
             return {"bytes": vault.nbytes, "resident_bytes": vault.resident_bytes, "links": links}
 
@@ -296,7 +297,7 @@ class NodeTier:
         self.unprotect()
         with self._lock:
             self._released = max(self._released, lineage)
-            written(self._run_dir / _RELEASED, self._released)
+            files.write_json(self._run_dir / _RELEASED, self._released)
 
     def unprotect(self) -> None:
         """What protected the job here is of no use to it any more: its memory is given back."""
@@ -446,7 +447,7 @@ class NodeTier:
 
     def declare(self, token: int, lost: list[str]) -> None:
         """Tell the agent, through a file: those are lost, the workers of incarnation `token` have to start again."""
-        written(self._run_dir / "lost.json", {"token": token, "lost": lost})
+        files.write_json(self._run_dir / "lost.json", {"token": token, "lost": lost})
         self._events.emit("node.lost", lost=lost)
 
     def _tell(self, about: str, event: str, words: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from .. import faults
+from .. import faults, files
 from ..errors import CorruptHeaderError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
 from ..events import Events
 from ..intake import Count, read_json, shown
@@ -32,7 +32,7 @@ from . import liveness, protocol, requests
 from .alarms import Alarms
 from .attaching import plain, require_same_job, shape_of
 from .node import NodeTier
-from .peers import read_maybe, read_version, written
+from .peers import read_maybe, read_version
 from .persister import Persister
 from .protection import Protection
 from .resize.context import ResizeContext
@@ -188,14 +188,14 @@ class SnapshotProcess:
         if "orphan_seconds" in request:  # a new ft-run may have another mind
             self.orphan_seconds = requests.seconds(request, "orphan_seconds")
             # for a sweep after this process's death
-            written(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)
+            files.write_json(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)
         return {}
 
     def _fence(self, request: dict[str, Any]) -> dict[str, Any]:
         """Supersede the running incarnation: its token is void at once, its trainers are gone before this returns."""
         self._tier.suspend()
         self.token += 1
-        written(self._token_path, self.token)
+        files.write_json(self._token_path, self.token)
         for rank, segment in self._segments.items():
             if OWNER in segment.damaged:
                 reason = f"rank {rank}: who writes its segment cannot be read; a trainer that lives on is fenced alone"

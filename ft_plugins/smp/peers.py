@@ -8,7 +8,6 @@ In: reports and requests. Out: directives; bytes, digests checked.
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -17,11 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 from ..errors import ProtocolError, SegmentError
-from ..intake import open_new, shown
+from ..intake import shown
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
@@ -286,11 +284,3 @@ def read_report(value: Any) -> Report:
     if not (isinstance(value, list) and len(value) == 5 and type(value[0]) is int):
         raise ProtocolError(f"{shown(value)} is no report of a node")
     return Report(value[0], *map(read_maybe, value[1:]))
-
-
-def written(path: Path, value: Any) -> None:
-    """Write a small file whole or not at all, for its owner alone."""
-    building = path.with_name(path.name + ".new")
-    with open(open_new(building), "w") as file:
-        json.dump(value, file)
-    building.replace(path)

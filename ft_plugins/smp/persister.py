@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from .. import files
 from ..errors import ProtocolError
 from ..events import Events
 from ..intake import Unfit, read_json, typed
@@ -28,7 +29,6 @@ from ..snapshot.segment import Segment
 from ..snapshot.slots import Pin, Version
 from .alarms import Alarms
 from .checkpoints import Checkpoints, Stopped, pin_all, words
-from .peers import written
 from .turns import FAR_SECONDS, NEAR_SECONDS, Call, Turns, View, counting, view
 
 PATIENCE_SECONDS = 300.0  # for other nodes' files; a network file system may show them a minute late
@@ -169,7 +169,7 @@ class Persister:
         if storage is None:
             self._memory.unlink(missing_ok=True)
             return
-        written(self._memory, asdict(storage))
+        files.write_json(self._memory, asdict(storage))
 
     def _start(self) -> None:
         if self._thread is None:

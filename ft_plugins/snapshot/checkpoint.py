@@ -31,9 +31,9 @@ from typing import Annotated, Any, TypeVar
 import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from .. import faults
+from .. import faults, files
 from ..errors import StorageError
-from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_new, open_regular, read_bytes, shown, typed
+from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_regular, read_bytes, shown, typed
 from .retention import StoredCheckpoint
 from .slots import Mark, Version
 
@@ -180,7 +180,7 @@ def differed(version: Version, ranks: Sequence[int]) -> str:
 def publish(building: Path, final: Path) -> Path:
     """Rename a folder with a durable manifest, durably."""
     os.rename(building, final)
-    sync_folder(final.parent)
+    files.sync_folder(final.parent)
     return final
 
 
@@ -188,7 +188,7 @@ def keep(folder: Path) -> None:
     """Have a complete checkpoint stay, durably, until a person removes it. Raises OSError."""
     with suppress(FileExistsError):  # its name counts, whatever it is
         os.close(os.open(folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    sync_folder(folder)
+    files.sync_folder(folder)
 
 
 def withdraw(folder: Path, ranks: list[int]) -> None:
@@ -330,23 +330,9 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Durably, with a digest of itself."""
-    building = path.with_name(path.name + ".new")
-    with open(open_new(building), "w") as file:
-        json.dump({**content, "digest": _digest_of(content)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(building, path)
-    sync_folder(path.parent)
+    files.write(path, json.dumps({**content, "digest": _digest_of(content)}), durable=True)
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..redundancy.plan import positions
-from ..redundancy.sections import Extent, Part, Section, lay_out, local_sections
+from ..redundancy.sections import Extent, ParityPart, Section, lay_out, local_sections
 from .layout import Layout, ParityBucket, ParitySource, ReplicaStream, Share
 
 Told = tuple[tuple[int, ...], int, int, int]  # replicas; where the own share starts in the stream, in the slot; bytes
@@ -71,7 +71,7 @@ def _replicated(layout: Layout) -> list[ReplicaStream]:
     return [stream for stream in layout.streams if stream.background and len(stream.replicas) > 1]
 
 
-def _buckets(part: Part, section: Section, stream: ReplicaStream, bucket_bytes: int) -> Iterator[ParityBucket]:
+def _buckets(part: ParityPart, section: Section, stream: ReplicaStream, bucket_bytes: int) -> Iterator[ParityBucket]:
     """The buckets of a part. The section's extents count their offsets from the start of the stream."""
     for start in range(part.start, part.stop, bucket_bytes):
         stop = min(part.stop, start + bucket_bytes)

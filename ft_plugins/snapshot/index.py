@@ -13,7 +13,6 @@ In: a layout, what a host says. Out: `Index`; files.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,8 +21,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from .. import files
 from ..errors import StorageError
-from ..intake import Count, Text, Unfit, Word, open_new, read_bytes, typed
+from ..intake import Count, Text, Unfit, Word, read_bytes, typed
 from ..model.inventory import Inventory, Item
 from . import checkpoint
 from .checkpoint import index_file
@@ -126,13 +126,7 @@ def copy_into(folder: Path, rank: int, kept: Path) -> None:
         content = read_bytes(kept, LIMIT)
     except (OSError, ValueError):
         return
-    building = folder / f"{index_file(rank)}.new"
-    with open(open_new(building), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(building, folder / index_file(rank))
-    checkpoint.sync_folder(folder)
+    files.write(folder / index_file(rank), content, durable=True)
 
 
 def read(folder: Path, rank: int) -> Index:

@@ -23,7 +23,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from .. import faults
+from .. import faults, files
 from ..errors import CorruptSlotError, FencedError, ResumeError, StorageError
-from ..intake import Unfit, open_new, open_regular
+from ..intake import Unfit, open_regular
 from .checkpoint import (
     FORMAT,
     HEAD_LIMIT,
@@ -44,7 +44,6 @@ from .checkpoint import (
     make_folder,
     read_record,
     record_file,
-    sync_folder,
     write_json,
 )
 from .index import copy_into
@@ -179,36 +178,24 @@ def _verified(segment: Segment, index: int, digests: Any) -> Iterator[memoryview
 @contextmanager
 def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any], None]]:
     """A file that gets its name when it is written and durable; removed when that fails."""
-    building = path.with_name(path.name + ".new")
-    descriptor = open_new(building)
     unsynced = 0
 
     def write(piece: Any) -> None:
         nonlocal unsynced
-        left = memoryview(piece)
-        while left:
-            left = left[os.write(descriptor, left) :]
+        files.write_all(descriptor, piece)
         unsynced += len(piece)
         if unsynced >= SYNC_BYTES:  # else the page cache takes as much memory again, and the last fsync waits for all
             os.fdatasync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             unsynced = 0
 
-    try:
-        try:
-            yield write
-            faults.reach("persist.file", **facts)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    def synced(descriptor: int) -> None:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         faults.reach("persist.rename", **facts)
-        os.replace(building, path)
-        sync_folder(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            building.unlink(missing_ok=True)
-        raise
+
+    with files.replacing(path, durable=True, before_rename=synced) as descriptor:
+        yield write
+        faults.reach("persist.file", **facts)
 
 
 # ---- reading ----

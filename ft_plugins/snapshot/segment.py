@@ -10,7 +10,6 @@ In: a `Shape`. Out: `create` (SMP), `Segment` (trainer, SMP and recovery).
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from .. import files
 from ..errors import CorruptSlotError
 from .header import Constants, Header, Incarnation, Opened, encoded, guarded
 from .room import check_room
@@ -42,10 +42,7 @@ def create(
     """
     constants = Constants(shape, rank, world_size, encoded(fingerprint, rank))
     check_room(shape.total, f"rank {rank}: protection ({shape.slots} slots of {shape.slot_room} bytes)", path.parent)
-    building = path.with_name(path.name + ".new")
-    building.unlink(missing_ok=True)  # left by an SMP that died; perhaps not ours, hence O_EXCL
-    fd = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
+    with files.replacing(path) as fd:
         allocate(fd, path, shape.total, rank)
         with mmap.mmap(fd, shape.total) as mapped:
             words = np.frombuffer(mapped, dtype=np.uint64)
@@ -54,12 +51,6 @@ def create(
             Header(words[: PAGE // 8]).ranges = digest_of_ranges(words[PAGE // 8 :][: 2 * shape.buckets])
             words[slot_start(shape, 0) // 8 :: shape.slot_room // 8] = STATE_WORDS[SlotState.EMPTY]
             del words
-        os.rename(building, path)
-    except BaseException:
-        building.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
 
 
 class Segment(SegmentFile):

@@ -26,7 +26,7 @@ from math import ceil
 import torch
 
 from ..errors import ConfigError
-from .buckets import Bucket
+from .buckets import ReplicaBucket
 
 
 class Aggregate(str, Enum):
@@ -38,7 +38,7 @@ class Aggregate(str, Enum):
 
 
 @dataclass(frozen=True)
-class Cost:
+class AggregationCost:
     """Of one aggregation of `nbytes` over `replicas`, for each rank."""
 
     sent_bytes: int
@@ -50,20 +50,20 @@ class Cost:
         return f"{self.sent_bytes} bytes sent, {self.work_bytes} bytes of work memory{sort}"
 
 
-def cost(how: Aggregate, elements: int, width: int, replicas: int) -> Cost:
+def cost(how: Aggregate, elements: int, width: int, replicas: int) -> AggregationCost:
     """Of `elements` coordinates of `width` bytes."""
     part = ceil(elements / replicas)
     sent = 2 * (replicas - 1) * part * width
     if how is Aggregate.MEAN:
-        return Cost(sent, part * replicas * (width + 8), 0)
-    return Cost(sent, part * replicas * (width + 8 + 8), replicas * max(1, (replicas - 1).bit_length()))
+        return AggregationCost(sent, part * replicas * (width + 8), 0)
+    return AggregationCost(sent, part * replicas * (width + 8 + 8), replicas * max(1, (replicas - 1).bit_length()))
 
 
-def told(how: Aggregate, buckets: Sequence[Bucket]) -> str:
+def told(how: Aggregate, buckets: Sequence[ReplicaBucket]) -> str:
     """What each turn costs a rank that averages these buckets, for people."""
     costs = [cost(how, b.elements, b.nbytes // b.elements, len(b.replicas)) for b in buckets]
     largest = max(costs, key=lambda one: one.work_bytes)
-    total = Cost(sum(one.sent_bytes for one in costs), largest.work_bytes, largest.comparisons)
+    total = AggregationCost(sum(one.sent_bytes for one in costs), largest.work_bytes, largest.comparisons)
     return f"averaging: the {how.value}, each turn {total}; {sum(b.nbytes for b in buckets)} bytes are held for good"
 
 

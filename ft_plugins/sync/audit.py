@@ -24,7 +24,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from .buckets import Bucket
+from .buckets import ReplicaBucket
 
 Digests = npt.NDArray[np.uint64]  # (replicas, buckets)
 REPEATED = 2  # verdicts against a rank from which on it is one that repeats
@@ -40,11 +40,11 @@ class OnCorruption(str, Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AuditVerdict:
     """A bucket whose replicas differ: `wrong` are the ranks that do not hold what most hold, `source` the first that
     does. Without a majority `source` is None and `wrong` are all of them."""
 
-    bucket: Bucket
+    bucket: ReplicaBucket
     wrong: tuple[int, ...]
     source: int | None
 
@@ -63,7 +63,7 @@ class Audit:
     iteration: int
     replicas: tuple[int, ...]
     buckets: int
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[AuditVerdict, ...]
 
     @property
     def agreed(self) -> bool:
@@ -71,7 +71,7 @@ class Audit:
         return not self.verdicts
 
     @property
-    def state(self) -> tuple[Verdict, ...]:
+    def state(self) -> tuple[AuditVerdict, ...]:
         """Those on what a version consists of: copies are none of it."""
         return tuple(verdict for verdict in self.verdicts if not verdict.bucket.derived)
 
@@ -100,7 +100,7 @@ class Audit:
 class Copying:
     """`bucket` is copied from `source` to `targets`, all of it."""
 
-    bucket: Bucket
+    bucket: ReplicaBucket
     source: int
     targets: tuple[int, ...]
 
@@ -120,7 +120,7 @@ class Remedy:
     With `derives` copies are made anew; `following` goes with what is changed."""
 
     copies: tuple[Copying, ...] = ()
-    averages: tuple[Bucket, ...] = ()
+    averages: tuple[ReplicaBucket, ...] = ()
     rollback: bool = False
     derives: bool = False
     following: Following | None = None
@@ -131,7 +131,7 @@ class Remedy:
         return bool(self.copies or self.averages)
 
 
-def judge(iteration: int, replicas: Sequence[int], buckets: Sequence[Bucket], digests: Digests) -> Audit:
+def judge(iteration: int, replicas: Sequence[int], buckets: Sequence[ReplicaBucket], digests: Digests) -> Audit:
     """`digests[i, j]` is what `replicas[i]` has found of `buckets[j]`."""
     differing = np.flatnonzero((digests != digests[0]).any(axis=0))
     verdicts = []
@@ -141,9 +141,9 @@ def judge(iteration: int, replicas: Sequence[int], buckets: Sequence[Bucket], di
         if 2 * int(counts[most]) > len(replicas):
             same = digests[:, column] == values[most]
             wrong = tuple(rank for rank, right in zip(replicas, same, strict=True) if not right)
-            verdicts.append(Verdict(buckets[column], wrong, replicas[int(same.argmax())]))
+            verdicts.append(AuditVerdict(buckets[column], wrong, replicas[int(same.argmax())]))
         else:
-            verdicts.append(Verdict(buckets[column], tuple(replicas), None))
+            verdicts.append(AuditVerdict(buckets[column], tuple(replicas), None))
     return Audit(iteration, tuple(replicas), len(buckets), tuple(verdicts))
 
 

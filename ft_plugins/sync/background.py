@@ -4,7 +4,7 @@ Invariant: jobs run one after another, on one thread, so that collectives of all
 raises is raised where it is waited for, and the jobs after it do not run. On a device, a job sees what was written
 before it was given, and who has waited for it sees what it wrote.
 
-In: callables. Out: `Job`, to be waited for.
+In: callables. Out: `BackgroundJob`, to be waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 T = TypeVar("T")
 
 
-class Job(Generic[T]):
+class BackgroundJob(Generic[T]):
     """One piece of work."""
 
     def __init__(self, work: Callable[[], T], ready: torch.cuda.Event | None) -> None:
@@ -56,20 +56,20 @@ class Background:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[BackgroundJob[Any] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ftp-sync", daemon=True)
         self._thread.start()
         # a thread that is inside torch when the interpreter goes away aborts the process
         atexit.register(self.close, 5.0)
 
-    def start(self, work: Callable[[], T]) -> Job[T]:
+    def start(self, work: Callable[[], T]) -> BackgroundJob[T]:
         """Have `work` done after all that was given before."""
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()
             ready.record()
-        job = Job(work, ready)
+        job = BackgroundJob(work, ready)
         self._jobs.put(job)
         return job
 
@@ -90,7 +90,7 @@ class Background:
             finally:
                 job.end(self._failure)
 
-    def _do(self, job: Job[Any]) -> None:
+    def _do(self, job: BackgroundJob[Any]) -> None:
         if self._stream is None:
             job.run()
             return

@@ -6,7 +6,7 @@ trained or not, so that a bucket that differs names a layer. Of the inventory on
 part: anything else is not at rest while it is read behind the forward. Copies that a rank computes with (`Role.COPY`)
 are compared like the rest, and never averaged: they follow from what an optimizer holds.
 
-In: an inventory, bytes per bucket. Out: `Buckets`, and by item why it can be in none.
+In: an inventory, bytes per bucket. Out: `ReplicaBuckets`, and by item why it can be in none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALONE = "held by one rank alone"
 
 
 @dataclass(frozen=True)
-class Piece:
+class ItemPiece:
     """The elements `start .. stop` of an item, flattened."""
 
     item: str
@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ReplicaBucket:
     """`number` counts over all buckets of the rank. `counts`: of a norm over the whole model (`Item.counts`). What is
     frozen is not `trained`: no update changes it."""
 
@@ -45,7 +45,7 @@ class Bucket:
     role: Role
     dtype: str
     counts: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ItemPiece, ...]
     nbytes: int
     trained: bool = True
 
@@ -80,13 +80,13 @@ class Buckets:
     """
 
     rank: int
-    all: tuple[Bucket, ...]
+    all: tuple[ReplicaBucket, ...]
     left_out: tuple[tuple[str, str], ...]
 
     @cached_property
-    def by_set(self) -> dict[tuple[int, ...], tuple[Bucket, ...]]:
+    def by_set(self) -> dict[tuple[int, ...], tuple[ReplicaBucket, ...]]:
         """The buckets of each replica set, sets ascending."""
-        found: dict[tuple[int, ...], list[Bucket]] = {}
+        found: dict[tuple[int, ...], list[ReplicaBucket]] = {}
         for bucket in self.all:
             found.setdefault(bucket.replicas, []).append(bucket)
         return {replicas: tuple(those) for replicas, those in found.items()}
@@ -106,7 +106,7 @@ class Buckets:
         """Whether copies are among them."""
         return any(bucket.derived for bucket in self.all)
 
-    def averaged(self, optimizer_state: bool) -> tuple[Bucket, ...]:
+    def averaged(self, optimizer_state: bool) -> tuple[ReplicaBucket, ...]:
         """Those that a synchronisation averages: parameters, and on request what the optimizer keeps beside them."""
         roles = PARAMETERS | ({Role.MOMENT} if optimizer_state else frozenset())
         return tuple(bucket for bucket in self.all if bucket.role in roles and bucket.averages)
@@ -143,12 +143,12 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
             layer = -1 if item.layer is None else item.layer
             key = (item.replicas, layer, item.role.value, item.dtype, item.counts, bool(item.changed_by))
             groups.setdefault(key, []).append(item)
-    found: list[Bucket] = []
+    found: list[ReplicaBucket] = []
     for _, items in sorted(groups.items()):
         for pieces, nbytes in _cut(items, bucket_bytes):
             first = items[0]
             found.append(
-                Bucket(
+                ReplicaBucket(
                     len(found), first.replicas, first.layer, first.role, first.dtype, first.counts, pieces, nbytes,
                     bool(first.changed_by),
                 )
@@ -186,9 +186,9 @@ def _left_out(item: Item) -> str:
     return "" if item.background else "changed by more than the update"
 
 
-def _cut(items: Iterable[Item], bucket_bytes: int) -> Iterable[tuple[tuple[Piece, ...], int]]:
+def _cut(items: Iterable[Item], bucket_bytes: int) -> Iterable[tuple[tuple[ItemPiece, ...], int]]:
     """Items after each other, cut where a bucket is full; every item of one type."""
-    pieces: list[Piece] = []
+    pieces: list[ItemPiece] = []
     room = bucket_bytes
     for item in items:
         elements = 1
@@ -201,7 +201,7 @@ def _cut(items: Iterable[Item], bucket_bytes: int) -> Iterable[tuple[tuple[Piece
                 yield tuple(pieces), bucket_bytes - room
                 pieces, room = [], bucket_bytes
             stop = min(elements, at + room // width)
-            pieces.append(Piece(item.name, at, stop))
+            pieces.append(ItemPiece(item.name, at, stop))
             room -= (stop - at) * width
             at = stop
     if pieces:

@@ -21,7 +21,7 @@ import xxhash
 
 from .aggregate import Aggregate
 from .audit import Audit, Following, OnCorruption, Remedy, judge, remedy
-from .buckets import Bucket, Buckets
+from .buckets import Buckets, ReplicaBucket
 from .links import Links
 from .run import Tensors, mixed, read, views, write
 
@@ -113,7 +113,7 @@ class Auditing:
         elif self._links.rank in told.targets:
             self._scalars.restore_scalars(self._links.receive_bytes(replicas, told.source))
 
-    def _average(self, bucket: Bucket) -> None:
+    def _average(self, bucket: ReplicaBucket) -> None:
         live = self._tensors()
         write(bucket, live, mixed(self._links, bucket, read(bucket, live), Aggregate.MEAN, 1))
 

@@ -16,13 +16,13 @@ signal-to-noise ratio:
     SGD              the step is the gradient: s is the noise of the gradient, `signal` is ||g||.
     momentum mu      the step is the velocity. A noise of the gradient reaches the parameters by and by, 1/(1-mu) of it
                      in the end, and so does the gradient: beyond 1/(1-mu) iterations s tends to s_gradient / (1-mu)
-                     and the signal to ||g|| / (1-mu) (`momentum_gain` is exact).
+                     and the signal to ||g|| / (1-mu).
     Adam, AdamW      the step is normalised by the second moment: s is the noise of that step, of the order of
                      s_gradient / sqrt(v), and says nothing of the gradient's own scale; with noise alone it tends to 1.
 
 Invariant: what every rank reports is combined in the order of ranks, so every rank finds the same bits.
 
-In: sums of squares by rank. Out: `Measured`.
+In: sums of squares by rank. Out: `NoiseMeasurement`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
-from .buckets import PARAMETERS, Bucket
+from .buckets import PARAMETERS, ReplicaBucket
 
 Table = npt.NDArray[np.float64]
-FIELDS = 5  # of a `Part`, as a row of a table
+FIELDS = 5  # of a `NoisePart`, as a row of a table
 
 
 @dataclass(frozen=True)
-class Part:
+class NoisePart:
     """One rank's share of the sums over the whole model. Each sum is divided by the number of replicas, so that the
     replicas of a tensor together count it once.
 
@@ -56,8 +56,8 @@ class Part:
     elements: float = 0.0
     nonfinite: int = 0
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
+    def __add__(self, other: NoisePart) -> NoisePart:
+        return NoisePart(
             self.divergence + other.divergence,
             self.weight + other.weight,
             self.signal + other.signal,
@@ -71,7 +71,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Measured:
+class NoiseMeasurement:
     """What one synchronisation has found, the same on every rank.
 
     `divergence` is ||mean - theta_m||, the root of its mean square over replicas; `sigma` the estimate of s, None where
@@ -101,20 +101,20 @@ class Measured:
         )
 
 
-def part_of(bucket: Bucket, divergence: float, signal: float, finite: int) -> Part:
+def part_of(bucket: ReplicaBucket, divergence: float, signal: float, finite: int) -> NoisePart:
     """What a rank reports of one bucket: squared norms over its `finite` finite coordinates."""
     lost = bucket.elements - finite
     if not (bucket.counts and bucket.role in PARAMETERS):
-        return Part(nonfinite=lost)
+        return NoisePart(nonfinite=lost)
     count = len(bucket.replicas)
-    return Part(divergence / count, finite * (count - 1) / count / count, signal / count, finite / count, lost)
+    return NoisePart(divergence / count, finite * (count - 1) / count / count, signal / count, finite / count, lost)
 
 
-def combine(parts: Table | Sequence[Sequence[float]], rates_squared: float) -> Measured:
+def combine(parts: Table | Sequence[Sequence[float]], rates_squared: float) -> NoiseMeasurement:
     """All ranks' parts, by rank, as one measurement. `rates_squared`: sum of lr^2 since the replicas were equal."""
     table = np.asarray(parts, dtype=np.float64).reshape(-1, FIELDS)
     divergence, weight, signal, elements = (math.fsum(table[:, column]) for column in range(FIELDS - 1))
-    return Measured(
+    return NoiseMeasurement(
         math.sqrt(divergence) if divergence >= 0 else math.nan,
         estimate(divergence, weight, rates_squared),
         math.sqrt(signal) if signal >= 0 else math.nan,
@@ -143,21 +143,3 @@ def estimate(divergence: float, weight: float, rates_squared: float) -> float | 
     if weight <= 0 or rates_squared <= 0:
         return None
     return math.sqrt(divergence / (weight * rates_squared))
-
-
-def bound(sigma: float, h: int, rate: float, dimension: float, replicas: int) -> float:
-    """Lemma 4.1, with (M-1)/M and d: the squared divergence is at most 4 H d (M-1)/M s^2 lr_t^2 where replicas are
-    synchronised every H iterations, learning rates fall, and none is more than twice the one H iterations later."""
-    return 4 * h * weight_of(dimension, replicas) * sigma**2 * rate**2
-
-
-def momentum_gain(mu: float, updates: int, carried: bool = True) -> float:
-    """What one unit of s^2 becomes in the divergence after `updates` updates of SGD with momentum at learning rate 1.
-
-    `carried`: the velocities were not averaged, and bring the noise of all earlier updates along. Without momentum this
-    is `updates`; sqrt(gain / updates) is the factor by which the estimate exceeds the noise of the gradient.
-    """
-    reach = [(1 - mu ** (updates - k)) / (1 - mu) for k in range(updates)]  # of the noise of update k
-    own = math.fsum(part**2 for part in reach)
-    velocity = mu * (1 - mu**updates) / (1 - mu)  # how far the velocity at the start still carries
-    return own + (velocity**2 / (1 - mu**2) if carried else 0.0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from .schedule import Schedule, Turn
+from .schedule import SyncSchedule, Turn
 
 
 class Replicas(str, Enum):
@@ -78,7 +78,7 @@ class PaftPolicy:
     `schedule` is None where nothing is averaged, `audit_interval` 0 where nothing is compared.
     """
 
-    schedule: Schedule | None
+    schedule: SyncSchedule | None
     waits: bool  # PAFT-Sync: averaging ends before training goes on
     audit_interval: int = 0
 

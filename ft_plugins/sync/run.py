@@ -10,7 +10,7 @@ Everything but `apply` only reads live tensors, and may run behind forward and b
 Invariant: after `apply` all replicas hold the same bits. Parameters are kept once (`nbytes`), claimed at start; beyond
 that a bucket takes the work memory of its aggregate.
 
-In: buckets, live tensors. Out: `Part`s for the measurement of noise; changed live tensors.
+In: buckets, live tensors. Out: `NoisePart`s for the measurement of noise; changed live tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 
 from ..errors import InventoryError
 from .aggregate import Aggregate, aggregate, require_enough
-from .buckets import Bucket
+from .buckets import ReplicaBucket
 from .links import Links
-from .noise import Part, part_of
+from .noise import NoisePart, part_of
 
 Tensors = Callable[[], Mapping[str, torch.Tensor]]
 
@@ -40,24 +40,24 @@ def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(order).view(-1)
 
 
-def views(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def views(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The pieces of a bucket, as views of the live tensors."""
     return [flat(piece.item, tensors[piece.item])[piece.start : piece.stop] for piece in bucket.pieces]
 
 
-def read(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def read(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A bucket's elements, copied out."""
     return torch.cat(views(bucket, tensors))
 
 
-def write(bucket: Bucket, tensors: Mapping[str, torch.Tensor], values: torch.Tensor) -> None:
+def write(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor], values: torch.Tensor) -> None:
     """A bucket's elements, in place."""
     with torch.no_grad():
         pieces = views(bucket, tensors)
         torch._foreach_copy_(pieces, list(values.split([len(piece) for piece in pieces])))
 
 
-def mixed(links: Links, bucket: Bucket, own: torch.Tensor, how: Aggregate, trim: int) -> torch.Tensor:
+def mixed(links: Links, bucket: ReplicaBucket, own: torch.Tensor, how: Aggregate, trim: int) -> torch.Tensor:
     """What `how` makes of all replicas' values of a bucket. Its ranks call together."""
     count = len(bucket.replicas)
     part = ceil(len(own) / count)
@@ -71,7 +71,7 @@ class Averaging:
     """One rank's. Guards the memory in which parameters are kept."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], links: Links, tensors: Tensors, how: Aggregate, trim: int
+        self, buckets: Sequence[ReplicaBucket], links: Links, tensors: Tensors, how: Aggregate, trim: int
     ) -> None:
         """Claim memory. Raises ConfigError where `trim` leaves no replica of a set."""
         for bucket in buckets:
@@ -95,18 +95,18 @@ class Averaging:
         for bucket in self._buckets:
             torch.cat(views(bucket, live), out=self._kept[bucket.number])
 
-    def measure(self, rate: float) -> Part:
+    def measure(self, rate: float) -> NoisePart:
         """The step of the update since `keep`, at learning rate `rate`; of no length where that is 0."""
-        live, found = self._tensors(), Part()
+        live, found = self._tensors(), NoisePart()
         for bucket in self._buckets:
             moved = read(bucket, live).double() - self._kept[bucket.number].double()
             squares = torch.where(torch.isfinite(moved), moved, 0.0).square().sum().item()
             found += part_of(bucket, 0.0, squares / rate**2 if rate else 0.0, 0)
-        return Part(signal=found.signal)
+        return NoisePart(signal=found.signal)
 
-    def average(self) -> Part:
+    def average(self) -> NoisePart:
         """Aggregate all replicas' parameters, and measure how far this one's are from that. All ranks call together."""
-        live, found = self._tensors(), Part()
+        live, found = self._tensors(), NoisePart()
         for bucket in self._buckets:
             own = read(bucket, live)
             result = mixed(self._links, bucket, own, self._how, self._trim)

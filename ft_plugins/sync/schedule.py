@@ -25,7 +25,7 @@ from typing import Protocol
 
 from ..config import PaftConfig
 from ..errors import ConfigError
-from .noise import Measured
+from .noise import NoiseMeasurement
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Turn:
         return f"iteration {self.at}, interval {self.interval}" + (f" ({self.reason})" if self.reason else "")
 
 
-class Schedule(Protocol):
+class SyncSchedule(Protocol):
     """Says when. A schedule by layers says it for each of its groups of layers."""
 
     def first(self, completed: int) -> Turn:
         """The first turn of a job that has completed so many iterations and remembers no turn."""
         ...
 
-    def following(self, turn: Turn, measured: Measured | None) -> Turn:
+    def following(self, turn: Turn, measured: NoiseMeasurement | None) -> Turn:
         """The turn after `turn`; `measured` is None where nothing was."""
         ...
 
@@ -69,7 +69,7 @@ class Periodic:
     def first(self, completed: int) -> Turn:
         return Turn((completed // self.h + 1) * self.h, self.h, "first")
 
-    def following(self, turn: Turn, measured: Measured | None) -> Turn:
+    def following(self, turn: Turn, measured: NoiseMeasurement | None) -> Turn:
         return Turn(turn.at + self.h, self.h)
 
     def within(self, turn: Turn) -> Turn:
@@ -95,7 +95,7 @@ class NoiseDriven:
         interval = self._clipped(self.h)
         return Turn(completed + interval, interval, "first")
 
-    def following(self, turn: Turn, measured: Measured | None) -> Turn:
+    def following(self, turn: Turn, measured: NoiseMeasurement | None) -> Turn:
         interval, reason = self._interval(turn, measured)
         return Turn(turn.at + interval, interval, reason)
 
@@ -106,7 +106,7 @@ class NoiseDriven:
     def _clipped(self, interval: int) -> int:
         return min(max(interval, self.h_min), self.h_max)
 
-    def _interval(self, turn: Turn, measured: Measured | None) -> tuple[int, str]:
+    def _interval(self, turn: Turn, measured: NoiseMeasurement | None) -> tuple[int, str]:
         if measured is not None and measured.nonfinite:
             return self.h_min, f"no finite state on ranks {', '.join(map(str, measured.nonfinite))}: h_min"
         if measured is None or measured.sigma is None:
@@ -125,7 +125,7 @@ class NoiseDriven:
         return math.floor(ratio), said
 
 
-def schedule_of(config: PaftConfig) -> Schedule | None:
+def schedule_of(config: PaftConfig) -> SyncSchedule | None:
     """The schedule that is asked for; None where nothing is averaged by one."""
     match config.mode:
         case "sync":

@@ -19,12 +19,12 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from ..events import Events
-from .background import Background, Job
+from .background import Background, BackgroundJob
 from .links import Links
-from .noise import Measured, Part, combine
+from .noise import NoiseMeasurement, NoisePart, combine
 from .policy import Policy
 from .run import Averaging
-from .schedule import Schedule, Turn
+from .schedule import SyncSchedule, Turn
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Finished:
     spoilt: tuple[int, ...] = ()
 
 
-class Turns:
+class SyncTurns:
     """One rank's. Guards the jobs that are under way."""
 
     def __init__(
-        self, policy: Policy, schedule: Schedule, averaging: Averaging, links: Links, background: Background,
+        self, policy: Policy, schedule: SyncSchedule, averaging: Averaging, links: Links, background: Background,
         events: Events,
     ) -> None:  # fmt: skip
         self._policy, self._schedule = policy, schedule
@@ -49,10 +49,10 @@ class Turns:
         self.drifting = False  # what the last measurement has found
         self._rate = 0.0
         self._rates_squared = 0.0  # since the replicas were equal
-        self._signal: Job[Part] | None = None  # until the turn that it belongs to is over
-        self._average: Job[Measured] | None = None
+        self._signal: BackgroundJob[NoisePart] | None = None  # until the turn that it belongs to is over
+        self._average: BackgroundJob[NoiseMeasurement] | None = None
         self._stale = False  # what it averages was repaired since
-        self._keep: Job[None] | None = None
+        self._keep: BackgroundJob[None] | None = None
         self._kept_for = -1  # the iteration before whose update parameters are as they are kept
 
     def begin(self, completed: int, state: Mapping[str, Any] | None) -> None:
@@ -67,7 +67,7 @@ class Turns:
         self.drifting, self._rates_squared = state["drifting"], state["rates_squared"]
         if state["signal"] is not None:
             self.turn = replace(turn, interval=within.interval)  # it has come
-            known = Part(*state["signal"])
+            known = NoisePart(*state["signal"])
             self._signal = self._background.start(lambda: known)
             self._start()
         elif within.at > completed:  # else it would never come
@@ -128,7 +128,7 @@ class Turns:
     def _start(self) -> None:
         rates_squared, signal = self._rates_squared, self._signal
 
-        def work() -> Measured:
+        def work() -> NoiseMeasurement:
             assert signal is not None
             found = self._averaging.average() + signal.wait()
             told = self._links.gather_job([*found.row(), rates_squared])

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import DivergedError
 from ..events import Events
 from .audit import REPEATED, Audit, Offences
-from .background import Background, Job
+from .background import Background, BackgroundJob
 from .compare import Auditing, Found
 
 SHOWN = 4  # buckets named in a line
@@ -26,7 +26,7 @@ class Verdicts:
 
     def __init__(self, rank: int, auditing: Auditing, background: Background, events: Events) -> None:
         self._rank, self._auditing, self._background, self._events = rank, auditing, background, events
-        self.under_way: Job[Found] | None = None
+        self.under_way: BackgroundJob[Found] | None = None
         self.last: Found | None = None
         self.offences = Offences()
         self._agreed_at = 0

@@ -32,14 +32,14 @@ from dataclasses import replace
 
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import STEADY, Gate, Gatekeeper, edge_tolerance
-from ..bubbles.gate_pacer import least_bytes
 from ..bubbles.messages import Traffic, traffic
+from ..bubbles.pacing import least_bytes
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
 from ..events import Events
-from ..model.timeline import Kind, Profile, SenderFacts
-from ..redundancy.neighbour import Copy, NeighbourPlan
+from ..model.timeline import Kind, Profile
+from ..redundancy.neighbour import NeighbourCopy, NeighbourPlan
 
 HOLD_SECONDS = 120.0  # a trainer that dies meanwhile leaves its gate held for so long; half way it is held anew
 USUAL_MBPS = 10_000.0  # of a link that was neither named nor could be measured
@@ -64,7 +64,7 @@ class Baft:
         self._clock_ns = clock_ns
         self._gate: Gate | None = None
         self.copies: NeighbourPlan | None = None  # of all ranks, while they are guarded
-        self._together: tuple[Copy, ...] = ()  # the copies that share links with those of this rank
+        self._together: tuple[NeighbourCopy, ...] = ()  # the copies that share links with those of this rank
         self._found: BubblePlan | None = None  # until all agree on its iterations
         self._message_seconds = 0.0
         self._keeper: Gatekeeper | None = None
@@ -105,7 +105,6 @@ class Baft:
             return 0
         ranks = {copy.rank for copy in self._together if copy.rank < len(profile.timelines)}
         carried, senders = self._carried(), dict(enumerate(profile.senders))
-        known = [senders.get(copy.rank, SenderFacts()) for copy in self._together]
         messages = traffic(profile.timelines, self._pipelines, ranks)
         self._message_seconds = messages.get(self._rank, Traffic()).seconds
         granularity = Granularity(self._config.granularity)
@@ -121,7 +120,6 @@ class Baft:
             granularity,
             # a version goes out when all ranks have captured it
             ready_seconds=max((one.ready_seconds for one in profile.senders), default=0.0),
-            device_bytes=min(one.device_bytes for one in known),
             least_bytes=least_bytes(carried if isinstance(carried, float) else min(carried.values())),
             messages=messages,
         )

@@ -13,16 +13,15 @@ table of an iteration's time, printed by rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from ..bubbles.clock import clock_of
 from ..bubbles.gate import Gate
 from ..bubbles.plan import BubblePlan
-from ..bubbles.profile import Gathers, Phase, Profiler, Profiling
+from ..bubbles.profile import Gathers, Profiler, Profiling, ProfilingPhase
 from ..bubbles.record import Recorder, Several
-from ..bubbles.shown import shown
+from ..bubbles.timeline_values import shown
 from ..config import BaftConfig
 from ..events import Events, say
 from ..model.host import Edges, Host
@@ -47,14 +46,12 @@ class Measurement:
         this rank knows about its copies, except for its device."""
         self._rank = host.rank
         self._events = events
-        self._sender = sender
-        self._device = next((tensor.device for tensor in host.tensors().values()), torch.device("cpu"))
-        recorder = Recorder(host.rank, clock_of(self._device))
+        device = next((tensor.device for tensor in host.tensors().values()), torch.device("cpu"))
+        recorder = Recorder(host.rank, clock_of(device))
         self.baft = Baft(host.rank, config, events, pipelines(host.topology())) if config is not None else None
         self.edges: Edges = recorder if self.baft is None else Several(self.baft, recorder)
         self._profiler = Profiler(
-            host.rank, recorder, collective, settings, self._planned, self._agreed, self._ended, self._facts,
-            self._traffic,
+            host.rank, recorder, collective, settings, self._planned, self._agreed, self._ended, sender, self._traffic,
         )  # fmt: skip
 
     @property
@@ -77,7 +74,7 @@ class Measurement:
     def iteration_begin(self, step: int) -> None:
         """Begin an iteration; while it is recorded, copies are held."""
         if self.baft is not None:
-            self.baft.iteration_begin(held=self._profiler.phase is Phase.RECORDING)
+            self.baft.iteration_begin(held=self._profiler.phase is ProfilingPhase.RECORDING)
         self._profiler.iteration_begin(step)
 
     def bubbles_end(self) -> None:
@@ -93,11 +90,6 @@ class Measurement:
 
     def _traffic(self) -> int:
         return self.baft.moved if self.baft is not None else 0
-
-    def _facts(self) -> SenderFacts:
-        cuda = self._device.type == "cuda"
-        memory = torch.cuda.get_device_properties(self._device).total_memory if cuda else 0
-        return replace(self._sender(), device_bytes=memory)
 
     def _planned(self, profile: Profile) -> int:
         """Iterations of a checkpoint according to this rank's plan; 0 where it plans nothing."""

@@ -40,7 +40,7 @@ from ..sync.links import Links
 from ..sync.policy import Label, PaftPolicy, Replicas
 from ..sync.run import Averaging
 from ..sync.schedule import schedule_of
-from ..sync.turns import Turns
+from ..sync.turns import SyncTurns
 from ..sync.verdicts import Verdicts
 from .strikes import Strikes
 
@@ -67,7 +67,7 @@ class Paft:
             require_enough(Aggregate(config.aggregate), len(members), config.trim)
         self._policy = PaftPolicy(schedule_of(config), config.mode == "sync", config.audits_every)
         self._strikes = Strikes(host, self._steps, events)
-        self._turns: Turns | None = None
+        self._turns: SyncTurns | None = None
         self._verdicts: Verdicts | None = None
         self._background: Background | None = None
         self._spoilt: int | None = None  # the iteration after which some rank's parameters were no number
@@ -117,7 +117,7 @@ class Paft:
             config = self._config
             taking = self._buckets.averaged(config.average_optimizer_state)
             averaging = Averaging(taking, links, live, Aggregate(config.aggregate), config.trim)
-            self._turns = Turns(self._policy, self._policy.schedule, averaging, links, background, self._events)
+            self._turns = SyncTurns(self._policy, self._policy.schedule, averaging, links, background, self._events)
             self._events.emit("sync.ready", nbytes=averaging.nbytes, buckets=len(taking))
 
     # ---- what a resumed job goes on from ----

@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from .. import files
 from ..config import Config, run_directory
 from ..events import Event, read
 from ..smp import protocol
@@ -294,9 +295,7 @@ def _job(spec: JobSpec) -> None:
     except BaseException as error:
         traceback.print_exc()
         outcome = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "restarts": 0}
-    building = _outcome(spec).with_suffix(".new")
-    building.write_text(json.dumps(outcome))
-    building.replace(_outcome(spec))
+    files.write_json(_outcome(spec), outcome)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if outcome["status"] == "succeeded" else 1)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..bubbles.packed import pack, unpack
 from ..bubbles.profile import Profiling
+from ..bubbles.timeline_values import pack, unpack
 from ..config import Config, launch_context
 from ..model.timeline import Profile
 from ..session import Session, attach

@@ -16,7 +16,7 @@ from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.profile import Profiling
 from ft_plugins.bubbles.record import Recorder, Several
-from ft_plugins.bubbles.shown import Row
+from ft_plugins.bubbles.timeline_values import Row
 from ft_plugins.config import BaftConfig, Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.events import Events, read

@@ -28,11 +28,11 @@ from ...events import say
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
 from ...snapshot import codec
-from ..held import Held, HeldState, groups, restore_groups
+from ..host_parts import StateItem, StateItems, groups, restore_groups
 from . import naming, state
 from .position import Positions
-from .rng import restore_rng, rng_state
-from .stepping import Stepping, rates
+from .replay import restore_rng, rng_state
+from .stepping import DeepSpeedStepping, rates
 from .support import require_supported
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -45,7 +45,7 @@ _OWN_SCHEDULER = (
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
-class DeepSpeedHost(Stepping, HeldState):
+class DeepSpeedHost(DeepSpeedStepping, StateItems):
     """One rank of a DeepSpeed job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
 
     `positions` are what `training` knows of the data; without them data is the caller's matter.
@@ -73,7 +73,7 @@ class DeepSpeedHost(Stepping, HeldState):
         self.restored = False
 
     @cached_property
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[StateItem]:
         state.create_optimizer_state(self.engine.optimizer)
         topology = self._topology
         return state.held(self.engine, self.rank, topology.replicas(self.rank), topology.coords(self.rank).tp == 0)

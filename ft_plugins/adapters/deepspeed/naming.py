@@ -25,7 +25,7 @@ import deepspeed
 import torch
 
 from ...errors import UnsupportedError
-from ..held import Held
+from ..host_parts import StateItem
 from ..values import TAG, Unknown, plain
 from . import state
 
@@ -34,7 +34,7 @@ FOLDER = "checkpoint"
 _CLONE = "clone_tensors_for_torch_save"
 
 
-def described(engine: Any, held: Sequence[Held], group: Sequence[int]) -> Mapping[str, Any]:
+def described(engine: Any, held: Sequence[StateItem], group: Sequence[int]) -> Mapping[str, Any]:
     """`names`, or why there are none: what cannot be exported is protected all the same."""
     try:
         return names(engine, held, group)
@@ -42,7 +42,7 @@ def described(engine: Any, held: Sequence[Held], group: Sequence[int]) -> Mappin
         return {"framework": FRAMEWORK, "problem": f"{type(error).__name__}: {error}".replace("\n", " ")}
 
 
-def names(engine: Any, held: Sequence[Held], group: Sequence[int]) -> dict[str, Any]:
+def names(engine: Any, held: Sequence[StateItem], group: Sequence[int]) -> dict[str, Any]:
     """See above. Raises UnsupportedError for state that cannot be described so, and what DeepSpeed itself raises."""
     if type(engine.optimizer).__name__ == "BF16_Optimizer" and not engine.zero_optimization():
         raise UnsupportedError(
@@ -99,7 +99,7 @@ def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 class _Tensors:
     """Where the live tensors lie."""
 
-    def __init__(self, engine: Any, held: Sequence[Held]) -> None:
+    def __init__(self, engine: Any, held: Sequence[StateItem]) -> None:
         items = [(one.item.name, one.read()) for one in held]
         self._items = sorted(((t.data_ptr(), name, t) for name, t in items if t.numel()), key=lambda each: each[:2])
         self._places = [at for at, _, _ in self._items]

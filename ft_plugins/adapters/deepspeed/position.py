@@ -31,8 +31,8 @@ from typing import Any
 from ...errors import ResumeError
 from ...events import say
 from ..loaders import (
-    Epoch,
-    Pass,
+    LoaderEpoch,
+    LoaderPass,
     Passes,
     StartedSampler,
     begun_behind,
@@ -44,7 +44,7 @@ from ..loaders import (
     redraw,
     set_own,
 )
-from .wrapping import replace
+from ..script_hooks import replace_in_deepspeed as replace
 
 _MARK = "__ft_epoch__"
 _SEVERAL = (
@@ -66,10 +66,10 @@ class Positions:
         self._passes = Passes(lambda source: self.before_read(source))
         self._sources: dict[str, Callable[[], Any]] = {}
         self._owners: dict[str, Any] = {}
-        self._epochs: dict[str, Epoch] = {}  # of sources that do not keep their own
+        self._epochs: dict[str, LoaderEpoch] = {}  # of sources that do not keep their own
         self._several: set[str] = set()  # roles whose order was drawn anew later than at the first read
         self._pending: dict[str, Any] = {}
-        self._anew: list[Pass] = []
+        self._anew: list[LoaderPass] = []
 
     def follow(self, module: ModuleType) -> None:
         """Have DeepSpeed's loaders remember their epochs."""
@@ -86,7 +86,7 @@ class Positions:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def begin(loader: Any, *args: Any, **kwargs: Any) -> Any:
                 owned = owner(loader, *args, **kwargs)
-                setattr(loader, _MARK, Epoch.of(owned))
+                setattr(loader, _MARK, LoaderEpoch.of(owned))
                 self._passes.drawn += draws(owned)
                 with self._passes.within():
                     return original(loader, *args, **kwargs)
@@ -116,7 +116,7 @@ class Positions:
                     return next(loader.data_iter)
                 except StopIteration:
                     self._passes.drawn += draws(loader.loader)
-                    setattr(loader, _MARK, Epoch.of(loader.loader))
+                    setattr(loader, _MARK, LoaderEpoch.of(loader.loader))
                     loader.data_iter = iter(loader.loader)
                     _epoch(loader).reading(loader.loader)
                     return next(loader.data_iter)
@@ -137,7 +137,7 @@ class Positions:
             redraw(around)
         if _kept(source) is None:
             owner = _owner(source)
-            self._epochs.setdefault(role, Epoch.of(owner)).reading(owner)
+            self._epochs.setdefault(role, LoaderEpoch.of(owner)).reading(owner)
 
     @contextmanager
     def around(self, role: str, source: Any) -> Iterator[None]:
@@ -184,7 +184,7 @@ class Positions:
 
     def _place(self, role: str, source: Any) -> str:
         """The role with the number of the loader: its own, else the first that is free."""
-        if not isinstance(source, Pass):
+        if not isinstance(source, LoaderPass):
             return role
         numbered = [role]
         while (place := numbered[-1]) in self._sources:
@@ -195,7 +195,7 @@ class Positions:
 
     def _goes_on(self, role: str) -> bool:
         source = self._sources[role]() if role in self._sources else None
-        return isinstance(source, Pass) and not source.ended
+        return isinstance(source, LoaderPass) and not source.ended
 
     def read(self) -> dict[str, Any]:
         """The positions, for the codec."""
@@ -219,11 +219,11 @@ class Positions:
         if is_stateful(owner):
             return {"kind": "state", "state": owner.state_dict()}
         now = drawn(owner)["own"]
-        if source is None or (isinstance(source, Pass) and source.ended):
+        if source is None or (isinstance(source, LoaderPass) and source.ended):
             return {"kind": "ended", "own": now}
         if role in self._several:
             return {"kind": "several", "own": now}
-        epoch = _kept(source) or self._epochs.get(role) or Epoch.of(owner)
+        epoch = _kept(source) or self._epochs.get(role) or LoaderEpoch.of(owner)
         first = epoch.first if epoch.read else None
         same = first is not None and _equal(first, epoch.began)
         return {
@@ -249,7 +249,7 @@ class Positions:
             )
         if saved["kind"] == "state":
             owner.load_state_dict(saved["state"])
-            if isinstance(source, Pass):
+            if isinstance(source, LoaderPass):
                 source.begin()
             elif source is not owner:
                 with self._passes.within():
@@ -257,19 +257,19 @@ class Positions:
             return
         if saved["kind"] == "ended":
             set_own(owner, saved["own"])
-            if isinstance(source, Pass):
+            if isinstance(source, LoaderPass):
                 self._anew.append(source)
             return
         _require_epoch(role, owner, saved["epoch"])
-        epoch = Epoch(saved["began"], saved["first"] or saved["began"], saved["read"], saved["again"])
+        epoch = LoaderEpoch(saved["began"], saved["first"] or saved["began"], saved["read"], saved["again"])
         with self._passes.within():
             if saved["kind"] != "batches" or not _restart(source, epoch):
                 self._read_again(role, source, epoch)
         set_own(owner, saved["own"])
 
-    def _read_again(self, role: str, source: Any, epoch: Epoch) -> None:
+    def _read_again(self, role: str, source: Any, epoch: LoaderEpoch) -> None:
         began = time.perf_counter()
-        if isinstance(source, Pass):
+        if isinstance(source, LoaderPass):
             source.drop(epoch)
         elif epoch.read:
             redraw(epoch.first or epoch.began, _owner(source))
@@ -284,20 +284,20 @@ class Positions:
             )
         if hasattr(source, _MARK):
             setattr(source, _MARK, epoch)
-        elif not isinstance(source, Pass):
+        elif not isinstance(source, LoaderPass):
             self._epochs[role] = epoch
 
 
-def _epoch(loader: Any) -> Epoch:
-    found: Epoch | None = getattr(loader, _MARK, None)
+def _epoch(loader: Any) -> LoaderEpoch:
+    found: LoaderEpoch | None = getattr(loader, _MARK, None)
     if found is None:
-        found = Epoch.of(_owner(loader))
+        found = LoaderEpoch.of(_owner(loader))
         setattr(loader, _MARK, found)
     return found
 
 
-def _kept(source: Any) -> Epoch | None:
-    return source.epoch if isinstance(source, Pass) else getattr(source, _MARK, None)
+def _kept(source: Any) -> LoaderEpoch | None:
+    return source.epoch if isinstance(source, LoaderPass) else getattr(source, _MARK, None)
 
 
 def _keeper(source: Any) -> Any:
@@ -308,12 +308,12 @@ def _keeper(source: Any) -> Any:
 
 def _held(source: Any) -> Callable[[], Any]:
     """A pass that nobody else holds any more is no position."""
-    return weakref.ref(source) if isinstance(source, Pass) else lambda: source
+    return weakref.ref(source) if isinstance(source, LoaderPass) else lambda: source
 
 
 def _owner(source: Any) -> Any:
     """What is iterated: samplers and state are its."""
-    return source.loader if isinstance(source, Pass) or hasattr(source, "data_iter") else source
+    return source.loader if isinstance(source, LoaderPass) or hasattr(source, "data_iter") else source
 
 
 def _equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
@@ -339,7 +339,7 @@ def _require_epoch(role: str, owner: Any, captured: int | None) -> None:
 
 def _sampled(source: Any) -> str | None:
     """The name of the method of `_restart` that knows this source."""
-    if isinstance(source, Pass):
+    if isinstance(source, LoaderPass):
         return "pass" if is_sampled(source.loader) else None
     if hasattr(source, "_create_dataloader") and not getattr(source, "curriculum_learning_enabled", False):
         return "deepspeed"
@@ -350,7 +350,7 @@ def _sampled(source: Any) -> str | None:
     return None
 
 
-def _restart(source: Any, epoch: Epoch) -> bool:
+def _restart(source: Any, epoch: LoaderEpoch) -> bool:
     """Begin the epoch again, with its random numbers, behind the batches that were read. False: not of this kind."""
     owner = _owner(source)
     redraw(epoch.began, owner)

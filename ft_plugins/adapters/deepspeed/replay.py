@@ -11,23 +11,28 @@ time, for it is told only after the update.
 Kept is one iteration; what the iteration before has kept goes when the next one begins.
 
 In: a PipelineEngine. Out: gradients in the place of those that were there.
+
+It guards the generators as well: the process's, DeepSpeed's tracker of the model-parallel stream, and Megatron's
+where a script takes its tensor-parallel layers from there.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from ...errors import UnsupportedError
-from .rng import restore_rng, rng_state
+from .. import rng
 
 _STATE = ("_exec_schedule", "_next_batch", "_train_schedule", "_INSTRUCTION_MAP", "_force_grad_boundary")
 
 
-class Replay:
+class DeepSpeedReplay:
     """Of one engine, which is followed from now on. Guards what the iteration under way was computed from."""
 
     def __init__(self, engine: Any) -> None:
@@ -117,3 +122,21 @@ def _copied(value: Any) -> Any:
         parts = [_copied(part) for part in value]
         return parts if isinstance(value, list) else tuple(parts)
     return value
+
+
+_MEGATRON = "megatron.core.tensor_parallel"
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of all generators."""
+    megatron = sys.modules.get(_MEGATRON)
+    streams = None if megatron is None else rng.streams(megatron.get_cuda_rng_tracker())
+    return {**rng.rng_state(get_cuda_rng_tracker()), "megatron": streams}
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set all generators. Raises ResumeError when a tracker's streams are not those that were captured."""
+    megatron = sys.modules.get(_MEGATRON)
+    if state["megatron"] and megatron is not None:
+        rng.restore_streams(megatron.get_cuda_rng_tracker(), state["megatron"])
+    rng.restore_rng(state, get_cuda_rng_tracker())

@@ -25,8 +25,8 @@ import torch
 from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
+from ..script_hooks import replace_in_deepspeed as replace
 from ..spans import around, around_update
-from .wrapping import replace
 
 _COUNTED = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
 _OTHERS = {

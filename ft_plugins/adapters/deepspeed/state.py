@@ -15,7 +15,7 @@ Names are the module's own, with `:main` for a master and `:<key>` for optimizer
 cuts the result over the ranks; items are views of the flat partition, one for each parameter that has elements in it,
 so that another data-parallel size can take them over by element.
 
-In: an engine. Out: `Fragment`s (what the inner optimizer updates), `Held`.
+In: an engine. Out: `Fragment`s (what the inner optimizer updates), `StateItem`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
-from ..held import ANYWHERE, NEVER, UPDATE, Held, first_step, hold, is_item, own, scalars_of
+from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, hold, is_item, own, scalars_of
 
 
 @dataclass(frozen=True)
@@ -171,14 +171,14 @@ def create_optimizer_state(optimizer: Any) -> None:
         kept["exp_avg_sq"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
 
 
-def held(engine: Any, rank: int, replicas: tuple[int, ...], first: bool = True) -> list[Held]:
+def held(engine: Any, rank: int, replicas: tuple[int, ...], first: bool = True) -> list[StateItem]:
     """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above.
 
     `first`: of its tensor-parallel neighbours: in a norm what all of them hold whole counts there, as in DeepSpeed's.
     """
     names: Mapping[Any, str] = {parameter: name for name, parameter in engine.module.named_parameters()}
     optimizer, updated = engine.optimizer, set()
-    found: list[Held] = []
+    found: list[StateItem] = []
     for one in fragments(optimizer):
         if one.parameter not in names:
             raise InventoryError(
@@ -214,7 +214,7 @@ def derived(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 
 def _of_fragment(
     one: Fragment, name: str, optimizer: torch.optim.Optimizer, replicas: tuple[int, ...], first: bool
-) -> Iterator[Held]:
+) -> Iterator[StateItem]:
     is_own = one.main is one.parameter
     role, label = (Role.PARAMETER, name) if is_own else (Role.MAIN_PARAMETER, f"{name}:main")
     layer, counts = layer_of(name), _counts(one.parameter, first)
@@ -232,7 +232,7 @@ def _counts(parameter: Any, first: bool) -> bool:
     return (first or cut) and not getattr(parameter, "ds_pipe_replicated", False)
 
 
-def _frozen(name: str, parameter: Any, rank: int, replicas: tuple[int, ...], first: bool) -> Held:
+def _frozen(name: str, parameter: Any, rank: int, replicas: tuple[int, ...], first: bool) -> StateItem:
     layer, counts = layer_of(name), _counts(parameter, first)
     if hasattr(parameter, "ds_tensor"):  # ZeRO-3 has cut it, padding included
         read = lambda: parameter.ds_tensor.detach()  # noqa: E731
@@ -240,7 +240,7 @@ def _frozen(name: str, parameter: Any, rank: int, replicas: tuple[int, ...], fir
     return hold(name, Role.PARAMETER, replicas, layer, NEVER, parameter.detach, counts=counts)
 
 
-def _buffers(module: torch.nn.Module, rank: int) -> Iterator[Held]:
+def _buffers(module: torch.nn.Module, rank: int) -> Iterator[StateItem]:
     for name, buffer in module.named_buffers():
         owner, _, key = name.rpartition(".")
         part = module.get_submodule(owner)

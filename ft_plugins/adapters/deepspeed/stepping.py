@@ -10,7 +10,7 @@ Gradients of fp16 are multiplied by the loss scale; clipping and unscaling come 
 
 Invariant: facts and DeepSpeed's own operations; what is to be done is decided elsewhere.
 
-In: an engine. Out: `model.host.Steps`, for a host that is a `HeldState`.
+In: an engine. Out: `model.host.Steps`, for a host that is a `StateItems`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
 from ...snapshot import codec
-from ..again import Again
-from ..held import UPDATE, Held, hold
+from ..host_parts import UPDATE, Recompute, StateItem, hold
 from . import state
-from .replay import Replay
+from .replay import DeepSpeedReplay
 
 Strike = Callable[[int, Mapping[str, torch.Tensor]], None]
 _STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
@@ -41,7 +40,7 @@ _PLAIN = (
 )
 
 
-class Stepping(Again[Replay]):
+class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
     """The part of a DeepSpeed host that changes tensors between two updates."""
 
     engine: Any
@@ -63,7 +62,7 @@ class Stepping(Again[Replay]):
         if not hasattr(self.engine, "train_batch"):
             self.why_not = _PLAIN
             return
-        self._keep(lambda: Replay(self.engine))
+        self._keep(lambda: DeepSpeedReplay(self.engine))
 
     def recompute(self, step: int) -> None:
         """Gradients of iteration `step`, which is under way, once more. All ranks of the job call together."""
@@ -153,7 +152,7 @@ class Stepping(Again[Replay]):
             setattr(self.engine, _SKIPPED, found[_SKIPPED])
 
     @cached_property
-    def _copies(self) -> list[Held]:
+    def _copies(self) -> list[StateItem]:
         if type(self.engine.optimizer).__name__ == _STAGE3:
             raise UnsupportedError(
                 f"rank {self.rank}: ZeRO-3 gathers parameters for the moment of their use: between two updates each "

@@ -32,8 +32,8 @@ from ...config import Config, LaunchContext, deepspeed_json, launch_context, mer
 from ...errors import ConfigError, ResumeError, UnsupportedError
 from ...events import say
 from ...session import Session, attach
+from ..script_hooks import replace_in_deepspeed as replace
 from .position import Positions
-from .wrapping import replace
 
 Leave = Callable[[], None]
 Join = Callable[[Config, LaunchContext], tuple[LaunchContext, Leave]]
@@ -64,7 +64,7 @@ class EngineHooks:
 
     def __init__(self, join: Join | None = None) -> None:
         self._join = join
-        self.loop: Loop | None = None
+        self.loop: DeepSpeedLoop | None = None
         self.positions = Positions()
 
     def follow(self, module: ModuleType) -> None:
@@ -90,7 +90,7 @@ class EngineHooks:
                 require_several_ranks()
                 if self._join is not None and context.run_dir is None:
                     context, leave = self._join(config, context)
-            self.loop = Loop(engine, config, context, self.positions, leave)
+            self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave)
             self.loop.resume()
             return built
 
@@ -103,7 +103,7 @@ class EngineHooks:
             self.loop = None
 
 
-class Loop:
+class DeepSpeedLoop:
     """One protected engine: session, host, and where the script stands."""
 
     def __init__(

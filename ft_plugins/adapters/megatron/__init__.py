@@ -15,7 +15,7 @@ import torch
 from ... import events
 from ...config import LaunchContext
 from ...patches import apply_cpu, is_applied, untested
-from ..imports import load_below, on_import
+from ..script_hooks import load_below, on_import
 from . import device
 
 
@@ -69,7 +69,7 @@ def install() -> None:
 
 
 def _extend_flags(module: ModuleType) -> None:
-    from .flags import extend
+    from .arguments import extend
 
     extend(module)
 

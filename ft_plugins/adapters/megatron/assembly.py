@@ -19,7 +19,7 @@ from ...snapshot.index import Index
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """The rectangle `size` at `offset` of the global tensor `key` of `shape`, stored as `dtype`.
 
     It is made from item `source` of `ranks`, a tensor of `local_shape`: all of it in order, or where `view` is given,
@@ -41,13 +41,13 @@ class Block:
 class Assembly:
     """A checkpoint but for what is common to all ranks: tensors by blocks, objects by key, as the index has them."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
     objects: Mapping[str, list[str]]
 
 
 def assemble(indices: Iterable[Index], place: Callable[[str, tuple[int, ...]], int]) -> Assembly:
     """`place` says where an item lies in its first file: blocks come in that order, group of ranks by group."""
-    blocks: dict[tuple[str, tuple[int, ...]], tuple[list[int], Block]] = {}
+    blocks: dict[tuple[str, tuple[int, ...]], tuple[list[int], TensorBlock]] = {}
     objects: dict[str, tuple[list[int], list[str]]] = {}
     for index in indices:
         names = index.names or {}
@@ -65,19 +65,19 @@ def assemble(indices: Iterable[Index], place: Callable[[str, tuple[int, ...]], i
     return Assembly(tuple(chosen), {key: value for key, (_, value) in sorted(objects.items())})
 
 
-def _blocks(told: Mapping[str, Any], groups: list[list[int]]) -> Iterable[Block]:
+def _blocks(told: Mapping[str, Any], groups: list[list[int]]) -> Iterable[TensorBlock]:
     ranks, local = tuple(groups[told["group"]]), tuple(told["shape"])
     for key, shape, offset, size, view in told["blocks"]:
         where = (view[0], tuple(view[1])) if view else None
-        yield Block(
+        yield TensorBlock(
             key, tuple(shape), tuple(offset), tuple(size), told["dtype"], told["source"], ranks, local, where
         )  # fmt: skip
 
 
-def _require_whole(blocks: Iterable[Block]) -> None:
+def _require_whole(blocks: Iterable[TensorBlock]) -> None:
     """Raises StorageError for a tensor with a gap or an overlap (offsets differ, so the volumes tell)."""
     covered: dict[str, int] = {}
-    known: dict[str, Block] = {}
+    known: dict[str, TensorBlock] = {}
     for block in blocks:
         first = known.setdefault(block.key, block)
         if (block.shape, block.dtype) != (first.shape, first.dtype):

@@ -35,10 +35,10 @@ from ... import faults
 from ...errors import ResumeError, TopologyError
 from ...model.host import Edges, Hooks
 from ...model.topology import Topology
-from ..held import HeldState, groups, restore_groups
+from ..host_parts import StateItems, groups, restore_groups
 from . import naming, state
-from .rng import restore_rng, rng_state
-from .stepping import Stepping
+from .replay import restore_rng, rng_state
+from .stepping import MegatronStepping
 from .support import flat, is_stub, require_supported
 
 _ARCHITECTURE = (
@@ -60,7 +60,7 @@ class StateEntry:
     write: Callable[[Any], None]
 
 
-class MegatronCoreHost(Stepping, HeldState):
+class MegatronCoreHost(MegatronStepping, StateItems):
     """One rank of a Megatron job. Raises UnsupportedError, TopologyError or InventoryError when it cannot be followed.
 
     `completed()` is the number of completed iterations, `counters` is set before the scheduler on a restore,
@@ -105,7 +105,7 @@ class MegatronCoreHost(Stepping, HeldState):
         return naming.described(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
 
     @cached_property
-    def _held(self) -> list[state.Held]:
+    def _held(self) -> list[state.StateItem]:
         _ = self._described  # first: asked for its sharded state, a bf16 model puts its routers' biases into fp32
         return state.held(self.chunks, self.optimizers, self.rank, self._replicas)
 

@@ -28,7 +28,7 @@ from ...snapshot import codec
 from ...snapshot.index import Index
 from ...snapshot.shares import Shares
 from .arguments import namespace
-from .assembly import Assembly, Block, assemble
+from .assembly import Assembly, TensorBlock, assemble
 
 CHECKPOINT_VERSION = 3.0  # of Megatron-LM's state dictionary
 _RESHARDABLE = {
@@ -97,7 +97,7 @@ class _Tensors:
         self._shares = shares
         self._held: tuple[tuple[str, tuple[int, ...]], torch.Tensor] | None = None
 
-    def of(self, block: Block) -> torch.Tensor:
+    def of(self, block: TensorBlock) -> torch.Tensor:
         """A dense tensor of `block.size` in `block.dtype`."""
         which = block.source, block.ranks
         if self._held is None or self._held[0] != which:

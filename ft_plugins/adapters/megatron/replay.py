@@ -12,6 +12,8 @@ replaced by those of the second time. No loss scale, norm or counter is touched:
 later. (Megatron's sums of auxiliary losses, shown in logs, count both times.)
 
 In: model chunks, optimizer, buffers. Out: gradients and losses in the place of those that were there.
+
+It guards the generators as well: the process's, and Megatron's tracker of the tensor- and expert-parallel streams.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from typing import Any
 import torch
 from megatron.core import rerun_state_machine
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from ...errors import UnsupportedError
-from ..held import Held
+from .. import rng
+from ..host_parts import StateItem
 from .refusals import cuda_graphs
-from .rng import restore_rng, rng_state
 
 _SCHEDULES = (
     *("forward_backward_no_pipelining", "forward_backward_pipelining_with_interleaving"),
@@ -54,11 +57,11 @@ class _Iteration:
     losses: list[Any]
 
 
-class Replay:
+class MegatronReplay:
     """Of one job, which is followed from now on. Guards what the iteration under way was computed from."""
 
     def __init__(
-        self, chunks: Sequence[Any], optimizer: Any, buffers: Sequence[Held], completed: Callable[[], int]
+        self, chunks: Sequence[Any], optimizer: Any, buffers: Sequence[StateItem], completed: Callable[[], int]
     ) -> None:
         """Raises UnsupportedError for a job or a version whose iterations cannot be followed so, by name."""
         missing = [name for name in _SCHEDULES if not callable(getattr(schedules, name, None))]
@@ -180,3 +183,13 @@ def _validating(known: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         machine.state, machine.rerun_requested = state, requested
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of all generators."""
+    return rng.rng_state(get_cuda_rng_tracker())
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set all generators. Raises ResumeError when the tracker's streams are not those that were captured."""
+    rng.restore_rng(state, get_cuda_rng_tracker())

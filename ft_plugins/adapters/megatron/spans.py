@@ -25,9 +25,9 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
+from ..script_hooks import REPLACED
+from ..script_hooks import replace_in_megatron as replace
 from ..spans import around, around_update
-from ..wrapping import REPLACED
-from .wrapping import replace
 
 _MODEL, _CONFIG = 2, 6  # places of these arguments of forward_step
 

@@ -15,7 +15,7 @@ Names are `chunk<i>.<parameter>`, with `:main` for a master and `:<key>` for opt
 tensors with dimensions the inner optimizer keeps per parameter, so FusedAdam's are found like torch Adam's; what has no
 dimensions ('step') is small state.
 
-In: model chunks, optimizers, a function from a parameter to its replica set. Out: `Held`, `Trained`.
+In: model chunks, optimizers, a function from a parameter to its replica set. Out: `StateItem`, `TrainedParameter`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
-from ..held import ANYWHERE, NEVER, UPDATE, Held, first_step, hold, is_item, own, scalars_of
+from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, hold, is_item, own, scalars_of
 from .support import is_stub
 
 Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedParameter:
     """A parameter that an optimizer updates on this rank."""
 
     name: str
@@ -80,7 +80,7 @@ def create_optimizer_state(optimizer: Any) -> None:
                 inner.state[parameter].setdefault("step", first_step(group, parameter))
 
 
-def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[Trained]:
+def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[TrainedParameter]:
     """What `optimizer` updates on this rank. Raises InventoryError for a parameter that the model does not have."""
     if is_stub(optimizer):
         return
@@ -92,7 +92,7 @@ def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator
                 "give the host all chunks of this rank"
             )
         piece = _piece(optimizer, parameter) if sharded else None
-        yield Trained(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main], piece)
+        yield TrainedParameter(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main], piece)
 
 
 def _piece(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
@@ -133,10 +133,12 @@ def derivable(optimizer: Any) -> Iterator[torch.nn.Parameter]:
         yield from (parameter for parameter, _ in _pairs(optimizer))
 
 
-def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int, replicas: Replicas) -> list[Held]:
+def held(
+    chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int, replicas: Replicas
+) -> list[StateItem]:
     """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above."""
     names, layers = parameter_names(chunks), _layers(chunks)
-    found: list[Held] = []
+    found: list[StateItem] = []
     for optimizer in optimizers:
         for one in trained(optimizer, names):
             found.extend(_of_trained(one, (rank,) if one.sharded else replicas(one.parameter), layers))
@@ -154,7 +156,7 @@ def held(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int
     return found
 
 
-def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[Held]:
+def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[StateItem]:
     """The buffers of this rank."""
     layers = _layers(chunks)
     for index, chunk in enumerate(chunks):
@@ -167,7 +169,7 @@ def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[Held]:
                 yield hold(name, Role.BUFFER, (rank,), _layer_of(name, layers), ANYWHERE, read)
 
 
-def _of_trained(one: Trained, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[Held]:
+def _of_trained(one: TrainedParameter, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[StateItem]:
     piece, layer, once = one.piece, _layer_of(one.name, layers), _counts(one.parameter)
     if one.main is one.parameter:
         yield hold(one.item, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
@@ -184,7 +186,7 @@ def _counts(parameter: torch.nn.Parameter) -> bool:
     return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))
 
 
-def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replicas: Replicas) -> Iterator[Held]:
+def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replicas: Replicas) -> Iterator[StateItem]:
     """What is derivable and no item: the model's parameters. The distributed optimizer's shards of fp32 ones are views
     of them, so that all ranks together hold replicas of each shard; any others are copies."""
     names, layers = parameter_names(chunks), _layers(chunks)

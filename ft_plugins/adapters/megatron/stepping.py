@@ -11,7 +11,7 @@ Gradients are multiplied by the loss scale; clipping and unscaling come after `b
 Invariant: facts and Megatron's own operations; what is to be done is decided elsewhere. Nothing is kept, and no
 function of Megatron replaced, before `keep_iterations` or `before_reduction` asks for it.
 
-In: what the host has. Out: `model.host.Steps`, for a host that is a `HeldState`.
+In: what the host has. Out: `model.host.Steps`, for a host that is a `StateItems`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ...errors import UnsupportedError
 from ...model.inventory import Inventory
 from ...snapshot import codec
-from ..again import Again
-from ..held import Held, groups
+from ..host_parts import Recompute, StateItem, groups
 from . import state
-from .replay import Replay
+from .replay import MegatronReplay
 from .support import is_stub
 
 
-class Stepping(Again[Replay]):
+class MegatronStepping(Recompute[MegatronReplay]):
     """The part of a Megatron host that changes tensors between two updates."""
 
     rank: int
@@ -52,7 +51,7 @@ class Stepping(Again[Replay]):
     def keep_iterations(self) -> None:
         """Keep from now on what `recompute` needs, where that can be done. Before the first iteration, once."""
         buffers = list(state.buffers(self.chunks, self.rank))
-        self._keep(lambda: Replay(self.chunks, self.optimizer, buffers, self._completed))
+        self._keep(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed))
 
     def recompute(self, step: int) -> None:
         """Gradients of iteration `step`, which is under way, once more. Of one whose batch the loop skips there are
@@ -128,7 +127,7 @@ class Stepping(Again[Replay]):
         self._rebuild_derivable()
 
     @cached_property
-    def _copies(self) -> list[Held]:
+    def _copies(self) -> list[StateItem]:
         found = list(state.copies(self.chunks, self.optimizers, self._replicas))
         if found and any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self.chunks):
             raise UnsupportedError(

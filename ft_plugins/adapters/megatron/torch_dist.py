@@ -30,15 +30,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .assembly import Block
+from .assembly import TensorBlock
 
 FILE_BYTES = 1 << 30  # torch's writer holds what it has written until the file is closed
 
 
 def write(
     folder: Path,
-    blocks: Sequence[Block],
-    tensor: Callable[[Block], torch.Tensor],
+    blocks: Sequence[TensorBlock],
+    tensor: Callable[[TensorBlock], torch.Tensor],
     objects: Mapping[str, Any],
     common: Mapping[str, Any],
     file_bytes: int = FILE_BYTES,
@@ -60,7 +60,7 @@ class _Planner(SavePlanner):
     """Plans from blocks instead of from tensors in memory."""
 
     def __init__(
-        self, blocks: Sequence[Block], tensor: Callable[[Block], torch.Tensor], objects: Mapping[str, Any]
+        self, blocks: Sequence[TensorBlock], tensor: Callable[[TensorBlock], torch.Tensor], objects: Mapping[str, Any]
     ) -> None:
         self._blocks = {(block.key, block.offset): block for block in blocks}
         self._tensor, self._objects = tensor, objects
@@ -86,7 +86,7 @@ class _Planner(SavePlanner):
         return self._tensor(self._blocks[index.fqn, tuple(index.offset or ())])
 
 
-def _item(block: Block) -> WriteItem:
+def _item(block: TensorBlock) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.size))
     told = TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, block.dtype)), torch.Size(block.shape))
     return WriteItem(MetadataIndex(block.key, chunk.offsets), WriteItemType.SHARD, tensor_data=told)

@@ -28,10 +28,10 @@ from ...config import launch_context
 from ...errors import ResumeError, UnsupportedError
 from ...model.topology import Topology
 from ...session import Session, attach
+from ..script_hooks import replace_in_megatron as replace
+from .arguments import resolve
 from .data_identity import identity
-from .flags import resolve
 from .refusals import of_arguments
-from .wrapping import replace
 
 MODULE = "megatron.training.training"
 _COUNTERS = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -41,7 +41,7 @@ class TrainingHooks:
     """The hooks of one process; `loop` is there once the model has been built."""
 
     def __init__(self) -> None:
-        self.loop: Loop | None = None
+        self.loop: MegatronLoop | None = None
 
     def follow(self, module: ModuleType) -> None:
         """Wrap the functions of `module`. Raises UnsupportedError naming the one that it lacks."""
@@ -59,7 +59,7 @@ class TrainingHooks:
             built = original(*args, **kwargs)
             if self.loop is not None:
                 raise UnsupportedError("setup_model_and_optimizer was called twice: a second model cannot be protected")
-            self.loop = Loop(module, *built)
+            self.loop = MegatronLoop(module, *built)
             self.loop.resume()
             return built
 
@@ -125,7 +125,7 @@ class TrainingHooks:
         return pretrain
 
 
-class Loop:
+class MegatronLoop:
     """Where Megatron-LM's loop stands: the counters that it keeps in local variables, the session, the host."""
 
     def __init__(self, module: ModuleType, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:

@@ -9,7 +9,6 @@ In: the current topology, what the host and the redundancy allow. Out: numbers o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from ...intake import Count, open_new, read_json
+from ... import files
+from ...intake import Count, read_json
 from ...model.topology import Topology
 
 FILE = "sizes.json"  # in the run directory, read by the rendezvous
@@ -92,7 +92,4 @@ def read(run_dir: Path) -> SizeReport:
 
 def write(run_dir: Path, report: SizeReport) -> None:
     """Report to the rendezvous of this node."""
-    building = run_dir / f"{FILE}.new"
-    with open(open_new(building), "w") as file:
-        json.dump({"sizes": list(report.sizes), "spares_asked": report.spares_asked}, file)
-    building.replace(run_dir / FILE)
+    files.write_json(run_dir / FILE, {"sizes": list(report.sizes), "spares_asked": report.spares_asked})

@@ -24,13 +24,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ... import files
 from ...errors import FtError, ProtocolError
 from ...events import Events
 from ...intake import Count, read_json
 from ...snapshot.segment import Segment
 from .. import liveness, protocol
 from ..node import NodeTier
-from ..peers import written
 from ..requests import ENDPOINTS
 from ..wire import Peer
 from .context import ResizeContext
@@ -67,7 +67,7 @@ class SpareServer:
     def _report(self, world_size: int) -> dict[str, Any]:
         smp = self._smp
         smp.tier.suspend()
-        written(self._asked_under_file, smp.token)
+        files.write_json(self._asked_under_file, smp.token)
         own = smp.segments_of_other_sizes(world_size)
         reported = [*own, *smp.previous.all()]
         smp.events.emit("spare.asked", ranks=world_size, segments=len(reported))
@@ -156,7 +156,7 @@ class SpareClient:
         """Write the spares still to be released, for a replacement SMP."""
         left = self._to_release | self._releasing
         if left:
-            written(self._path, sorted(left))
+            files.write_json(self._path, sorted(left))
         else:
             self._path.unlink(missing_ok=True)
 

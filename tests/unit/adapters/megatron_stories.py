@@ -26,14 +26,14 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from ft_plugins import faults
-from ft_plugins.adapters import held
+from ft_plugins.adapters import host_parts
 from ft_plugins.adapters.megatron import state
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.adapters.megatron.support import require_supported
 from ft_plugins.config import launch_context
 from ft_plugins.errors import FtError, InventoryError, ResumeError, TopologyError, UnsupportedError
 from ft_plugins.model.digest import state_digest
-from ft_plugins.model.inventory import Role, Span
+from ft_plugins.model.inventory import IterationSpan, Role
 from ft_plugins.model.topology import Topology
 from ft_plugins.snapshot import codec
 
@@ -96,7 +96,7 @@ def it_inventories_twelve_bytes_a_parameter_and_no_derivable_copy() -> None:
         items = host.inventory().items
         assert host.inventory().nbytes == 12 * parameters, flags
         assert {item.dtype for item in items} == {"float32"}, flags
-        assert {item.changed_by for item in items} == {frozenset({Span.UPDATE})}
+        assert {item.changed_by for item in items} == {frozenset({IterationSpan.UPDATE})}
         assert {item.layer for item in items} == {None, 1, 2}
         assert set(host.tensors()) == {item.name for item in items}
         kept = {item.role for item in items} - {Role.MOMENT}
@@ -207,10 +207,10 @@ def it_finds_the_state_of_an_optimizer_that_counts_steps_per_group() -> None:
     items = [one.item.name for one in state.held([chunk], [wrapped], 0, lambda parameter: (0,))]
     assert items == ["chunk0.weight", "chunk0.weight:exp_avg", "chunk0.weight:exp_avg_sq"]
     inner.step()
-    captured = codec.decode(codec.encode(held.groups(wrapped)))
+    captured = codec.decode(codec.encode(host_parts.groups(wrapped)))
     assert captured == [{"lr": 0.5, "betas": (0.9, 0.95), "step": 1}]
     inner.step()
-    held.restore_groups(wrapped, captured)
+    host_parts.restore_groups(wrapped, captured)
     assert inner.param_groups[0]["step"] == 1 and inner.param_groups[0]["params"] == [parameter]
 
 

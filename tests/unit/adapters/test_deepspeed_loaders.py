@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.loaders import Pass, drawn, redraw  # noqa: E402
+from ft_plugins.adapters.loaders import LoaderPass, drawn, redraw  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
 
@@ -238,7 +238,7 @@ def test_a_pass_is_what_torch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(monkeypatch, "shuffled")
     script.positions.before_read = lambda source: None
     found = iter(script.loader)
-    assert isinstance(found, Pass) and len(found) == BATCHES and iter(found) is found
+    assert isinstance(found, LoaderPass) and len(found) == BATCHES and iter(found) is found
     next(found)
     assert found._num_yielded == 1, "what is asked of torch's own is answered by it"
     assert len(list(found)) == BATCHES - 1

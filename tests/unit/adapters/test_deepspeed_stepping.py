@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ft_plugins.adapters.deepspeed.stepping import Stepping  # noqa: E402
+from ft_plugins.adapters.deepspeed.stepping import DeepSpeedStepping  # noqa: E402
 
 Ranks = Callable[..., list[Any]]
 _spec = importlib.util.spec_from_file_location("deepspeed_engines", Path(__file__).with_name("deepspeed_engines.py"))
@@ -110,7 +110,7 @@ def _of_a_script(rank: int, world: int) -> Any:
 def test_gradients_of_all_replicas_are_clipped_together_in_float32_without_zero(
     on: str, clipping: float, together: bool
 ) -> None:
-    host = Stepping()
+    host = DeepSpeedStepping()
     host.engine = SimpleNamespace(
         fp16_enabled=lambda: on == "fp16", bfloat16_enabled=lambda: on == "bfloat16",
         zero_optimization=lambda: on == "zero", gradient_clipping=lambda: clipping,

@@ -9,18 +9,18 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from ft_plugins.adapters.deepspeed.training import Loop  # noqa: E402
+from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 
 
 class Source:
-    """Something that is read; `ended` as of a `Pass`."""
+    """Something that is read; `ended` as of a `LoaderPass`."""
 
     ended = False
 
 
 def loop(restored: bool) -> Any:
-    found: Any = Loop.__new__(Loop)
+    found: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
     found._said, found._first, found._forward = set(), None, False
     found._host = SimpleNamespace(rank=0, restored=restored)
     return found

@@ -103,11 +103,12 @@ from pathlib import Path
 import torch
 from ft_plugins.adapters.megatron import prepare
 prepare()
-from ft_plugins.adapters.megatron.assembly import Block
+from ft_plugins.adapters.megatron.assembly import TensorBlock
 from ft_plugins.adapters.megatron.torch_dist import write
 
 ROWS, FILE = 64, 40_000
-blocks = [Block("w", (64, 256), (row, 0), (1, 256), "float32", f"{row}", (0,), (1, 256), None) for row in range(ROWS)]
+made = ((f"{row}", (0,), (1, 256), None) for row in range(ROWS))
+blocks = [TensorBlock("w", (64, 256), (row, 0), (1, 256), "float32", *one) for row, one in enumerate(made)]
 alive, peak = set(), [0]
 
 def tensor(block):

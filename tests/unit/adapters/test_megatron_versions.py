@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.adapters.megatron import refusals, training
-from ft_plugins.adapters.megatron.training import Loop, require_followed
+from ft_plugins.adapters.megatron.training import MegatronLoop, require_followed
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.patches import cpu_patches
 
@@ -184,7 +184,7 @@ def test_a_resume_before_the_first_evaluation_reads_no_option_that_only_newer_ve
 ) -> None:
     args = argparse.Namespace(iteration=3, consumed_valid_samples=0, **given)
     loop = SimpleNamespace(args=args, _restored=True)
-    with Loop.counted_validation(loop):  # type: ignore[arg-type]
+    with MegatronLoop.counted_validation(loop):  # type: ignore[arg-type]
         during = args.iteration
     assert during == (3 if given.get("phase_transition_iterations") else 0)
     assert args.iteration == 3

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.planner.goodput import Protection
-from ft_plugins.planner.outlook import Wanted, plan_pipeline
-from ft_plugins.planner.pipeline import Pipeline, Schedule
+from ft_plugins.planner.goodput import ProtectionKind
+from ft_plugins.planner.outlook import PlannedPipeline, plan_pipeline
+from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
 from ft_plugins.planner.survival import Cluster
 from workloads.jobs import FAMILY, PAPER, RANK_FAILURES, WEIGHTS_ONLY
 from workloads.study import scales_table, shapes_table, study_scale, study_shape
@@ -56,23 +56,27 @@ def test_the_tables_name_every_job() -> None:
     shown = scales_table(scales)
     assert "16384" in shown and "zero-bubble" in shown
     for one in scales:
-        assert one.shares[Schedule.ZERO_BUBBLE] < one.shares[Schedule.ONE_F_ONE_B] < one.shares[Schedule.GPIPE] + 1e-9
+        assert (
+            one.shares[PipelineSchedule.ZERO_BUBBLE]
+            < one.shares[PipelineSchedule.ONE_F_ONE_B]
+            < one.shares[PipelineSchedule.GPIPE] + 1e-9
+        )
         assert one.plan.iterations_per_checkpoint == one.pairs
-        disk, baft = (one.plan.of(protection).goodput for protection in (Protection.DISK, Protection.BAFT))
+        disk, baft = (one.plan.of(protection).goodput for protection in (ProtectionKind.DISK, ProtectionKind.BAFT))
         assert disk < baft < 1
 
 
 def test_a_pipeline_as_given() -> None:
-    assert Wanted.given({"stages": None, "microbatches": None}) is None
-    found = Wanted.given({"stages": 4, "microbatches": 8, "schedule": "interleaved"})
-    assert found and found.pipeline == Pipeline(Schedule.INTERLEAVED, 4, 8, 2, overlap=True)
+    assert PlannedPipeline.given({"stages": None, "microbatches": None}) is None
+    found = PlannedPipeline.given({"stages": 4, "microbatches": 8, "schedule": "interleaved"})
+    assert found and found.pipeline == Pipeline(PipelineSchedule.INTERLEAVED, 4, 8, 2, overlap=True)
     with pytest.raises(ConfigError, match="stages: without effect; .* when microbatches is given too"):
-        Wanted.given({"stages": 4})
+        PlannedPipeline.given({"stages": 4})
 
 
 def test_a_schedule_that_cannot_be_run_is_left_out() -> None:
-    wanted = Wanted(Pipeline(Schedule.ONE_F_ONE_B, 4, 3))  # fewer microbatches than ranks
+    wanted = PlannedPipeline(Pipeline(PipelineSchedule.ONE_F_ONE_B, 4, 3))  # fewer microbatches than ranks
     outlook = plan_pipeline(wanted, Cluster(8, 2, 0.1, 0.1), None)
-    assert set(outlook.shares) == set(Schedule) - {Schedule.INTERLEAVED}
-    assert outlook.shares[Schedule.ONE_F_ONE_B] == pytest.approx(3 / 6)
+    assert set(outlook.shares) == set(PipelineSchedule) - {PipelineSchedule.INTERLEAVED}
+    assert outlook.shares[PipelineSchedule.ONE_F_ONE_B] == pytest.approx(3 / 6)
     assert outlook.iterations == {} and outlook.plans == ()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ft_plugins.bubbles import futex
-from ft_plugins.bubbles.futex import POLL_SECONDS, Word
+from ft_plugins.bubbles.futex import POLL_SECONDS, FutexWord
 
 LONG = 20.0  # seconds: nobody waits for so long
 
@@ -22,13 +22,13 @@ def words() -> np.ndarray:
 
 
 def test_a_change_by_another_process_ends_the_wait(words: np.ndarray) -> None:
-    word, began = Word(words, 3), time.monotonic()
+    word, began = FutexWord(words, 3), time.monotonic()
     ready, go = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.read(ready, 1)
         words[3] = 7
-        Word(words, 3).wake()
+        FutexWord(words, 3).wake()
         os._exit(0)
     os.write(go, b"1")
     while words[3] != 7 and time.monotonic() - began < LONG:
@@ -42,30 +42,30 @@ def test_a_change_by_another_process_ends_the_wait(words: np.ndarray) -> None:
 def test_a_word_that_has_changed_already_is_not_waited_for(words: np.ndarray) -> None:
     words[3] = 5
     began = time.monotonic()
-    assert Word(words, 3).wait(4, LONG) == 0.0
+    assert FutexWord(words, 3).wait(4, LONG) == 0.0
     assert time.monotonic() - began < LONG
 
 
 def test_a_wait_is_over_after_its_time(words: np.ndarray) -> None:
     began = time.monotonic()
-    assert Word(words, 3).wait(0, 0.05) == 0.0
+    assert FutexWord(words, 3).wait(0, 0.05) == 0.0
     assert 0.04 < time.monotonic() - began < LONG
 
 
 def test_other_threads_run_while_one_waits(words: np.ndarray) -> None:
     """A wait that kept the interpreter would let nobody wake it before its time is over."""
     began = time.monotonic()
-    waiter = threading.Thread(target=Word(words, 0).wait, args=(0, LONG))
+    waiter = threading.Thread(target=FutexWord(words, 0).wait, args=(0, LONG))
     waiter.start()
     words[0] = 1
     while waiter.is_alive() and time.monotonic() - began < LONG:
-        Word(words, 0).wake()  # again and again: it may have looked before, and not waited yet
+        FutexWord(words, 0).wake()  # again and again: it may have looked before, and not waited yet
         waiter.join(0.01)
     assert not waiter.is_alive() and time.monotonic() - began < LONG
 
 
 def test_without_a_futex_it_is_looked_at_again_and_again(words: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futex, "_futex", None)
-    word = Word(words, 0)
+    word = FutexWord(words, 0)
     word.wake()
     assert word.wait(0, 1.0) == POLL_SECONDS and word.wait(0, 0.001) == 0.001

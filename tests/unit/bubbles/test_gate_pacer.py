@@ -21,14 +21,16 @@ import pytest
 
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
-from ft_plugins.bubbles.gate_pacer import (
-    FRAME_BYTES,
-    FRAME_SECONDS,
-    LEAST_SECONDS,
-    SLOW_FRAME_SECONDS,
-    SLOW_SHARE,
-    SLOWER,
-    GatePacer,
+from ft_plugins.bubbles.gate_pacer import GatePacer
+from ft_plugins.bubbles.pacing import (
+    LIMITS,
+    AskFallback,
+    GateSight,
+    PacingLimits,
+    PacingState,
+    SendNow,
+    WaitFor,
+    decide,
 )
 from ft_plugins.bubbles.plan import BY_RATE
 from ft_plugins.bubbles.round_trips import LAST
@@ -101,7 +103,7 @@ class Free:
 def test_no_more_goes_than_was_planned_nor_than_gets_through_in_time() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0.010, 0.020, 1000)], 0, 0)
-    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
+    pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock), Stop(clock, 100 * MS)
     assert pacer.take(400, stop) == Allowance(400, 20 * MS) and clock.now == 10 * MS, "it waits for the window"
     clock.now = 15 * MS
     assert pacer.take(10_000, stop).nbytes == 500, "half of the window is left, and so half of its bytes"
@@ -113,7 +115,7 @@ def test_who_is_late_goes_on_in_the_next_bubble() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
     stop = Stop(clock, 200 * MS, {50 * MS: lambda: gate.open([grant(2, 0.001, 0.011, 2000)], 0, 50 * MS)})
-    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
     first = pacer.take(900, stop)
     clock.now = 12 * MS  # the frame took longer than it should
     pacer.ended(first)
@@ -127,7 +129,7 @@ def test_who_is_late_goes_on_in_the_next_bubble() -> None:
 
 def test_what_went_in_bubbles_is_told_of_those_of_the_plan_that_stands() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer, stop = GatePacer(gate, least_bytes=1, clock_ns=clock), Stop(clock, 100_000 * MS)
+    pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock), Stop(clock, 100_000 * MS)
     for turn, bubble in enumerate((7, 3)):
         gate.plan(1, 1.0 + turn)
         assert pacer.filled() == []
@@ -139,7 +141,7 @@ def test_what_went_in_bubbles_is_told_of_those_of_the_plan_that_stands() -> None
 
 def test_what_went_in_which_bubble_is_told_of_the_fullest_ones() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer, stop = GatePacer(gate, least_bytes=1, clock_ns=clock), Stop(clock, 100_000 * MS)
+    pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock), Stop(clock, 100_000 * MS)
     for turn in range(2):
         for bubble in range(5):
             begin = 1000 * MS * (5 * turn + bubble)
@@ -154,7 +156,7 @@ def test_what_went_in_which_bubble_is_told_of_the_fullest_ones() -> None:
 def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_get_slower() -> None:
     """100 bytes a millisecond were planned; it is a tenth, and a round trip more for each frame."""
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
     late_by, moved = [], []
     for number in range(30):
         begin = clock.now = 100 * MS * number
@@ -178,7 +180,7 @@ def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_g
 def test_a_copy_that_meets_no_window_goes_on_in_a_trickle_of_the_time() -> None:
     """A bubble of 10 ms every 500, which is over before its window begins: 100 bytes a millisecond, frames of 1000."""
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, Free(), least_bytes=10, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
 
     def bubbles(first: int, last: int) -> list[int]:
         """Milliseconds at which frames went."""
@@ -217,13 +219,13 @@ def test_a_trickle_on_a_slow_link_goes_in_frames_that_nobody_waits_for_long() ->
         went.append(allowed.nbytes)
         clock.now += allowed.nbytes * MS // 100
         pacer.ended(allowed)
-    assert went[0] == FRAME_BYTES, "nothing is known yet"
+    assert went[0] == LIMITS.slow_frame_bytes, "nothing is known yet"
     assert len(went) > 50 and set(went[1:]) == {100 * 16}, "of 16 ms, in a hundredth of the time"
 
 
 def test_who_waits_for_a_rare_bubble_is_not_starved() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
     gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
     assert pacer.take(1000, Stop(clock, MS)).nbytes == 1000
     stop = Stop(clock, 40_000 * MS, {30_000 * MS: lambda: gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)})
@@ -232,7 +234,7 @@ def test_who_waits_for_a_rare_bubble_is_not_starved() -> None:
 
 def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
     gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
     stuck = pacer.take(1000, Stop(clock, 10 * MS))
     clock.now = 30_000 * MS
@@ -272,12 +274,12 @@ def test_bubbles_in_which_nothing_can_go_do_not_make_a_slow_link_look_faster(sho
     assert max(moreover) <= 500, "once the link is known, no whole frame is late"
     assert sum(map(bool, moreover)) <= 1 + sum(moved) // 2000 // LAST, f"{moreover}"
     # a frame, and then a rest that is longer than what is left of the window
-    assert min(moved[10:20] + moved[27:]) >= 0.9 * SLOW_FRAME_SECONDS * 1e9 * link, "and it is used"
+    assert min(moved[10:20] + moved[27:]) >= 0.9 * LIMITS.slow_frame_seconds * 1e9 * link, "and it is used"
 
 
 def test_windows_of_another_plan_are_used_whole_though_a_bubble_of_that_number_was_shortened() -> None:
     clock, gate, link = Clock(), Gate(empty()), 1000 / MS
-    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
     gate.plan(1, 1.0)
     for iteration in range(20):  # 5 ms by the plan, 1 ms in fact
         clock.now = begin = 1000 * iteration * MS
@@ -294,7 +296,7 @@ def test_windows_of_another_plan_are_used_whole_though_a_bubble_of_that_number_w
 
 def test_how_full_windows_were_is_told_of_those_in_which_there_was_something_to_send() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock)
 
     def begins(at: int) -> Callable[[], None]:
         return lambda: gate.open([grant(1, 0.001, 0.011, 1000)], 0, at * MS)
@@ -326,7 +328,7 @@ def test_how_full_windows_were_is_told_of_those_in_which_there_was_something_to_
 def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 100), grant(1, 0.030, 0.040, 50)], 0, 0)
-    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
+    pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock), Stop(clock, 100 * MS)
     assert pacer.take(1000, stop) == Allowance(100, 10 * MS)
     assert pacer.take(1000, stop) == Allowance(50, 40 * MS) and clock.now == 30 * MS
 
@@ -334,7 +336,7 @@ def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
 def test_the_second_window_of_a_bubble_has_bytes_of_its_own() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 100), grant(1, 0.030, 0.040, 50)], 0, 0)
-    pacer, stop = GatePacer(gate, least_bytes=10, clock_ns=clock), Stop(clock, 100 * MS)
+    pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock), Stop(clock, 100 * MS)
     clock.now = 11 * MS
     assert pacer.take(1000, stop) == Allowance(50, 40 * MS) and clock.now == 30 * MS
 
@@ -342,7 +344,7 @@ def test_the_second_window_of_a_bubble_has_bytes_of_its_own() -> None:
 def test_less_than_is_worth_a_frame_waits_unless_it_is_all_there_is() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 10_000)], 0, 0)
-    pacer = GatePacer(gate, least_bytes=300, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=300), clock_ns=clock)
     clock.now = 10 * MS - MS // 5  # 200 would get through
     assert pacer.take(150, Stop(clock, 9 * MS)).nbytes == 150
     clock.now = 10 * MS - MS // 5
@@ -352,7 +354,7 @@ def test_less_than_is_worth_a_frame_waits_unless_it_is_all_there_is() -> None:
 def test_on_a_slow_link_less_is_worth_a_frame_and_small_windows_are_filled() -> None:
     """Each frame is kept short of the deadline by the margin: what is then left must not be too little for one more."""
     clock, gate, link = Clock(), Gate(empty()), 1000 / (100 * MS)  # bytes per nanosecond
-    pacer = GatePacer(gate, least_bytes=600, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=600), clock_ns=clock)
     for bubble in range(10):
         begin = 200 * MS * bubble
         clock.now = begin
@@ -364,7 +366,7 @@ def test_on_a_slow_link_less_is_worth_a_frame_and_small_windows_are_filled() -> 
 
 def test_a_window_of_less_than_is_worth_a_frame_is_taken_while_half_of_it_gets_through() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, least_bytes=300, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=300), clock_ns=clock)
     gate.open([grant(1, 0, 0.001, 100)], 0, 0)
     clock.now = MS // 10
     assert pacer.take(1000, Stop(clock, 9 * MS)).nbytes == 90, "bubbles that are all so small must not starve a copy"
@@ -377,14 +379,14 @@ def test_what_a_dead_trainer_left_open_does_not_hold_back_what_goes_by_rate() ->
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
     clock.now = 50 * MS
-    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock)
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now == 50 * MS
 
 
 def test_a_gate_that_is_closed_early_lets_nothing_more_go() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 1.0, 1000)], 0, 0)
-    pacer = GatePacer(gate, least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock)
     assert pacer.take(10, Stop(clock, 5 * MS)).nbytes == 10
     gate.close()
     assert pacer.take(10, Stop(clock, 50 * MS)) == Allowance(0)
@@ -392,7 +394,7 @@ def test_a_gate_that_is_closed_early_lets_nothing_more_go() -> None:
 
 def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, Free(), patience_seconds=0.1, least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=0.1, least_frame_bytes=1), clock_ns=clock)
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now == 0, "there is no plan yet"
     pacer.ended(Allowance(70))
     gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
@@ -405,7 +407,10 @@ def test_who_has_lost_patience_once_goes_on_until_a_gate_is_opened() -> None:
     """Frames of the other pacer that take long must not each be followed by as long a wait."""
     clock, gate = Clock(), Gate(empty())
     gate.plan(1, 1.0)
-    pacer, stop = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock), Stop(clock, 10**18)
+    pacer, stop = (
+        GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock),
+        Stop(clock, 10**18),
+    )
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)
     assert pacer.take(50, stop).nbytes == 50
     assert pacer.take(70, stop).nbytes == 70 and 60_000 * MS < clock.now < 61_000 * MS
@@ -421,7 +426,7 @@ def test_who_has_lost_patience_once_goes_on_until_a_gate_is_opened() -> None:
 
 def test_where_a_plan_is_taken_back_or_never_came_nobody_waits_for_bubbles() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock)
     for _ in range(3):  # iterations are recorded: closed for a moment between them
         gate.hold(120.0, clock.now)
         assert pacer.take(70, Stop(clock, clock.now + 1000 * MS)) == Allowance(0)
@@ -442,7 +447,7 @@ def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)  # by a trainer before
     gate.close()
-    pacer = GatePacer(gate, Free(), patience_seconds=10.0, least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=10.0, least_frame_bytes=1), clock_ns=clock)
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70), "there is no plan yet"
     gate.open([grant(2, 0, 0.010, 50)], 0, 0)
     gate.close()  # nobody has looked meanwhile
@@ -452,7 +457,7 @@ def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next
 
 def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock)
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)
     assert pacer.take(50, Stop(clock, MS)).nbytes == 50
     gate.plan(1, 1.0)
@@ -468,7 +473,7 @@ def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same() -> None:
 def test_bubbles_may_be_further_apart_than_patience_lasts_if_iterations_are_that_long() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.plan(1, 40.0)
-    pacer = GatePacer(gate, Free(), patience_seconds=60.0, least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock)
     reopened = {100_000 * MS: lambda: gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)}
     assert pacer.take(70, Stop(clock, 200_000 * MS, reopened)).nbytes == 50 and clock.now >= 100_000 * MS
     gate.close()
@@ -482,13 +487,13 @@ def test_who_comes_where_there_is_a_plan_already_waits_for_its_bubbles() -> None
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)
     gate.close()
     gate.plan(1, 1.0)
-    pacer = GatePacer(gate, Free(), least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), limits=PacingLimits(least_frame_bytes=1), clock_ns=clock)
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(0), "its SMP is a new one, training is not"
 
 
 def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_over() -> None:
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, Free(), patience_seconds=0.1, least_bytes=1, clock_ns=clock)
+    pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=0.1, least_frame_bytes=1), clock_ns=clock)
     assert pacer.take(70, Stop(clock, MS)).nbytes == 70, "there is no plan yet"
     gate.hold(2.0, clock.now)
     assert pacer.take(70, Stop(clock, 1900 * MS)) == Allowance(0), "longer than it has patience with a closed one"
@@ -502,7 +507,10 @@ def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_o
 
 def test_a_trainer_sees_that_a_frame_has_begun_to_move_and_that_it_is_through() -> None:
     clock, memory = Clock(), empty()
-    gate, pacer = Gate(memory), GatePacer(Gate(memory), Free(), least_bytes=1, clock_ns=clock)
+    gate, pacer = (
+        Gate(memory),
+        GatePacer(Gate(memory), Free(), limits=PacingLimits(least_frame_bytes=1), clock_ns=clock),
+    )
     seen = [gate.moved]
     by_rate = pacer.take(70, Stop(clock, MS))
     seen.append(gate.moved)
@@ -524,7 +532,7 @@ def test_a_trainer_sees_that_a_frame_has_begun_to_move_and_that_it_is_through() 
 def test_what_is_through_after_the_bubble_has_ended_early_is_late() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 1.0, 100_000)], 0, 0)
-    pacer, stop = GatePacer(gate, least_bytes=1, clock_ns=clock), Stop(clock, 100 * MS)
+    pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock), Stop(clock, 100 * MS)
     first, second = pacer.take(10, stop), pacer.take(20, stop)
     pacer.ended(first)
     gate.close()
@@ -538,7 +546,12 @@ def test_what_is_through_after_the_bubble_has_ended_early_is_late() -> None:
 
 @pytest.mark.parametrize(
     ("carried", "frame"),
-    [(10**9, 10**9 * FRAME_SECONDS), (2_000_000, FRAME_BYTES), (100_000, 100_000 * SLOW_FRAME_SECONDS), (10, 1)],
+    [
+        (10**9, 10**9 * LIMITS.frame_seconds),
+        (2_000_000, LIMITS.slow_frame_bytes),
+        (100_000, 100_000 * LIMITS.slow_frame_seconds),
+        (10, 1),
+    ],
 )
 def test_a_frame_is_no_longer_than_it_may_outlast_its_bubble(carried: int, frame: float) -> None:
     clock, gate = Clock(), Gate(empty())
@@ -549,7 +562,7 @@ def test_a_frame_is_no_longer_than_it_may_outlast_its_bubble(carried: int, frame
 def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late() -> None:
     """A tenth of what was planned with: after a few frames no more is let go than gets through."""
     clock, gate = Clock(), Gate(empty())
-    pacer = GatePacer(gate, least_bytes=10, clock_ns=clock)
+    pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
     link = 100 / MS / 10  # bytes per nanosecond
     late = []
     for bubble in range(20):
@@ -560,7 +573,7 @@ def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late
         send(pacer, Stop(clock, begin + 150 * MS, {end: gate.close}), clock, lambda nbytes: nbytes / link, (gate, end))
         late.append(pacer.late_bytes)
     assert late[-1] == late[2], "once the link is known, nothing more is late"
-    one = SLOW_FRAME_SECONDS * 1e9 * link  # frame; the rest after it is longer than the window
+    one = LIMITS.slow_frame_seconds * 1e9 * link  # frame; the rest after it is longer than the window
     assert pacer.inside_bytes >= 0.9 * 20 * one, "and it is used"
     assert pacer.inside_bytes <= 1.1 * 20 * one, "but mostly left to training's messages"
 
@@ -568,7 +581,7 @@ def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late
 def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_of_them() -> None:
     """Ends of windows filled with ever smaller frames would teach that nothing gets through."""
     clock, gate, link = Clock(), Gate(empty()), 10 / MS
-    pacer, frames = GatePacer(gate, least_bytes=1000, clock_ns=clock), 0
+    pacer, frames = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1000), clock_ns=clock), 0
     for bubble in range(40):
         begin = bubble * 1000 * MS
         clock.now = max(clock.now, begin)
@@ -583,7 +596,7 @@ def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_o
     assert pacer.inside_bytes - known[1] >= 30 * 150 and frames - known[2] <= 30
 
 
-@pytest.mark.parametrize("slower", [1.0, 0.9 * SLOWER, 1.1 * SLOWER, 10.0, 30.0])
+@pytest.mark.parametrize("slower", [1.0, 0.9 * LIMITS.much_slower, 1.1 * LIMITS.much_slower, 10.0, 30.0])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_of_a_link_much_slower_than_planned_each_rank_takes_a_part_of_a_rate(slower: float, ranks: int) -> None:
     clock, gate, link = Clock(), Gate(empty()), 10_000 / MS / slower
@@ -594,9 +607,9 @@ def test_of_a_link_much_slower_than_planned_each_rank_takes_a_part_of_a_rate(slo
         before = pacer.inside_bytes
         send(pacer, Stop(clock, begin + 500 * MS), clock, lambda nbytes: nbytes / link)
     taken = (pacer.inside_bytes - before) / (500 * MS * link)
-    share = SLOW_SHARE * BY_RATE / ranks if slower > SLOWER else 1.0
+    share = LIMITS.slow_link_share * BY_RATE / ranks if slower > LIMITS.much_slower else 1.0
     # the end of a window is met with a MARGIN, and a frame less goes, or one more
-    assert abs(taken - share) <= 0.1 * share + SLOW_FRAME_SECONDS / 0.5
+    assert abs(taken - share) <= 0.1 * share + LIMITS.slow_frame_seconds / 0.5
 
 
 def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mostly_lasts() -> None:
@@ -618,7 +631,7 @@ def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mo
 def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(STEADY, 0, 0.100, 1000)], 0, 0)
-    pacer, stop = GatePacer(gate, least_bytes=100, clock_ns=clock), Stop(clock, 1000 * MS)
+    pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=100), clock_ns=clock), Stop(clock, 1000 * MS)
     went = []
     while sum(one for _, one in went) < 1000 and not stop.is_set():
         allowed = pacer.take(10_000, stop)
@@ -636,7 +649,10 @@ def test_by_a_rate_a_slow_link_is_left_to_training_half_of_the_time(ranks: int) 
     """10 bytes a millisecond were planned, and are all that the link carries; a node's ranks share it."""
     clock, gate, share = Clock(), Gate(empty()), BY_RATE / ranks
     gate.open([grant(STEADY, 0, 10.0, 100_000)], 0, 0)
-    pacer, stop = GatePacer(gate, least_bytes=100, by_rate_share=share, clock_ns=clock), Stop(clock, 10_000 * MS)
+    pacer, stop = (
+        GatePacer(gate, limits=PacingLimits(least_frame_bytes=100), by_rate_share=share, clock_ns=clock),
+        Stop(clock, 10_000 * MS),
+    )
     send(pacer, stop, clock, lambda nbytes: nbytes * MS / 10)
     assert 0.9 * share * 100_000 <= pacer.rate_bytes <= share * 100_000 + 1024, "and a frame"
 
@@ -655,7 +671,7 @@ def test_all_that_is_granted_as_a_rate_goes_in_frames_that_a_slow_link_carries_s
         gate.open([grant(STEADY, 0, 10.0, granted)], iteration, begin)
         send(pacer, Stop(clock, begin + 10_000 * MS), clock, takes)
     assert pacer.rate_bytes == 3 * granted
-    assert frames[0] <= FRAME_BYTES and max(frames[1:]) <= 500 * 16, "of 16 ms"
+    assert frames[0] <= LIMITS.slow_frame_bytes and max(frames[1:]) <= 500 * 16, "of 16 ms"
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -674,7 +690,7 @@ def test_a_fast_link_carries_the_rate_that_was_planned(ranks: int) -> None:
     send(pacer, Stop(clock, 1000 * MS), clock, takes)
     # a third of a frame's time is for no bytes, and one poll may pass after each rest
     assert pacer.rate_bytes >= 0.45 * granted
-    assert max(longest) <= 1.5 * LEAST_SECONDS * 1e9, "so long a message may wait for it"
+    assert max(longest) <= 1.5 * LIMITS.least_frame_seconds * 1e9, "so long a message may wait for it"
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -693,6 +709,27 @@ def test_without_a_plan_half_of_any_link_is_left_to_training_but_for_what_is_sen
     assert 0.7 * BY_RATE / ranks <= taken <= 1.01 * BY_RATE / ranks
 
 
+# the decision alone
+
+
+def test_the_decision_follows_from_state_opening_and_time_and_changes_nothing() -> None:
+    gate = Gate(empty())
+    closed = GateSight(0, 0, 0, None)
+    state = PacingState.start(PacingLimits(least_frame_bytes=10), closed, 0, has_fallback=True)
+    assert decide(state, closed, 1000, 0) == AskFallback(1000), "before there is a plan"
+    gate.plan(1, 1.0)
+    gate.open([grant(1, 0.010, 0.020, 1000)], 0, 0)
+    opened = GateSight(gate.openings, gate.planned, gate.period_ns, gate.read())
+    state.observe(opened, 0, 0)
+    before = repr(vars(state))
+    for _ in range(2):
+        assert decide(state, opened, 400, 0) == WaitFor(0.010)
+        assert decide(state, opened, 400, 10 * MS) == SendNow(400, 20 * MS, 0, 1.0)
+        assert decide(state, opened, 10_000, 15 * MS) == SendNow(500, 20 * MS, 0, 1.0), "half of the window is left"
+        assert decide(state, opened, 400, 20 * MS) == WaitFor(None), "over"
+    assert repr(vars(state)) == before
+
+
 # two processes
 
 
@@ -703,7 +740,7 @@ def test_what_a_dead_trainer_left_open_ends_by_its_deadline(memory: np.ndarray, 
         signal.pause()
 
     gate, stop = Gate(memory), threading.Event()
-    pacer, count = GatePacer(gate, least_bytes=1), 0
+    pacer, count = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1)), 0
     with trainer(act) as (told, pid):
         opened = told()
         assert isinstance(opened, int)
@@ -734,7 +771,7 @@ def test_the_pacer_of_one_process_follows_the_bubbles_of_another(memory: np.ndar
             time.sleep(0.01)  # compute
         tell.send(None)
 
-    pacer, stop = GatePacer(Gate(memory), least_bytes=1), threading.Event()
+    pacer, stop = GatePacer(Gate(memory), limits=PacingLimits(least_frame_bytes=1)), threading.Event()
     taken: list[tuple[int, Allowance, int]] = []
     with trainer(act) as (told, _):
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.layers import UNITS, Part, fill, fullest
+from ft_plugins.bubbles.layers import UNITS, LayerPart, fill, fullest
 
 PLANNING_CPU_SECONDS = 2  # 0.05 s are usual
 
@@ -68,18 +68,21 @@ def test_every_byte_goes_out_once_and_no_window_takes_more_than_it_carries(
 
 def test_a_window_is_filled_better_by_others_than_by_the_first_that_fit() -> None:
     (turn,) = fill([50, 30, 40, 30], [100, 50], [100, 50], 10)
-    assert turn == [(Part(50, 80), Part(80, 120), Part(120, 150)), (Part(0, 50),)]
+    assert turn == [(LayerPart(50, 80), LayerPart(80, 120), LayerPart(120, 150)), (LayerPart(0, 50),)]
 
 
 def test_a_layer_that_no_window_takes_whole_is_cut() -> None:
-    assert fill([25], [10, 4], [10, 4], 10) == [[(Part(0, 10),), (Part(10, 14),)], [(Part(14, 24),), (Part(24, 25),)]]
+    assert fill([25], [10, 4], [10, 4], 10) == [
+        [(LayerPart(0, 10),), (LayerPart(10, 14),)],
+        [(LayerPart(14, 24),), (LayerPart(24, 25),)],
+    ]
 
 
 def test_beside_a_cut_layer_others_go_whole_in_what_is_left_of_a_window() -> None:
     assert fill([3, 25, 6], [10, 4], [10, 4], 10) == [
-        [(Part(3, 13),), (Part(13, 17),)],
-        [(Part(17, 27),), (Part(27, 28), Part(0, 3))],
-        [(Part(28, 34),), ()],
+        [(LayerPart(3, 13),), (LayerPart(13, 17),)],
+        [(LayerPart(17, 27),), (LayerPart(27, 28), LayerPart(0, 3))],
+        [(LayerPart(28, 34),), ()],
     ]
 
 

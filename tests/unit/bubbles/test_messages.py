@@ -10,39 +10,42 @@ import pytest
 from ft_plugins.bubbles.messages import Traffic, left_free, traffic
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, Span, Timeline, bubbles
-from ft_plugins.planner.pipeline import Pipeline, Schedule
-from ft_plugins.planner.simulate import Link, Times, simulate
+from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
+from ft_plugins.planner.simulate import PipelineLink, Times, simulate
 
 STAGES, MICROBATCHES = 4, 8
 ONE = (tuple(range(STAGES)),)
-PLAIN = [schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED]
+PLAIN = [schedule for schedule in PipelineSchedule if schedule is not PipelineSchedule.INTERLEAVED]
 
 
-def played(schedule: Schedule, latencies: Sequence[float], chunks: int = 1) -> tuple[Timeline, ...]:
+def played(schedule: PipelineSchedule, latencies: Sequence[float], chunks: int = 1) -> tuple[Timeline, ...]:
     pipeline = Pipeline(schedule, STAGES, MICROBATCHES, chunks)
-    times = Times((0.1 / chunks,), (0.2 / chunks,), (0.1 / chunks,), links=tuple(map(Link, latencies)))
+    times = Times((0.1 / chunks,), (0.2 / chunks,), (0.1 / chunks,), links=tuple(map(PipelineLink, latencies)))
     return simulate(pipeline, times, eager=True)
 
 
 @pytest.mark.parametrize("schedule", PLAIN)
 @pytest.mark.parametrize("seconds", [0.002, 0.03])
-def test_what_messages_take_is_found_in_every_schedule(schedule: Schedule, seconds: float) -> None:
+def test_what_messages_take_is_found_in_every_schedule(schedule: PipelineSchedule, seconds: float) -> None:
     found = traffic(played(schedule, [seconds]), ONE)
     assert sorted(found) == list(range(STAGES)) and all(own.received and own.sent for own in found.values())
     # DeepSpeed's stages send only when they have received, so that two may be on their way one after another
-    most = 2 * seconds if schedule is Schedule.DEEPSPEED else seconds
+    most = 2 * seconds if schedule is PipelineSchedule.DEEPSPEED else seconds
     for own in found.values():
         for took in (*own.received.values(), *own.sent.values()):
             assert seconds - 1e-9 <= took <= most + 1e-9  # sums are rounded
 
 
 def test_of_an_interleaved_schedule_too_where_messages_wait_for_other_passes() -> None:
-    found = traffic(played(Schedule.INTERLEAVED, [0.01], 2), ONE)
+    found = traffic(played(PipelineSchedule.INTERLEAVED, [0.01], 2), ONE)
     assert all(own.seconds == pytest.approx(0.01) for own in found.values())
 
 
 def test_links_are_told_apart_and_pipelines_too() -> None:
-    quick, slow = played(Schedule.ONE_F_ONE_B, [0.001]), played(Schedule.ONE_F_ONE_B, [0.001, 0.03, 0.002, 0.0])
+    quick, slow = (
+        played(PipelineSchedule.ONE_F_ONE_B, [0.001]),
+        played(PipelineSchedule.ONE_F_ONE_B, [0.001, 0.03, 0.002, 0.0]),
+    )
     both = (*quick, *(replace(one, rank=STAGES + one.rank) for one in slow))
     found = traffic(both, (*ONE, tuple(range(STAGES, 2 * STAGES))))
     assert sorted(found) == list(range(2 * STAGES))

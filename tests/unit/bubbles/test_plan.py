@@ -23,9 +23,7 @@ from ft_plugins.bubbles.plan import (
     BY_RATE,
     BubblePlan,
     SenderPlan,
-    Snapshot,
     by_rate_shares,
-    choose_snapshot,
     plan_bubbles,
 )
 from ft_plugins.bubbles.windows import Reserve
@@ -455,13 +453,7 @@ def test_by_layers_a_bubble_is_open_for_as_much_as_whole_layers_have(granularity
     assert (plan.fill_bytes, plan.fill_layers) == (1.0, 150 / 160), "of the last window what is used"
 
 
-# snapshots, fallbacks, refusals
-
-
-def test_a_snapshot_stays_on_the_device_where_its_fullest_step_leaves_room_for_it() -> None:
-    assert choose_snapshot([70, 80, 60], 15, 100) is Snapshot.DEVICE
-    assert choose_snapshot([70, 80, 60], 16, 100) is Snapshot.HOST, "5 in 100 are left free"
-    assert choose_snapshot([], 1, 100) is Snapshot.HOST and choose_snapshot([1], 1, 0) is Snapshot.HOST
+# fallbacks, refusals
 
 
 def test_a_schedule_without_bubbles_says_so_and_is_paced_by_a_rate() -> None:

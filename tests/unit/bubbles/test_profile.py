@@ -11,8 +11,8 @@ import msgpack
 import pytest
 
 from ft_plugins.bubbles.gate import edge_tolerance
-from ft_plugins.bubbles.packed import Packed, pack, unpack
-from ft_plugins.bubbles.profile import TRANSITIONS, Phase, Profiler, Profiling
+from ft_plugins.bubbles.profile import TRANSITIONS, Profiler, Profiling, ProfilingPhase
+from ft_plugins.bubbles.timeline_values import Packed, pack, unpack
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 
 SETTINGS = Profiling(warmup=2, iterations=3, watch_every=1, ask_every=4, tolerance=0.1, misses=3)
@@ -27,7 +27,7 @@ def lasting(rank: int, seconds: float) -> Timeline:
 
 def facts(rank: int) -> SenderFacts:
     """What a rank knows of what it sends."""
-    return SenderFacts(0.5 + rank, 100 * rank, 1000)
+    return SenderFacts(0.5 + rank, 100 * rank)
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Job:
         self.step = self.made = 0
         self.broken: Exception | None = None
         self.sending: set[int] = set()  # ranks whose copies go
-        self.phases: list[Phase] = []
+        self.phases: list[ProfilingPhase] = []
 
     def make_of(self, rank: int, profile: Profile) -> int:
         """What a rank makes of a profile: another number of each one."""
@@ -149,12 +149,12 @@ def test_after_warming_up_and_two_messages_all_ranks_have_the_same_profile() -> 
     expected = Profile((lasting(0, 1), lasting(1, 1), lasting(2, 2)), (facts(0), facts(1), facts(2)))
     assert [profiler.profile for profiler in job.profilers] == [expected] * 3
     assert job.profiles == [[expected]] * 3, "told once"
-    warming, recording = [Phase.WARMING], [Phase.RECORDING] * 3
-    assert job.phases == [*warming, *recording, Phase.SIZING, Phase.SHARING, Phase.AGREEING]
+    warming, recording = [ProfilingPhase.WARMING], [ProfilingPhase.RECORDING] * 3
+    assert job.phases == [*warming, *recording, ProfilingPhase.SIZING, ProfilingPhase.SHARING, ProfilingPhase.AGREEING]
     assert job.agreed == [[]] * 3
     job.iterate(1)
     assert job.agreed == [[[100, 101, 102]]] * 3, "what each has made of it"
-    assert job.phases[-1] is Phase.WATCHING
+    assert job.phases[-1] is ProfilingPhase.WATCHING
 
 
 def test_what_reductions_take_is_known_and_no_timeline_unpacked_but_the_own_one() -> None:
@@ -181,7 +181,7 @@ def test_every_step_of_a_profile_is_one_of_the_table() -> None:
     job.iterate(10, None, r0=OSError("gone"))
     pairs = {(before, after) for before, after in pairwise(job.phases) if before is not after}
     assert all(after in TRANSITIONS[before] for before, after in pairs)
-    assert job.phases[-1] is Phase.OFF
+    assert job.phases[-1] is ProfilingPhase.OFF
 
 
 def test_iterations_of_another_shape_are_named() -> None:
@@ -213,7 +213,7 @@ def test_where_copies_went_in_all_iterations_others_are_recorded() -> None:
     job = Job()
     job.sending = {0, 1, 2}
     job.iterate(7, 50.0)
-    assert job.phases[-1] is Phase.RECORDING and not job.failures[0]
+    assert job.phases[-1] is ProfilingPhase.RECORDING and not job.failures[0]
     job.sending = set()
     job.iterate(5)
     assert job.profiles[0] and job.profiles[0][0].timelines[0] == lasting(0, 1.0)
@@ -224,14 +224,14 @@ def test_copies_that_go_while_a_profile_is_watched_do_not_matter() -> None:
     job.iterate(8)
     job.sending = {0, 1, 2}
     job.iterate(9, 2.0)
-    assert Phase.RECORDING in job.phases[8:], "it is missed all the same"
+    assert ProfilingPhase.RECORDING in job.phases[8:], "it is missed all the same"
 
 
 def test_a_rank_that_cannot_say_what_it_sends_ends_the_profile_on_all() -> None:
     job = Job()
     job.broken = OSError("gone")
     job.iterate(8)
-    assert [profiler.phase for profiler in job.profilers] == [Phase.OFF] * 3
+    assert [profiler.phase for profiler in job.profilers] == [ProfilingPhase.OFF] * 3
     assert job.failures == [["rank 0: OSError: gone"]] * 3
 
 
@@ -240,16 +240,16 @@ def test_when_one_rank_misses_the_profile_too_often_all_record_again() -> None:
     job.iterate(8)
     job.iterate(2, 1.0, r1=1.5)  # slow now and then
     job.iterate(8)
-    assert Phase.RECORDING not in job.phases[8:]
+    assert ProfilingPhase.RECORDING not in job.phases[8:]
     job.iterate(20, 1.0, r1=1.5)
     assert [len(told) for told in job.profiles] == [2] * 3
     assert [told[-1] for told in job.agreed] == [[200, 201, 202]] * 3
     assert all(profiler.profile == job.profiles[0][-1] for profiler in job.profilers)
     assert job.profiles[0][-1].timelines[1] == lasting(1, 1.5)
-    assert job.phases[-1] in (Phase.WATCHING, Phase.ASKING)
-    recorded = job.phases.count(Phase.RECORDING)
+    assert job.phases[-1] in (ProfilingPhase.WATCHING, ProfilingPhase.ASKING)
+    recorded = job.phases.count(ProfilingPhase.RECORDING)
     job.iterate(20, 1.0, r1=1.5)
-    assert job.phases.count(Phase.RECORDING) == recorded, "the new one fits"
+    assert job.phases.count(ProfilingPhase.RECORDING) == recorded, "the new one fits"
 
 
 @pytest.mark.parametrize(("slower", "again"), [(1.08, True), (1.06, False)])
@@ -269,17 +269,17 @@ def test_what_missed_an_old_profile_does_not_count_against_the_new_one() -> None
     job.iterate(8)
     while len(job.agreed[0]) < 2:
         job.iterate(1, 2.0)
-    recorded = job.phases.count(Phase.RECORDING)
+    recorded = job.phases.count(ProfilingPhase.RECORDING)
     for seconds in (3.0, 2.0, 3.0, 3.0, 2.0):
         job.iterate(1, seconds)
-    assert job.phases[-2] is Phase.ASKING
-    assert job.phases.count(Phase.RECORDING) == recorded
+    assert job.phases[-2] is ProfilingPhase.ASKING
+    assert job.phases.count(ProfilingPhase.RECORDING) == recorded
 
 
 def test_while_another_profile_is_made_the_old_one_holds() -> None:
     job = Job()
     job.iterate(8)
-    while job.phases[-1] is not Phase.SHARING:
+    while job.phases[-1] is not ProfilingPhase.SHARING:
         job.iterate(1, 2.0)
     assert job.profilers[0].profile == job.profiles[0][0]
 
@@ -290,7 +290,7 @@ def test_an_error_on_one_rank_ends_the_profile_of_all_and_nothing_else(when: int
     job.iterate(when)
     job.iterate(1, r1=OSError("the clock has gone"))
     job.iterate(20)
-    assert job.phases[-1] is Phase.OFF
+    assert job.phases[-1] is ProfilingPhase.OFF
     assert [profiler.profile for profiler in job.profilers] == [None] * 3
     assert all(len(told) == 1 and "rank 1" in told[0] for told in job.failures)
     assert "OSError: the clock has gone" in job.failures[1][0], "the rank itself knows why"
@@ -299,9 +299,9 @@ def test_an_error_on_one_rank_ends_the_profile_of_all_and_nothing_else(when: int
 def test_a_rank_that_never_gets_a_recording_ends_it_after_some_attempts() -> None:
     job = Job()
     job.iterate(2 + 2 * 5, r2=None)
-    assert job.phases[-1] is Phase.RECORDING, "tried again"
+    assert job.phases[-1] is ProfilingPhase.RECORDING, "tried again"
     job.iterate(5, r2=None)
-    assert job.phases[-1] is Phase.OFF
+    assert job.phases[-1] is ProfilingPhase.OFF
     assert job.failures[0] == ["rank 2 has recorded no iteration in 3 times 3"]
 
 

@@ -13,9 +13,9 @@ from ft_plugins.bubbles.plan import plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, SenderFacts, Span, Timeline, bubbles
 from ft_plugins.planner import fitting
-from ft_plugins.planner.idle import Placement
-from ft_plugins.planner.pipeline import Pipeline, Schedule
-from ft_plugins.planner.simulate import Link, Times, simulate
+from ft_plugins.planner.fitting import CopyPlacement
+from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
+from ft_plugins.planner.simulate import PipelineLink, Times, simulate
 from ft_plugins.redundancy.neighbour import plan_neighbours
 
 GRID = 20  # seconds of an iteration
@@ -28,7 +28,7 @@ def timeline(rank: int, busy: frozenset[int]) -> Timeline:
     return Timeline(rank, float(GRID), spans)
 
 
-def shared(timelines: tuple[Timeline, ...], placement: Placement = Placement.RING) -> list[float]:
+def shared(timelines: tuple[Timeline, ...], placement: CopyPlacement = CopyPlacement.RING) -> list[float]:
     """Seconds that each rank shares with its destination."""
     found = fitting.plan(timelines, 1, 1, placement=placement)
     assert found is not None
@@ -56,19 +56,19 @@ def test_stages_of_one_node_share_its_link_and_use_what_another_leaves() -> None
     assert all(one.transfer.source != one.transfer.target for one in found.senders)
 
 
-@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("schedule", list(PipelineSchedule))
 @pytest.mark.parametrize(("ranks", "count"), [(4, 16), (8, 32), (8, 8)])
 def test_the_first_stage_shares_little_with_the_last_and_pairs_share_what_neighbours_do(
-    schedule: Schedule, ranks: int, count: int
+    schedule: PipelineSchedule, ranks: int, count: int
 ) -> None:
-    found = simulate(Pipeline(schedule, ranks, count, 2 if schedule is Schedule.INTERLEAVED else 1), Times())
+    found = simulate(Pipeline(schedule, ranks, count, 2 if schedule is PipelineSchedule.INTERLEAVED else 1), Times())
     first, *others = shared(found)
     assert first <= min(others) / 2
-    if schedule in (Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE):
-        assert first == pytest.approx(0, abs=1e-9) and fitting.fit(found, 1, 1e6, placement=Placement.RING) is None
+    if schedule in (PipelineSchedule.GPIPE, PipelineSchedule.INTERLEAVED, PipelineSchedule.ZERO_BUBBLE):
+        assert first == pytest.approx(0, abs=1e-9) and fitting.fit(found, 1, 1e6, placement=CopyPlacement.RING) is None
     pairs = [share for share in others[::2] for _ in range(2)]  # of 1 with 0, of 3 with 2
-    assert shared(found, Placement.PAIRS) == pytest.approx(pairs)
-    assert (fitting.fit(found, 1e6, 1e6, placement=Placement.PAIRS) or 0) >= 1
+    assert shared(found, CopyPlacement.PAIRS) == pytest.approx(pairs)
+    assert (fitting.fit(found, 1e6, 1e6, placement=CopyPlacement.PAIRS) or 0) >= 1
 
 
 @settings(max_examples=60)
@@ -76,7 +76,7 @@ def test_the_first_stage_shares_little_with_the_last_and_pairs_share_what_neighb
 def test_more_bytes_or_less_bandwidth_never_take_fewer_iterations(
     ranks: int, count: int, latency: float, nbytes: float, bandwidth: float
 ) -> None:
-    found = simulate(Pipeline(Schedule.ONE_F_ONE_B, ranks, count), Times(links=(Link(latency),)))
+    found = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, ranks, count), Times(links=(PipelineLink(latency),)))
     usual = fitting.fit(found, nbytes, bandwidth)
     more, slower, kept = (
         fitting.fit(found, 2 * nbytes, bandwidth),
@@ -93,7 +93,7 @@ def test_more_bytes_or_less_bandwidth_never_take_fewer_iterations(
 @pytest.mark.parametrize("per_node", [1, 2])
 @pytest.mark.parametrize("granularity", Granularity)
 def test_it_is_the_plan_that_a_job_makes(granularity: Granularity, per_node: int) -> None:
-    found = simulate(Pipeline(Schedule.ONE_F_ONE_B, 8, 16), Times(links=(Link(0.2),)))
+    found = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 8, 16), Times(links=(PipelineLink(0.2),)))
     forecast = fitting.plan(
         found, 6_000_000, 1e6, per_node=per_node, reserved=0.1, layers=10, granularity=granularity
     )
@@ -111,8 +111,8 @@ def test_it_is_the_plan_that_a_job_makes(granularity: Granularity, per_node: int
 
 
 def test_64_stages_512_microbatches_96_layers_are_planned_in_seconds_with_both_fills() -> None:
-    pipeline = Pipeline(Schedule.ONE_F_ONE_B, 64, 512)
-    timelines = simulate(pipeline, Times((0.015,), (0.03,), (0.015,), links=(Link(1e-3),)))
+    pipeline = Pipeline(PipelineSchedule.ONE_F_ONE_B, 64, 512)
+    timelines = simulate(pipeline, Times((0.015,), (0.03,), (0.015,), links=(PipelineLink(1e-3),)))
     began = time.thread_time()
     plan = fitting.plan(timelines, 1e9, 1e9, layers=96)
     took = time.thread_time() - began

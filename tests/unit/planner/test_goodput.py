@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.planner.goodput import GIB, Protection, plan_goodput, plan_growth, table
+from ft_plugins.planner.goodput import GIB, ProtectionKind, plan_goodput, plan_growth, table
 from ft_plugins.planner.intervals import DAY, Costs
-from ft_plugins.planner.pipeline import Pipeline, Schedule
+from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
 from ft_plugins.planner.simulate import Times, simulate
 from ft_plugins.planner.survival import Cluster
 
-TIMELINES = simulate(Pipeline(Schedule.ONE_F_ONE_B, 4, 8), Times())
+TIMELINES = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 4, 8), Times())
 CLUSTER = Cluster(nodes=64, group_nodes=4, hw_rate=0.004, sw_rate=0.001)
 COSTS = Costs(
     state_gib=10, iteration_seconds=10, snapshot_seconds=0.2, link_gib_per_second=5, storage_gib_per_second=20
@@ -49,14 +49,14 @@ def played_out(every: float, wait: float, lag: float, failures: float, down: flo
 @pytest.mark.parametrize(
     ("protection", "wait", "lag"),
     [
-        (Protection.DISK, 32.0, 0.0),  # 640 GiB at 20 GiB/s
-        (Protection.CHECKFREQ, 0.2, 31.8),
-        (Protection.REPLICATION, 2.2, 0.0),  # 10 GiB at 5 GiB/s
-        (Protection.REFT, 0.2, 2.0),
-        (Protection.BAFT, 0.2, 20.0),  # two iterations
+        (ProtectionKind.DISK, 32.0, 0.0),  # 640 GiB at 20 GiB/s
+        (ProtectionKind.CHECKFREQ, 0.2, 31.8),
+        (ProtectionKind.REPLICATION, 2.2, 0.0),  # 10 GiB at 5 GiB/s
+        (ProtectionKind.REFT, 0.2, 2.0),
+        (ProtectionKind.BAFT, 0.2, 20.0),  # two iterations
     ],
 )
-def test_goodput_is_that_of_a_job_played_out(protection: Protection, wait: float, lag: float) -> None:
+def test_goodput_is_that_of_a_job_played_out(protection: ProtectionKind, wait: float, lag: float) -> None:
     cluster = replace(CLUSTER, hw_rate=0.04, sw_rate=0.01)
     plan = plan_goodput(cluster, COSTS, TIMELINES, restart_seconds=120)
     found = plan.of(protection)
@@ -69,7 +69,7 @@ def test_goodput_is_that_of_a_job_played_out(protection: Protection, wait: float
 
 
 def test_a_checkpoint_in_storage_by_hand() -> None:
-    found = plan_goodput(CLUSTER, COSTS, TIMELINES, restart_seconds=120).of(Protection.DISK)
+    found = plan_goodput(CLUSTER, COSTS, TIMELINES, restart_seconds=120).of(ProtectionKind.DISK)
     failures = 64 * 0.005
     best = math.sqrt(2 * 32 * DAY / failures)  # 640 GiB at 20 GiB/s
     assert found.every == math.ceil(best / 10) == 416
@@ -80,12 +80,12 @@ def test_a_checkpoint_in_storage_by_hand() -> None:
 
 
 def test_checkfreq_by_hand() -> None:
-    found = plan_goodput(CLUSTER, COSTS, TIMELINES).of(Protection.CHECKFREQ)
+    found = plan_goodput(CLUSTER, COSTS, TIMELINES).of(ProtectionKind.CHECKFREQ)
     assert found.every == math.ceil(math.sqrt(2 * 0.2 * DAY / 0.32) / 10) == 33
     assert found.lost_seconds == pytest.approx(165 + 31.8)  # half an interval, and what is left of the write
-    slow = plan_goodput(CLUSTER, replace(COSTS, storage_gib_per_second=1), TIMELINES).of(Protection.CHECKFREQ)
+    slow = plan_goodput(CLUSTER, replace(COSTS, storage_gib_per_second=1), TIMELINES).of(ProtectionKind.CHECKFREQ)
     assert slow.every == 64  # no sooner than the one before is written
-    waits = plan_goodput(CLUSTER, replace(COSTS, checkpoint_seconds=2.0), TIMELINES).of(Protection.CHECKFREQ)
+    waits = plan_goodput(CLUSTER, replace(COSTS, checkpoint_seconds=2.0), TIMELINES).of(ProtectionKind.CHECKFREQ)
     assert waits.save_share == pytest.approx(2.0 / (10 * math.ceil(math.sqrt(2 * 2.0 * DAY / 0.32) / 10)))
 
 
@@ -101,7 +101,7 @@ def test_baft_by_hand_with_a_planner_of_ones_own() -> None:
     # the timelines are 33 s long and stand for 10: as many bytes have to pass in the time of the timelines
     assert TIMELINES[0].seconds == 33
     assert asked == [(10 * GIB, pytest.approx(5 * GIB * 10 / 33))]
-    found = plan.of(Protection.BAFT)
+    found = plan.of(ProtectionKind.BAFT)
     assert plan.iterations_per_checkpoint == found.every == 3
     assert found.lost_seconds == 15 + 30  # half an interval, and the three iterations of sending
     assert found.restart_seconds == 120 + 10 / 5 and found.save_share == 0
@@ -111,7 +111,7 @@ def test_baft_by_hand_with_a_planner_of_ones_own() -> None:
 def test_without_shared_bubbles_baft_sends_at_the_links_rate() -> None:
     plan = plan_goodput(CLUSTER, COSTS, TIMELINES[:1])
     assert plan.iterations_per_checkpoint is None and plan.bubble_share == pytest.approx(3 / 11)
-    baft, reft = plan.of(Protection.BAFT), plan.of(Protection.REFT)
+    baft, reft = plan.of(ProtectionKind.BAFT), plan.of(ProtectionKind.REFT)
     assert baft.every == reft.every and "share no bubbles" in table([plan])
 
 
@@ -144,7 +144,7 @@ def test_more_replicas_have_less_to_send_each_and_fail_more_often() -> None:
     assert [plan.failures for plan in plans] == pytest.approx([0.32, 1.28, 5.12, 20.48])
     numbers = [plan.iterations_per_checkpoint for plan in plans]
     assert numbers == sorted(numbers, reverse=True, key=lambda n: n or 0) and numbers[-1] == 1
-    goodputs = [plan.of(Protection.BAFT).goodput for plan in plans]
+    goodputs = [plan.of(ProtectionKind.BAFT).goodput for plan in plans]
     assert goodputs == sorted(goodputs, reverse=True)
     assert table(plans).count("BAFT") == 4 and json.loads(json.dumps(plans[0].block()))["upkeeps"]["baft"]["every"]
 

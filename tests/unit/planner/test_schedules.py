@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Kind
 from ft_plugins.planner.interleaved import schedule_table
-from ft_plugins.planner.pipeline import Compute, Operation, Pass, Pipeline, Post, Schedule, Wait
+from ft_plugins.planner.pipeline import Compute, MessagePost, Operation, Pass, Pipeline, PipelineSchedule, Wait
 from ft_plugins.planner.schedules import program
-from ft_plugins.planner.simulate import Link, Times, simulate
+from ft_plugins.planner.simulate import PipelineLink, Times, simulate
 
 ANSWER_SECONDS = 240  # the first answer waits for the imports of the frameworks
 Ask = Callable[..., list[list[Any]]]
@@ -34,14 +34,16 @@ def interleaved(draw: st.DrawFn) -> Pipeline:
     rest = draw(st.sampled_from([0, *range(ranks, group)]))
     microbatches = group * draw(st.integers(1, 3)) + rest
     given_group = 0 if group == ranks and draw(st.booleans()) else group
-    return Pipeline(Schedule.INTERLEAVED, ranks, microbatches, chunks, given_group, draw(st.booleans()))
+    return Pipeline(PipelineSchedule.INTERLEAVED, ranks, microbatches, chunks, given_group, draw(st.booleans()))
 
 
-def plain(schedule: Schedule) -> st.SearchStrategy[Pipeline]:
+def plain(schedule: PipelineSchedule) -> st.SearchStrategy[Pipeline]:
     return st.builds(Pipeline, st.just(schedule), st.integers(1, 9), st.integers(1, 24))
 
 
-pipelines = st.one_of(interleaved(), *(plain(one) for one in Schedule if one is not Schedule.INTERLEAVED))
+pipelines = st.one_of(
+    interleaved(), *(plain(one) for one in PipelineSchedule if one is not PipelineSchedule.INTERLEAVED)
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def words(pipeline: Pipeline, rank: int, buffers: int | None = None) -> list[str
         match operation:
             case Compute(what, microbatch, chunk):
                 return f"{what.value} {microbatch % (buffers or pipeline.microbatches)}.{chunk}"
-            case Post(sends, receives, blocking):
+            case MessagePost(sends, receives, blocking):
                 return ("block " if blocking else "begin ") + parts(sends, receives)
             case Wait(sends, receives):
                 return "wait " + parts(sends, receives)
@@ -98,7 +100,7 @@ needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs
 
 @needs_megatron
 @settings(max_examples=150)
-@given(pipeline=plain(Schedule.ONE_F_ONE_B))
+@given(pipeline=plain(PipelineSchedule.ONE_F_ONE_B))
 def test_1f1b_is_what_megatron_core_does(ask: Ask, pipeline: Pipeline) -> None:
     assert [words(pipeline, rank) for rank in range(pipeline.ranks)] == ask("megatron", pipeline)
 
@@ -112,7 +114,7 @@ def test_interleaved_is_what_megatron_core_does(ask: Ask, pipeline: Pipeline) ->
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 @settings(max_examples=150)
-@given(pipeline=plain(Schedule.DEEPSPEED))
+@given(pipeline=plain(PipelineSchedule.DEEPSPEED))
 def test_deepspeed_is_what_its_train_schedule_does(ask: Ask, pipeline: Pipeline) -> None:
     def buffers(rank: int) -> int:
         return max(2, min(pipeline.ranks - rank, pipeline.microbatches))  # TrainSchedule.num_pipe_buffers
@@ -122,18 +124,21 @@ def test_deepspeed_is_what_its_train_schedule_does(ask: Ask, pipeline: Pipeline)
 
 @needs_megatron
 @settings(max_examples=200)
-@given(data=st.data(), pipeline=st.one_of(plain(Schedule.ONE_F_ONE_B), plain(Schedule.DEEPSPEED), interleaved()))
+@given(
+    data=st.data(),
+    pipeline=st.one_of(plain(PipelineSchedule.ONE_F_ONE_B), plain(PipelineSchedule.DEEPSPEED), interleaved()),
+)
 def test_each_pass_begins_when_it_does_in_the_frameworks(ask: Ask, data: st.DataObject, pipeline: Pipeline) -> None:
     def several(count: int) -> list[float]:
         return data.draw(st.lists(st.integers(0, 40).map(float), min_size=count, max_size=count))  # sums are exact
 
     forward, backward, hops = several(pipeline.stages), several(pipeline.stages), several(pipeline.ranks)
     eager = data.draw(st.booleans())
-    framework = "deepspeed" if pipeline.schedule is Schedule.DEEPSPEED else "megatron"
+    framework = "deepspeed" if pipeline.schedule is PipelineSchedule.DEEPSPEED else "megatron"
     if framework == "deepspeed" and find_spec("deepspeed") is None:
         return
     expected = ask(framework, pipeline, forward=forward, backward=backward, hops=hops, eager=eager)
-    times = Times(tuple(forward), tuple(backward), links=tuple(Link(hop) for hop in hops))
+    times = Times(tuple(forward), tuple(backward), links=tuple(PipelineLink(hop) for hop in hops))
     found = simulate(pipeline, times, eager=eager)
     passes = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
     for one, same in zip(found, expected, strict=True):
@@ -154,7 +159,7 @@ def told(word: str) -> tuple[str, int]:
 def test_every_pass_is_there_once_and_every_message_has_two_ends(pipeline: Pipeline) -> None:
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
-    parts = [Pass.FORWARD, Pass.BACKWARD] + [Pass.WEIGHT] * (pipeline.schedule is Schedule.ZERO_BUBBLE)
+    parts = [Pass.FORWARD, Pass.BACKWARD] + [Pass.WEIGHT] * (pipeline.schedule is PipelineSchedule.ZERO_BUBBLE)
     for rank in range(pipeline.ranks):
         passes: list[Compute] = []
         posted: set[tuple[str, int]] = set()
@@ -162,7 +167,7 @@ def test_every_pass_is_there_once_and_every_message_has_two_ends(pipeline: Pipel
             match operation:
                 case Compute():
                     passes.append(operation)
-                case Post(sends, receives, _):
+                case MessagePost(sends, receives, _):
                     sent.update(sends)
                     received.update(receives)
                     posted |= {("send", one) for one in sends} | {("receive", one) for one in receives}
@@ -188,7 +193,7 @@ def test_every_pass_is_there_once_and_every_message_has_two_ends(pipeline: Pipel
     assert set(sent.values()) | set(received.values()) <= {1}
 
 
-@given(plain(Schedule.ZERO_BUBBLE))
+@given(plain(PipelineSchedule.ZERO_BUBBLE))
 def test_zero_bubble_holds_no_more_activations_than_the_first_rank_of_1f1b(pipeline: Pipeline) -> None:
     for rank in range(pipeline.ranks):
         held = most = 0
@@ -201,7 +206,7 @@ def test_zero_bubble_holds_no_more_activations_than_the_first_rank_of_1f1b(pipel
 
 def test_the_table_of_passes_by_hand() -> None:
     # the example in megatron-core's own comment: PP2 N3M5 with VP2
-    table = schedule_table(Pipeline(Schedule.INTERLEAVED, 2, 5, 2, 3))
+    table = schedule_table(Pipeline(PipelineSchedule.INTERLEAVED, 2, 5, 2, 3))
     assert [microbatch for microbatch, _ in table] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
     assert [chunk for _, chunk in table] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
 
@@ -209,12 +214,12 @@ def test_the_table_of_passes_by_hand() -> None:
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ((Schedule.ONE_F_ONE_B, 0, 4), "ranks: expected an integer >= 1, found 0"),
-        ((Schedule.ONE_F_ONE_B, 4, True), "microbatches: expected an integer >= 1, found True"),
-        ((Schedule.GPIPE, 4, 4, 2), "chunks, group, overlap: without effect in the schedule gpipe"),
-        ((Schedule.INTERLEAVED, 4, 4, 1), "interleaved: expected at least 2 chunks and 2 ranks, found 1 and 4"),
-        ((Schedule.INTERLEAVED, 4, 3, 2), r"group: expected from ranks \(4\) to microbatches \(3\), found 4"),
-        ((Schedule.INTERLEAVED, 3, 7, 2), r"a rest of at least ranks \(3\), found 7, rest 1"),
+        ((PipelineSchedule.ONE_F_ONE_B, 0, 4), "ranks: expected an integer >= 1, found 0"),
+        ((PipelineSchedule.ONE_F_ONE_B, 4, True), "microbatches: expected an integer >= 1, found True"),
+        ((PipelineSchedule.GPIPE, 4, 4, 2), "chunks, group, overlap: without effect in the schedule gpipe"),
+        ((PipelineSchedule.INTERLEAVED, 4, 4, 1), "interleaved: expected at least 2 chunks and 2 ranks, found 1 and 4"),
+        ((PipelineSchedule.INTERLEAVED, 4, 3, 2), r"group: expected from ranks \(4\) to microbatches \(3\), found 4"),
+        ((PipelineSchedule.INTERLEAVED, 3, 7, 2), r"a rest of at least ranks \(3\), found 7, rest 1"),
     ],
 )
 def test_what_cannot_be_scheduled_is_refused(sizes: Any, said: str) -> None:

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Kind, Span, Timeline
 from ft_plugins.planner import simulate as simulator
-from ft_plugins.planner.pipeline import Compute, Pass, Pipeline, Post, Schedule
-from ft_plugins.planner.simulate import Link, Times, simulate
+from ft_plugins.planner.pipeline import Compute, MessagePost, Pass, Pipeline, PipelineSchedule
+from ft_plugins.planner.simulate import PipelineLink, Times, simulate
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 BUSY = (*PASSES, Kind.REDUCE, Kind.UPDATE)
 ROUNDING = 1e-9  # relative: sums of some hundred doubles
-PLAIN = [schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED]
-NOT_SPLIT = [Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.DEEPSPEED]
+PLAIN = [schedule for schedule in PipelineSchedule if schedule is not PipelineSchedule.INTERLEAVED]
+NOT_SPLIT = [PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.DEEPSPEED]
 
 seconds = st.floats(0.01, 10)
 some_pipelines = st.one_of(
     st.builds(Pipeline, st.sampled_from(PLAIN), st.integers(1, 7), st.integers(1, 12)),
     st.builds(
         lambda ranks, groups, chunks, overlap: Pipeline(
-            Schedule.INTERLEAVED, ranks, ranks * groups, chunks, overlap=overlap
+            PipelineSchedule.INTERLEAVED, ranks, ranks * groups, chunks, overlap=overlap
         ),
         *(st.integers(2, 5), st.integers(1, 3), st.integers(2, 3), st.booleans()),
     ),
@@ -48,7 +48,7 @@ def uneven(draw: st.DrawFn) -> tuple[Pipeline, Times]:
         weight=tuple(draw(st.floats(0, 1)) * whole for whole in backward),
         reduce=several(0, pipeline.ranks),
         update=several(0, pipeline.ranks),
-        links=tuple(Link(latency, 10.0) for latency in several(0, pipeline.ranks)),
+        links=tuple(PipelineLink(latency, 10.0) for latency in several(0, pipeline.ranks)),
         message_bytes=draw(st.floats(0, 10)),
         joint=draw(st.booleans()),
     )
@@ -66,7 +66,7 @@ def idle_shares(timelines: tuple[Timeline, ...]) -> list[float]:
 
 @given(st.sampled_from(NOT_SPLIT), st.integers(1, 12), st.integers(1, 40), seconds, seconds, st.booleans())
 def test_the_bubble_share_of_gpipe_and_1f1b(
-    schedule: Schedule, ranks: int, count: int, forward: float, backward: float, eager: bool
+    schedule: PipelineSchedule, ranks: int, count: int, forward: float, backward: float, eager: bool
 ) -> None:
     found = simulate(Pipeline(schedule, ranks, count), Times((forward,), (backward,)), eager=eager)
     expected = (ranks - 1) / (count + ranks - 1)
@@ -77,7 +77,7 @@ def test_the_bubble_share_of_gpipe_and_1f1b(
 def test_the_bubble_share_of_interleaved(
     ranks: int, groups: int, chunks: int, forward: float, backward: float, overlap: bool, eager: bool
 ) -> None:
-    pipeline = Pipeline(Schedule.INTERLEAVED, ranks, ranks * groups, chunks, overlap=overlap)
+    pipeline = Pipeline(PipelineSchedule.INTERLEAVED, ranks, ranks * groups, chunks, overlap=overlap)
     found = simulate(pipeline, Times((forward,), (backward,)), eager=eager)
     expected = (ranks - 1) / (chunks * pipeline.microbatches + ranks - 1)
     assert idle_shares(found) == pytest.approx([expected] * ranks, rel=ROUNDING)
@@ -89,17 +89,17 @@ def test_zero_bubble_idles_for_forward_plus_backward_minus_weight(
 ) -> None:
     # Qi et al., table 1: (p-1)(T_F + T_B - T_W), for passes of one length and at least p microbatches
     count = ranks + more
-    found = simulate(Pipeline(Schedule.ZERO_BUBBLE, ranks, count), Times((unit,), (2 * unit,), (unit,)), eager=eager)
+    found = simulate(
+        Pipeline(PipelineSchedule.ZERO_BUBBLE, ranks, count), Times((unit,), (2 * unit,), (unit,)), eager=eager
+    )
     assert found[0].seconds == pytest.approx((3 * count + ranks - 1) * unit, rel=ROUNDING)
 
 
 @given(st.integers(2, 10), st.integers(1, 40), seconds, seconds, st.floats(0.05, 1))
-def test_zero_bubble_idles_less_than_1f1b(
-    ranks: int, count: int, forward: float, backward: float, part: float
-) -> None:
+def test_zero_bubble_idles_less_than_1f1b(ranks: int, count: int, forward: float, backward: float, part: float) -> None:
     times = Times((forward,), (backward,), (part * min(backward / 2, forward),))
-    least = simulate(Pipeline(Schedule.ZERO_BUBBLE, ranks, count), times)
-    usual = simulate(Pipeline(Schedule.ONE_F_ONE_B, ranks, count), times)
+    least = simulate(Pipeline(PipelineSchedule.ZERO_BUBBLE, ranks, count), times)
+    usual = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, ranks, count), times)
     assert least[0].seconds < usual[0].seconds
     assert max(idle_shares(least)) < min(idle_shares(usual))
 
@@ -146,7 +146,7 @@ def test_slower_links_make_nothing_earlier_and_the_same_again_is_the_same(
     case: tuple[Pipeline, Times], eager: bool
 ) -> None:
     pipeline, times = case
-    slower = replace(times, links=tuple(Link(2 * link.latency, link.bandwidth / 2) for link in times.links))
+    slower = replace(times, links=tuple(PipelineLink(2 * link.latency, link.bandwidth / 2) for link in times.links))
     found = simulate(pipeline, times, eager=eager)
     assert found == simulate(pipeline, times, eager=eager)
     assert found[0].seconds <= simulate(pipeline, slower, eager=eager)[0].seconds
@@ -156,8 +156,10 @@ def test_slower_links_make_nothing_earlier_and_the_same_again_is_the_same(
 
 
 def test_two_ranks_of_1f1b_by_hand() -> None:
-    times = Times((1.0,), (2.0,), reduce=(0.25, 1.0), update=(0.5,), links=(Link(0.1, 10.0),), message_bytes=1.0)
-    first, last = simulate(Pipeline(Schedule.ONE_F_ONE_B, 2, 2), times)  # a message takes 0.2 s
+    times = Times(
+        (1.0,), (2.0,), reduce=(0.25, 1.0), update=(0.5,), links=(PipelineLink(0.1, 10.0),), message_bytes=1.0
+    )
+    first, last = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 2, 2), times)  # a message takes 0.2 s
 
     def shown(one: Timeline) -> list[tuple[str, float, float, int]]:
         return [(span.kind.value, round(span.begin, 9), round(span.end, 9), span.microbatch) for span in one.spans]
@@ -185,31 +187,31 @@ def test_two_ranks_of_1f1b_by_hand() -> None:
         ("update", 9.85, 10.35, -1),  # waits for the norm of all gradients: the bubble of the flush
     ]
     assert first.seconds == last.seconds == pytest.approx(10.35)
-    apart = simulate(Pipeline(Schedule.ONE_F_ONE_B, 2, 2), replace(times, joint=False))[1]
+    apart = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 2, 2), replace(times, joint=False))[1]
     assert apart.spans[-1].begin == pytest.approx(8.6) and apart.seconds == pytest.approx(10.35)
 
 
 def test_deepspeed_sends_an_activation_only_after_the_gradient_that_it_waits_for() -> None:
-    times = Times((1.0,), (1.0,), links=(Link(0.5),))
-    pairs = simulate(Pipeline(Schedule.ONE_F_ONE_B, 4, 8), times)[0].seconds
-    apart = simulate(Pipeline(Schedule.DEEPSPEED, 4, 8), times)[0].seconds
+    times = Times((1.0,), (1.0,), links=(PipelineLink(0.5),))
+    pairs = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 4, 8), times)[0].seconds
+    apart = simulate(Pipeline(PipelineSchedule.DEEPSPEED, 4, 8), times)[0].seconds
     assert apart > pairs
 
 
 def test_overlapped_messages_hide_behind_passes_in_the_steady_part() -> None:
-    times = Times((1.0,), (2.0,), links=(Link(0.05),))
+    times = Times((1.0,), (2.0,), links=(PipelineLink(0.05),))
     blocking, overlapped = (
-        simulate(Pipeline(Schedule.INTERLEAVED, 4, 32, 2, overlap=overlap), times)[0].seconds
+        simulate(Pipeline(PipelineSchedule.INTERLEAVED, 4, 32, 2, overlap=overlap), times)[0].seconds
         for overlap in (False, True)
     )
     assert overlapped < blocking
 
 
 def test_a_program_that_cannot_end_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline(Schedule.ONE_F_ONE_B, 2, 1)
-    one_sided = [Post((), (pipeline.activation(0, 0),), True)], [Compute(Pass.FORWARD, 0, 0)]
+    pipeline = Pipeline(PipelineSchedule.ONE_F_ONE_B, 2, 1)
+    one_sided = [MessagePost((), (pipeline.activation(0, 0),), True)], [Compute(Pass.FORWARD, 0, 0)]
     monkeypatch.setattr(simulator, "program", lambda pipeline, rank: one_sided[rank])
-    with pytest.raises(ConfigError, match=r"schedule 1f1b: rank 0 waits for ever at Post\(sends=\(\)"):
+    with pytest.raises(ConfigError, match=r"schedule 1f1b: rank 0 waits for ever at MessagePost\(sends=\(\)"):
         simulate(pipeline, Times())
 
 
@@ -220,11 +222,9 @@ def test_a_program_that_cannot_end_is_told_of(monkeypatch: pytest.MonkeyPatch) -
         ({"backward": (-1.0,)}, "backward: expected seconds >= 0, found -1.0"),
         ({"weight": (float("nan"),)}, "weight: expected seconds >= 0, found nan"),
         ({"weight": (3.0,)}, "weight: expected at most backward"),
-        ({"links": (Link(0, 0),)}, "links: expected latency >= 0 and bandwidth > 0"),
+        ({"links": (PipelineLink(0, 0),)}, "links: expected latency >= 0 and bandwidth > 0"),
     ],
 )
 def test_times_that_do_not_fit_are_refused(times: dict[str, tuple[float, ...]], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        simulate(Pipeline(Schedule.ZERO_BUBBLE, 3, 4), Times(**times))  # type: ignore[arg-type]
-
-
+        simulate(Pipeline(PipelineSchedule.ZERO_BUBBLE, 3, 4), Times(**times))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from ft_plugins.collective import Collective
 from ft_plugins.collective import ranks as module
 from ft_plugins.errors import CorruptSlotError
-from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.recovery.run import agree_on_version, load_tensors
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.copiers import flat_bytes
@@ -23,8 +23,8 @@ from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 
 Ranks = Callable[..., list[Any]]
-EARLY = frozenset({Span.UPDATE, Span.FORWARD})
-LATE = frozenset({Span.UPDATE})
+EARLY = frozenset({IterationSpan.UPDATE, IterationSpan.FORWARD})
+LATE = frozenset({IterationSpan.UPDATE})
 ITERATIONS = (1, 2, 3, 4)
 
 

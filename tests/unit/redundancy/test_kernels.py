@@ -77,7 +77,7 @@ def test_one_source_is_added_at_any_address(
     target, source = random_bytes(size, 1, target_at), random_bytes(data.draw(st.integers(0, size)), 2, source_at)
     overwrite = data.draw(st.booleans())
     expected = added(target, [source], [1], overwrite)
-    kernels.xor_into(target, source, overwrite=overwrite, loops=loops)
+    kernels.xor_many_into(target, (source,), overwrite=overwrite, loops=loops)
     assert np.array_equal(target, expected)
 
 
@@ -201,13 +201,13 @@ def test_arrays_that_do_not_go_together_are_refused_before_anything_is_changed()
     read_only = target.view()
     read_only.flags.writeable = False
     with pytest.raises(ValueError, match="a target is read-only"):
-        kernels.xor_into(read_only, source)
+        kernels.xor_many_into(read_only, (source,))
     with pytest.raises(ValueError, match="a source of 11 bytes does not fit a target of 10"):
         kernels.xor_many_into(target, [source, np.ones(11, dtype=np.uint8)])
     with pytest.raises(ValueError, match="expected contiguous uint8 arrays of one dimension, found float32"):
-        kernels.xor_into(target, np.ones(2, dtype=np.float32))  # type: ignore[arg-type]
+        kernels.xor_many_into(target, (np.ones(2, dtype=np.float32),))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"strides \(2,\)"):
-        kernels.xor_into(target, source[::2])
+        kernels.xor_many_into(target, (source[::2],))
     with pytest.raises(ValueError, match="not of one size"):
         kernels.pq_into(target, target[:5], [source], [0])
     with pytest.raises(ValueError, match="1 sources have 2 exponents"):

@@ -21,7 +21,7 @@ from ft_plugins.errors import ResumeError, TopologyError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import (
-    Copy,
+    NeighbourCopy,
     NeighbourPlan,
     partner,
     partners,
@@ -171,7 +171,7 @@ def test_a_rank_in_no_pipeline_or_in_two_is_refused(stages: list[tuple[int, ...]
 
 def test_nodes_that_meet_on_a_link_are_together_whoever_of_them_sends() -> None:
     ways = {0: 1, 1: 0, 2: 1, 3: 4, 4: 3, 5: 2, 6: 4}  # position -> where its copy goes; a rank on each
-    copies = tuple(Copy(rank, rank, to, to, 100, 1) for rank, to in ways.items())
+    copies = tuple(NeighbourCopy(rank, rank, to, to, 100, 1) for rank, to in ways.items())
     plan = NeighbourPlan(tuple("abcdefg"), tuple((rank,) for rank in ways), copies)
     for rank in ways:
         assert {copy.rank for copy in plan.together(rank)} == ({0, 1, 2, 5} if rank in (0, 1, 2, 5) else {3, 4, 6})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError, TopologyError
 from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.field import ORDER, inverse, power, solve, times
-from ft_plugins.redundancy.parity import ALIGNMENT, Piece, Placement, Stripe, place, plan_decode
+from ft_plugins.redundancy.parity import ALIGNMENT, Placement, Stripe, StripePiece, place, plan_decode
 
 Bytes = npt.NDArray[np.uint8]
 SIZES = st.just(0) | st.integers(1, 3) | st.integers(0, 700) | st.sampled_from([63, 64, 65, 128, 192, 448, 640])
@@ -87,8 +87,8 @@ def test_a_node_gives_its_blocks_to_the_stripes_behind_it() -> None:
 def test_with_two_nodes_parity_is_a_mirror() -> None:
     placement = place([100, 70])
     assert [(stripe.parity, *stripe.data) for stripe in placement.stripes] == [
-        ((0,), Piece(1, 0, 70, 0)),
-        ((1,), Piece(0, 0, 100, 0)),
+        ((0,), StripePiece(1, 0, 70, 0)),
+        ((1,), StripePiece(0, 0, 100, 0)),
     ]
 
 

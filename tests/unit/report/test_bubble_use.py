@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.bubbles.gate_pacer import MOST_FILLED
+from ft_plugins.bubbles.pacing import LIMITS
 from ft_plugins.events import Event
 from ft_plugins.report.bubble_use import BubbleUse, bubble_use
 from ft_plugins.report.run_pictures import draw_bubbles, size
@@ -93,7 +93,7 @@ def test_a_plan_under_which_no_two_versions_counted_says_so() -> None:
 
 def told(bytes_by_bubble: dict[int, int]) -> list[list[int]]:
     """Of rank 0, as a node tells it: the bubbles in which most went."""
-    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[:MOST_FILLED]
+    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[:LIMITS.reported_bubbles]
     return [[0, bubble, nbytes] for bubble, nbytes in sorted(most)]
 
 

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ft_plugins import faults
+from ft_plugins import faults, files
 from ft_plugins.config import Config
 from ft_plugins.errors import BusyError, ConfigError, FtError, SegmentError
 from ft_plugins.events import Event, Events, file_sink
@@ -33,7 +33,6 @@ from ft_plugins.smp import client, liveness
 from ft_plugins.smp.alarms import Alarms
 from ft_plugins.smp.checkpoints import Checkpoints
 from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.wire import read_secret
 from ft_plugins.snapshot import checkpoint, paths, retention
@@ -117,9 +116,9 @@ def left(job: str, tmp_path: Path, segments: None, secret: Path) -> Path:
     protection = smp.protection(smp.listen())
     assert smp.ask("fence")["ok"] and smp.ask("attach", **attach(tmp_path / "ck"))["ok"]
     assert smp.ask("protect", protection=protection.block())["ok"]
-    written(run_dir / "lost.json", {"token": 1, "lost": ["node m"]})
+    files.write_json(run_dir / "lost.json", {"token": 1, "lost": ["node m"]})
     for name, value in (("counted", [1, 4]), ("released", 3), ("asked", 1), ("spares", [["127.0.0.1", 9]])):
-        written(run_dir / f"{name}.json", value)
+        files.write_json(run_dir / f"{name}.json", value)
     sizes.write(run_dir, sizes.SizeReport((2, 4), True))
     for name in ("smp.lock", "lock", paths.PATIENCE_FILE):
         (run_dir / name).write_text("12")
@@ -202,7 +201,7 @@ def test_what_stands_at_a_half_made_files_name_is_replaced_and_not_written_to(
     for name in ("x.json.new", f"{sizes.FILE}.new", paths.PATIENCE_FILE):
         (run_dir / name).unlink(missing_ok=True)
         os.mkfifo(run_dir / name) if kind == "pipe" else (run_dir / name).symlink_to(foreign)
-    within(10.0, lambda: written(run_dir / "x.json", [1]), "the writer")
+    within(10.0, lambda: files.write_json(run_dir / "x.json", [1]), "the writer")
     within(10.0, lambda: sizes.write(run_dir, sizes.SizeReport((2,))), "the writer")
     watch = {"pid": 1, "detect_seconds": 5.0, "orphan_seconds": 7.0}
     assert within(10.0, lambda: smp.ask("watch", **watch), "the SMP")["ok"]

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from ft_plugins import files
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
@@ -29,7 +30,6 @@ from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
 from ft_plugins.smp.channel import Who
 from ft_plugins.smp.node import NodeTier
-from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.wire import PURPOSE, Peer
@@ -315,15 +315,15 @@ def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = cluster(2)
-    refused = []
+    refused, write = [], files.write_json
 
     def full(path: Path, value: object) -> None:
         if path.name == "lost.json" and len(refused) < 2:
             refused.append(path)
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        written(path, value)
+        write(path, value)
 
-    monkeypatch.setattr("ft_plugins.smp.node.written", full)
+    monkeypatch.setattr(files, "write_json", full)
     job.protect(4)
     job.nodes[1].tier._stop.set()
     wait((job.nodes[0].run_dir / "lost.json").exists, 10 * DETECT)
@@ -588,7 +588,7 @@ def test_what_goes_by_a_rate_is_divided_among_ranks_by_what_they_send(cluster: C
     job.train(1, 1)
     for node in job.nodes:
         sizes = {rank: job.shapes[rank].nbytes for rank in node.segments}
-        shares = {rank: pacer._by_rate_share for rank, pacer in node.tier._pace.pacers.items()}
+        shares = {rank: pacer._state.rate_share for rank, pacer in node.tier._pace.pacers.items()}
         assert shares == {rank: BY_RATE * size / sum(sizes.values()) for rank, size in sizes.items()}
 
 

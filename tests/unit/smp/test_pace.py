@@ -71,11 +71,11 @@ def test_what_went_in_bubbles_is_told_of_the_last_versions() -> None:
     pace = paced(2)
     (pacer,) = pace.pacers.values()
     assert pace.share_in_bubbles is None
-    pacer.rate_bytes = 1000  # before there was a plan
+    pacer._state.rate_bytes = 1000  # before there was a plan
     assert pace.share_in_bubbles == 0
     for at in range(1, 30):
-        pacer.inside_bytes += 97 if at < 20 else 30
-        pacer.late_bytes += 3 if at < 20 else 70
+        pacer._state.inside_bytes += 97 if at < 20 else 30
+        pacer._state.late_bytes += 3 if at < 20 else 70
         pace.counted(Version(1, 2 * at))
         told = pace.share_in_bubbles
         assert told == pace.status()["share_in_bubbles"]

@@ -14,7 +14,7 @@ import torch
 
 from ft_plugins import faults
 from ft_plugins.errors import CorruptSlotError, FencedError, InventoryError, SegmentError
-from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.snapshot.capture import Capture, Commit
 from ft_plugins.snapshot.copiers import HostCopier, flat_bytes
 from ft_plugins.snapshot.layout import Layout, plan_layout
@@ -24,7 +24,7 @@ from ft_plugins.snapshot.slots import SlotState, Version
 
 BUCKET = 256
 SECONDS = 20  # bound of every wait
-UPDATE = frozenset({Span.UPDATE})
+UPDATE = frozenset({IterationSpan.UPDATE})
 CPU = torch.device("cpu")
 
 
@@ -49,7 +49,7 @@ def state(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def inventory(tensors: Mapping[str, torch.Tensor]) -> Inventory:
-    early = {"amax": UPDATE | {Span.FORWARD}, "rng": frozenset({Span.BETWEEN})}
+    early = {"amax": UPDATE | {IterationSpan.FORWARD}, "rng": frozenset({IterationSpan.BETWEEN})}
     return Inventory.of(
         0,
         [

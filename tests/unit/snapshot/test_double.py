@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ft_plugins import faults
 from ft_plugins.errors import FencedError
-from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Encoding
 from ft_plugins.snapshot.capture import Capture
@@ -32,8 +32,8 @@ from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
 
 BUCKET = 1024
-LATE, EARLY = frozenset({Span.UPDATE}), frozenset({Span.UPDATE, Span.FORWARD})
-Sets = dict[str, tuple[tuple[int, ...], frozenset[Span], int]]  # by item: replicas, what changes it, bytes
+LATE, EARLY = frozenset({IterationSpan.UPDATE}), frozenset({IterationSpan.UPDATE, IterationSpan.FORWARD})
+Sets = dict[str, tuple[tuple[int, ...], frozenset[IterationSpan], int]]  # by item: replicas, what changes it, bytes
 
 
 def inventories(world: int, sets: Sets) -> list[Inventory]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.snapshot.layout import ALIGNMENT, Layout, cut, layer_bytes, layout_digest, plan_layout, shares
 
 SIZES = st.integers(0, 5) | st.integers(0, 300) | st.integers(0, 5000)
@@ -31,7 +31,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[Inventory], tuple[str, ...], int]:
     items = draw(st.lists(st.tuples(ranks, SIZES, st.booleans()), max_size=10))
     held: list[list[Item]] = [[] for _ in range(world)]
     for number, (replicas, nbytes, background) in enumerate(items):
-        changed = frozenset({Span.UPDATE} if background else {Span.UPDATE, Span.FORWARD})
+        changed = frozenset({IterationSpan.UPDATE} if background else {IterationSpan.UPDATE, IterationSpan.FORWARD})
         for rank in replicas:
             held[rank].append(
                 Item(f"i{number}", "uint8", (nbytes,), nbytes, Role.BUFFER, tuple(sorted(replicas)), None, changed)
@@ -150,13 +150,17 @@ def layout_of(*items: Item, rank: int = 0, nodes: tuple[str, ...] = (), bucket_b
     return plan_layout(Inventory.of(rank, items), nodes, bucket_bytes)
 
 
-def item(name: str, nbytes: int, replicas: tuple[int, ...] = (0,), *spans: Span) -> Item:
-    return Item(name, "uint8", (nbytes,), nbytes, Role.MOMENT, replicas, None, frozenset(spans or {Span.UPDATE}))
+def item(name: str, nbytes: int, replicas: tuple[int, ...] = (0,), *spans: IterationSpan) -> Item:
+    return Item(
+        name, "uint8", (nbytes,), nbytes, Role.MOMENT, replicas, None, frozenset(spans or {IterationSpan.UPDATE})
+    )
 
 
 def test_what_more_than_the_update_may_change_is_copied_at_the_version_point() -> None:
     layout = layout_of(
-        item("m", 100), item("amax", 8, (0,), Span.FORWARD, Span.UPDATE), item("rng", 16, (0,), Span.BETWEEN)
+        item("m", 100),
+        item("amax", 8, (0,), IterationSpan.FORWARD, IterationSpan.UPDATE),
+        item("rng", 16, (0,), IterationSpan.BETWEEN),
     )
     assert [piece.item for bucket in layout.synchronous for piece in bucket.pieces] == ["amax", "rng"]
     assert [piece.item for bucket in layout.background for piece in bucket.pieces] == ["m"]
@@ -190,7 +194,7 @@ def test_a_rank_with_nothing_to_capture_has_an_empty_layout() -> None:
 
 
 def test_a_layout_prints_what_each_replica_set_costs() -> None:
-    table = layout_of(item("w", 640, (0, 1)), item("b", 64, (0,), Span.FORWARD), nodes=("a", "b")).table()
+    table = layout_of(item("w", 640, (0, 1)), item("b", 64, (0,), IterationSpan.FORWARD), nodes=("a", "b")).table()
     assert "rank 0: 384 bytes in 3 buckets" in table
     assert "1 items x 2 replicas: 640 bytes, own share 0..320, behind the step" in table
     assert "1 items x 1 replicas: 64 bytes, own share 0..64, at the version point" in table

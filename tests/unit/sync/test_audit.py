@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from ft_plugins.model.inventory import Role
 from ft_plugins.sync.audit import Audit, Following, Offences, OnCorruption, Remedy, judge, promise, remedy
-from ft_plugins.sync.buckets import Bucket, Piece
+from ft_plugins.sync.buckets import ItemPiece, ReplicaBucket
 
 REPAIR, AVERAGE, ROLLBACK = OnCorruption
 
 
-def buckets(count: int, replicas: tuple[int, ...] = (0, 2, 4, 6), dtype: str = "float32") -> list[Bucket]:
+def buckets(count: int, replicas: tuple[int, ...] = (0, 2, 4, 6), dtype: str = "float32") -> list[ReplicaBucket]:
     return [
-        Bucket(n, replicas, n // 2, Role.PARAMETER, dtype, True, (Piece(f"h.{n}.weight", 0, 9),), 36)
+        ReplicaBucket(n, replicas, n // 2, Role.PARAMETER, dtype, True, (ItemPiece(f"h.{n}.weight", 0, 9),), 36)
         for n in range(count)
     ]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError, UnsupportedError
-from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.sync.buckets import plan_buckets, require_replicas
 
 WIDTH = {"float32": 4, "bfloat16": 2, "int64": 8}
@@ -64,7 +64,7 @@ def test_the_ranks_of_a_set_cut_alike_whatever_else_each_of_them_has(those: list
 
 def test_what_one_rank_alone_holds_or_the_forward_changes_is_left_out_with_its_reason() -> None:
     shard = item("shard", 4, replicas=(0,), piece=(0, 4, 8), role=Role.MAIN_PARAMETER)
-    running = item("bn.running_mean", 4, role=Role.BUFFER, changed_by=frozenset({Span.FORWARD}))
+    running = item("bn.running_mean", 4, role=Role.BUFFER, changed_by=frozenset({IterationSpan.FORWARD}))
     found = plan_buckets(Inventory.of(0, [item("w", 4), shard, running]), 1024)
     assert [bucket.pieces[0].item for bucket in found.all] == ["w"]
     reasons = dict(found.left_out)

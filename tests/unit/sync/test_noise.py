@@ -9,16 +9,14 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.inventory import Role
-from ft_plugins.sync.buckets import Bucket
+from ft_plugins.sync.buckets import ReplicaBucket
 from ft_plugins.sync.noise import (
     FIELDS,
-    Measured,
-    Part,
-    bound,
+    NoiseMeasurement,
+    NoisePart,
     combine,
     estimate,
     expected_divergence,
-    momentum_gain,
     part_of,
     weight_of,
 )
@@ -41,6 +39,24 @@ def drift(replicas: int, rates: list[float], mu: float = 0.0, seed: int = 0) -> 
 
 def divergence(theta: np.ndarray) -> float:
     return float(((theta.mean(0) - theta) ** 2).sum(1).mean())
+
+
+def bound(sigma: float, h: int, rate: float, dimension: float, replicas: int) -> float:
+    """Lemma 4.1, with (M-1)/M and d: the squared divergence is at most 4 H d (M-1)/M s^2 lr_t^2 where replicas are
+    synchronised every H iterations, learning rates fall, and none is more than twice the one H iterations later."""
+    return 4 * h * weight_of(dimension, replicas) * sigma**2 * rate**2
+
+
+def momentum_gain(mu: float, updates: int, carried: bool = True) -> float:
+    """What one unit of s^2 becomes in the divergence after `updates` updates of SGD with momentum at learning rate 1.
+
+    `carried`: the velocities were not averaged, and bring the noise of all earlier updates along. Without momentum this
+    is `updates`; sqrt(gain / updates) is the factor by which the estimate exceeds the noise of the gradient.
+    """
+    reach = [(1 - mu ** (updates - k)) / (1 - mu) for k in range(updates)]  # of the noise of update k
+    own = math.fsum(part**2 for part in reach)
+    velocity = mu * (1 - mu**updates) / (1 - mu)  # how far the velocity at the start still carries
+    return own + (velocity**2 / (1 - mu**2) if carried else 0.0)
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 7])
@@ -83,7 +99,7 @@ def test_with_momentum_the_estimate_is_the_noise_of_the_step(updates: int) -> No
     assert 1 < gain < 1 / (1 - mu), "between the noise of the gradient and what it becomes in the end"
 
 
-class Sized(Bucket):
+class Sized(ReplicaBucket):
     """A bucket without pieces, of a given size."""
 
     @property
@@ -91,7 +107,7 @@ class Sized(Bucket):
         return self.nbytes // 4
 
 
-def sized(elements: int, replicas: tuple[int, ...], role: Role = Role.PARAMETER, counts: bool = True) -> Bucket:
+def sized(elements: int, replicas: tuple[int, ...], role: Role = Role.PARAMETER, counts: bool = True) -> ReplicaBucket:
     return Sized(0, replicas, 0, role, "float32", counts, (), 4 * elements)
 
 
@@ -145,7 +161,7 @@ def test_without_noise_the_estimate_is_0_and_without_an_update_there_is_none(
 
 
 def test_a_measurement_that_is_no_number_is_said_to_be_none() -> None:
-    found = combine([Part(math.nan, 1.0, 1.0, 2.0).row()], 1.0)
+    found = combine([NoisePart(math.nan, 1.0, 1.0, 2.0).row()], 1.0)
     assert math.isnan(found.divergence) and found.sigma is not None and math.isnan(found.sigma)
 
 
@@ -155,5 +171,5 @@ def test_one_replica_cannot_drift_apart() -> None:
 
 
 def test_a_measurement_is_shown_in_one_line() -> None:
-    shown = Measured(1.5, 0.25, 2.0, 100, 0.1).table()
+    shown = NoiseMeasurement(1.5, 0.25, 2.0, 100, 0.1).table()
     assert shown == "divergence 1.5 over 100 parameters, sigma 0.25 a parameter, 2.5 in all, ||g|| 2"

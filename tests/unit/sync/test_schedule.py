@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync.noise import Measured
+from ft_plugins.sync.noise import NoiseMeasurement
 from ft_plugins.sync.policy import Doing, Label, PaftPolicy, Replicas
 from ft_plugins.sync.schedule import NoiseDriven, Periodic, Turn
 
 
-def measured(signal: float, noise: float | None, nonfinite: tuple[int, ...] = (), dimension: int = 1) -> Measured:
+def measured(
+    signal: float, noise: float | None, nonfinite: tuple[int, ...] = (), dimension: int = 1
+) -> NoiseMeasurement:
     """`noise`: the length of that in one step."""
-    return Measured(1.0, None if noise is None else noise / dimension**0.5, signal, dimension, 1.0, nonfinite)
+    return NoiseMeasurement(1.0, None if noise is None else noise / dimension**0.5, signal, dimension, 1.0, nonfinite)
 
 
 def test_every_h_iterations_counted_from_the_first_of_the_job() -> None:

@@ -11,11 +11,11 @@ import torch
 from ft_plugins.events import Events
 from ft_plugins.sync.background import Background
 from ft_plugins.sync.links import Links
-from ft_plugins.sync.noise import Part
+from ft_plugins.sync.noise import NoisePart
 from ft_plugins.sync.policy import PaftPolicy
 from ft_plugins.sync.run import Averaging
-from ft_plugins.sync.schedule import NoiseDriven, Periodic, Schedule, Turn
-from ft_plugins.sync.turns import Turns
+from ft_plugins.sync.schedule import NoiseDriven, Periodic, SyncSchedule, Turn
+from ft_plugins.sync.turns import SyncTurns
 
 SIGNAL = [0.0, 0.0, 4.0, 0.0, 0]
 
@@ -25,11 +25,11 @@ class Nothing:
 
     def keep(self) -> None: ...
 
-    def measure(self, rate: float) -> Part:
-        return Part(signal=4.0)
+    def measure(self, rate: float) -> NoisePart:
+        return NoisePart(signal=4.0)
 
-    def average(self) -> Part:
-        return Part()
+    def average(self) -> NoisePart:
+        return NoisePart()
 
     def apply(self) -> None: ...
 
@@ -44,10 +44,10 @@ def background() -> Iterator[Background]:
     found.close(10)
 
 
-def turns(background: Background, schedule: Schedule, waits: bool = False) -> Turns:
+def turns(background: Background, schedule: SyncSchedule, waits: bool = False) -> SyncTurns:
     nothing = Nothing()
     policy = PaftPolicy(schedule, waits)
-    return Turns(
+    return SyncTurns(
         policy, schedule, cast(Averaging, nothing), cast(Links, nothing), background, Events("n", 0)
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Role
 from ft_plugins.sync.audit import Audit, OnCorruption, judge, remedy
 from ft_plugins.sync.background import Background
-from ft_plugins.sync.buckets import Bucket, Piece
+from ft_plugins.sync.buckets import ItemPiece, ReplicaBucket
 from ft_plugins.sync.compare import Auditing, Found
 from ft_plugins.sync.verdicts import Verdicts
 
@@ -21,7 +21,7 @@ EVERYONE, EXPERTS = (0, 1, 2, 3, 4, 5), (1, 3, 5)  # replica sets: those of the 
 
 
 def audit(iteration: int, replicas: tuple[int, ...], wrong: Iterable[int]) -> Audit:
-    bucket = Bucket(0, replicas, 0, Role.PARAMETER, "float32", True, (Piece("w", 0, 9),), 36)
+    bucket = ReplicaBucket(0, replicas, 0, Role.PARAMETER, "float32", True, (ItemPiece("w", 0, 9),), 36)
     digests = np.array([[int(rank in set(wrong))] for rank in replicas], dtype=np.uint64)
     return judge(iteration, replicas, [bucket], digests)
 

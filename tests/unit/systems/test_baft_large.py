@@ -11,16 +11,16 @@ import pytest
 
 from ft_plugins.bubbles.filling import transfers_of
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate
-from ft_plugins.bubbles.gate_pacer import least_bytes
 from ft_plugins.bubbles.messages import traffic
-from ft_plugins.bubbles.packed import Packed, pack
+from ft_plugins.bubbles.pacing import least_bytes
 from ft_plugins.bubbles.plan import plan_bubbles
+from ft_plugins.bubbles.timeline_values import Packed, pack
 from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.config import BaftConfig
 from ft_plugins.events import Events
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline, reduce_work, reductions
-from ft_plugins.planner.pipeline import Pipeline, Schedule
-from ft_plugins.planner.simulate import Link, Times, simulate
+from ft_plugins.planner.pipeline import Pipeline, PipelineSchedule
+from ft_plugins.planner.simulate import PipelineLink, Times, simulate
 from ft_plugins.redundancy.neighbour import plan_neighbours
 from ft_plugins.systems.baft import Baft
 
@@ -44,11 +44,13 @@ class Job:
     """`wide` pipelines of so many stages, `per_node` ranks of them on a node, stage by stage. The first rank of all has
     no bubbles, and the links of nodes are several."""
 
-    def __init__(self, stages: int, wide: int, per_node: int, schedule: Schedule = Schedule.ONE_F_ONE_B) -> None:
-        chunks = 2 if schedule is Schedule.INTERLEAVED else 1
+    def __init__(
+        self, stages: int, wide: int, per_node: int, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    ) -> None:
+        chunks = 2 if schedule is PipelineSchedule.INTERLEAVED else 1
         pipeline = Pipeline(schedule, stages, 2 * stages, chunks)
         forward = tuple(0.01 + 0.002 * (stage % 2) for stage in range(pipeline.stages))
-        links = tuple(Link(0.001 * (1 + stage % 4)) for stage in range(stages))
+        links = tuple(PipelineLink(0.001 * (1 + stage % 4)) for stage in range(stages))
         times = Times(forward, (0.02,), (0.005,), links=links)
         played = simulate(pipeline, times, eager=True)
         world = stages * wide
@@ -72,10 +74,12 @@ class Job:
         return baft
 
 
-@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.DEEPSPEED])
+@pytest.mark.parametrize(
+    "schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED, PipelineSchedule.DEEPSPEED]
+)
 @pytest.mark.parametrize(("stages", "wide", "per_node"), [(4, 4, 2), (5, 4, 2), (6, 4, 4), (2, 4, 1), (4, 3, 2)])
 def test_what_ranks_plan_for_themselves_is_what_would_be_planned_for_the_job(
-    stages: int, wide: int, per_node: int, schedule: Schedule
+    stages: int, wide: int, per_node: int, schedule: PipelineSchedule
 ) -> None:
     job = Job(stages, wide, per_node, schedule)
     profile = Profile(tuple(job.timelines), job.senders)

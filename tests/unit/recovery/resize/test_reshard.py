@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError, SegmentError
-from ft_plugins.model.inventory import Inventory, Item, Role, Span
+from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.recovery.resize.reshard import plan_moves
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.layout import Layout, plan_layout
@@ -40,7 +40,7 @@ def inventory(rank: int, size: int, whole: dict[str, int], sharded: set[str], pa
             items.append(
                 Item(name, "float32", (elements,), elements * WIDTH, Role.PARAMETER, tuple(range(size)))
             )
-    items.append(Item("buffer", "uint8", (5,), 5, Role.BUFFER, (rank,), changed_by=frozenset(Span)))
+    items.append(Item("buffer", "uint8", (5,), 5, Role.BUFFER, (rank,), changed_by=frozenset(IterationSpan)))
     return Inventory.of(rank, items)
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.model.timeline import Kind, Span, Timeline
-from ft_plugins.planner import idle
-from ft_plugins.planner.idle import Placement
+from ft_plugins.planner import fitting
+from ft_plugins.planner.fitting import CopyPlacement
 
 GRID = 20  # instants of an iteration
 
@@ -25,9 +25,9 @@ busy_instants = st.frozensets(st.integers(0, GRID - 1))
 @given(busy_instants)
 def test_a_bubble_share_is_the_part_of_the_time_in_which_a_rank_does_not_compute(busy: frozenset[int]) -> None:
     other = timeline(1, frozenset())
-    shares = idle.bubble_shares([timeline(0, busy), other])
+    shares = fitting.bubble_shares([timeline(0, busy), other])
     assert shares == pytest.approx((1 - len(busy) / GRID, 1))
-    assert idle.bubble_share([timeline(0, busy), other]) == pytest.approx(sum(shares) / 2)
+    assert fitting.bubble_share([timeline(0, busy), other]) == pytest.approx(sum(shares) / 2)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_a_bubble_share_is_the_part_of_the_time_in_which_a_rank_does_not_compute
 def test_copies_go_to_the_nearest_stage_of_the_node_before_or_of_the_partner(
     ranks: int, per_node: int, ring: list[int | None], pairs: list[int | None]
 ) -> None:
-    assert [idle.destination(rank, ranks, per_node, Placement.RING) for rank in range(ranks)] == ring
-    assert [idle.destination(rank, ranks, per_node, Placement.PAIRS) for rank in range(ranks)] == pairs
+    assert [fitting.destination(rank, ranks, per_node, CopyPlacement.RING) for rank in range(ranks)] == ring
+    assert [fitting.destination(rank, ranks, per_node, CopyPlacement.PAIRS) for rank in range(ranks)] == pairs
 
 
-@given(st.integers(1, 40), st.integers(1, 5), st.sampled_from(Placement))
-def test_each_node_has_the_copy_of_one_other(nodes: int, per_node: int, placement: Placement) -> None:
+@given(st.integers(1, 40), st.integers(1, 5), st.sampled_from(CopyPlacement))
+def test_each_node_has_the_copy_of_one_other(nodes: int, per_node: int, placement: CopyPlacement) -> None:
     ranks = nodes * per_node
-    found = {(rank // per_node, idle.destination(rank, ranks, per_node, placement)) for rank in range(ranks)}
+    found = {(rank // per_node, fitting.destination(rank, ranks, per_node, placement)) for rank in range(ranks)}
     if nodes == 1:
         assert found == {(0, None)}
     else:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ft_plugins.bubbles.uncollected import uncollected
+from ft_plugins.model.timeline import gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def as_before() -> Iterator[None]:
     (gc.enable if was else gc.disable)()
 
 
-@uncollected
+@gc_paused()
 def looked(fails: bool = False) -> bool:
     if fails:
         raise IndexError("no such window")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.shortened import DROPS, GROWS, Shortened
+from ft_plugins.bubbles.window_use import CUT, REGROWTH, Shortened
 
 WINDOW, OTHER = (3, 0), (3, 1)
 
@@ -35,7 +35,7 @@ def test_frames_are_late_in_one_of_eleven_openings_at_most_whatever_makes_them_l
             late += opening >= 2000
         used += windows.used(WINDOW, 1000) if opening >= 2000 else 0
     # in the mean what is dropped is grown again; at the end a window may be shorter than at first by as much as it has
-    assert late * DROPS <= 2000 * GROWS / (1 - GROWS) + 1
+    assert late * CUT <= 2000 * REGROWTH / (1 - REGROWTH) + 1
     # 6 % of bubbles are shorter than 560; drops of three in a hundred are soon grown
     assert used / 2000 >= (550 if least == 500 else 800)
 

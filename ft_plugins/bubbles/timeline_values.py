@@ -1,24 +1,77 @@
-"""One rank's iteration and what is planned in it, as plain values for an event, from which a picture is drawn.
+"""Timelines as plain values: packed for other ranks, and for the event from which a picture is drawn.
+
+Packed, the timelines of a whole job are unpacked one by one as they are asked for: a rank looks at those of the nodes
+that share its links, and of their neighbouring stages. Making objects of all spans of a thousand ranks would take
+seconds, in which all of them stand still. What is unpacked is what was packed.
+
+In an event:
 
     spans     [kind, begin, end]            forward, backward, update, reduce: in order
     bubbles   [index, begin, end]
     windows   [bubble, begin, end, bytes]   what may go in them, in any iteration; of several bubbles after one span
                                             `bubble` is the first, under which a gate counts all that goes there
 
-Invariant: bounded, however long the schedule is: of more than `MOST` of a kind the first ones, and how many were left
-out. Times in seconds since the iteration began, to ten microseconds.
+It is bounded, however long the schedule is: the first `MOST` of a kind, and how many were left out. Times in seconds
+since the iteration began, to ten microseconds. `Row` reads it.
 
-In: a timeline, its bubbles, the plan of its rank. Out: fields of an event; `Row` reads them.
+In: timelines; bubbles, and the plan of a rank. Out: plain values, and timelines or rows again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
-from ..model.timeline import COMPUTE, Bubble, Kind, Timeline
+import msgpack
+
+from ..model.timeline import COMPUTE, Bubble, Kind, Span, Timeline
 from .plan import SenderPlan
+
+_KINDS = tuple(Kind)
+
+
+def pack(timeline: Timeline) -> list[object]:
+    """A timeline as plain values."""
+    spans = [[_KINDS.index(one.kind), one.begin, one.end, one.microbatch, one.chunk] for one in timeline.spans]
+    return [timeline.rank, timeline.seconds, spans, list(timeline.memory), list(timeline.leads)]
+
+
+def unpack(values: Sequence[object]) -> Timeline:
+    """The timeline that was packed."""
+    rank, seconds, spans, memory, leads = values
+    found = tuple(Span(_KINDS[kind], *rest) for kind, *rest in spans)  # type: ignore[attr-defined]
+    return Timeline(rank, seconds, found, tuple(memory), tuple(leads))  # type: ignore[arg-type]
+
+
+class Packed(Sequence[Timeline]):
+    """Timelines by rank, of which only those that are asked for are unpacked, each once."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        """What `pack` has made of each, in MessagePack."""
+        self._parts = parts
+        self.unpacked: dict[int, Timeline] = {}
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, at: int) -> Timeline: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Timeline, ...]: ...
+    def __getitem__(self, at: int | slice) -> Timeline | tuple[Timeline, ...]:
+        if isinstance(at, slice):
+            return tuple(self[place] for place in range(*at.indices(len(self))))
+        place = range(len(self))[at]
+        if place not in self.unpacked:
+            self.unpacked[place] = unpack(msgpack.unpackb(self._parts[place], use_list=False))
+        return self.unpacked[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it would unpack all of them
+
 
 MOST = 512
 _DIGITS = 5

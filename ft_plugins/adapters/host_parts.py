@@ -1,10 +1,11 @@
-"""What adapters share about training state: an item with its live tensor, and the optimizer's values beside tensors.
+"""What the hosts of all frameworks share: items with live tensors, optimizer values, and recomputing an iteration.
 
 Invariant: values are set in place, each in a tensor of its own: schedulers hold the dictionaries of parameter groups,
-and a 'step' that parameters share is incremented once per parameter.
+and a 'step' that parameters share is incremented once per parameter. `recomputes` says what `recompute` can do; where
+it cannot, `why_not` says why, from the start.
 
-In: live tensors and what a framework says of them, torch optimizers. Out: `Held`, and what a host tells of it; plain
-values, and back.
+In: live tensors and what a framework says of them, torch optimizers; a replay, where the framework's iterations can be
+kept. Out: `StateItem`, and what a host reports of it; plain values, and back; the replay, or a refusal by name.
 """
 
 from __future__ import annotations
@@ -12,35 +13,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..errors import InventoryError, ResumeError
-from ..model.inventory import Inventory, Item, Role, Span
+from ..errors import InventoryError, ResumeError, UnsupportedError
+from ..model.inventory import Inventory, Item, IterationSpan, Role
 from ..model.topology import Topology
 
-UPDATE = frozenset({Span.UPDATE})
-ANYWHERE = frozenset(Span)
-NEVER: frozenset[Span] = frozenset()
+UPDATE = frozenset({IterationSpan.UPDATE})
+ANYWHERE = frozenset(IterationSpan)
+NEVER: frozenset[IterationSpan] = frozenset()
 
 
 @dataclass(frozen=True)
-class Held:
+class StateItem:
     """An item and where its tensor lives now."""
 
     item: Item
     read: Callable[[], torch.Tensor]
 
 
-class HeldState:
+class StateItems:
     """The part of `model.host.Host` that follows from what a rank holds, whichever framework it is of."""
 
     rank: int
     _topology: Topology
 
     @cached_property
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[StateItem]:
         """Found once; creates the optimizer's state where no update has done so yet."""
         raise NotImplementedError
 
@@ -62,11 +63,11 @@ def hold(
     role: Role,
     replicas: tuple[int, ...],
     layer: int | None,
-    changed_by: frozenset[Span],
+    changed_by: frozenset[IterationSpan],
     read: Callable[[], torch.Tensor],
     piece: tuple[int, int, int] | None = None,
     counts: bool = True,
-) -> Held:
+) -> StateItem:
     """The item that `read` shows. Raises InventoryError when it is not dense in memory."""
     tensor = read()
     if piece is not None and piece[1] - piece[0] != tensor.numel():
@@ -75,7 +76,7 @@ def hold(
         raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
     shape = tuple(tensor.shape)
-    return Held(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, counts), read)
+    return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, counts), read)
 
 
 def is_item(value: Any) -> bool:
@@ -127,3 +128,33 @@ def own(value: Any, like: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone().to(like.device if isinstance(like, torch.Tensor) else "cpu")
+
+
+R = TypeVar("R")
+
+
+class Recompute(Generic[R]):
+    """Of a host, beside the rest of its `Steps`."""
+
+    rank: int
+    clips_together = ""
+    why_not = "what iterations are computed from is kept only where replicas are compared or averaged"
+    _replay: R | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether `recompute` can be called."""
+        return self._replay is not None
+
+    def _keep(self, build: Callable[[], R]) -> None:
+        """Keep iterations from now on by what `build` makes, unless it raises UnsupportedError."""
+        try:
+            self._replay, self.why_not = build(), ""
+        except UnsupportedError as error:
+            self.why_not = str(error)
+
+    def _kept(self) -> R:
+        """Raises UnsupportedError where nothing is kept."""
+        if self._replay is None:
+            raise UnsupportedError(f"rank {self.rank}: gradients cannot be computed again here: {self.why_not}")
+        return self._replay

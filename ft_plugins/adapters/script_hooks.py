@@ -1,21 +1,32 @@
-"""Post-import hooks: run a callback when somebody imports a module, without importing it ourselves.
+"""Follow a script that is not edited: act when it imports a module, wrap a framework's functions, learn how it ended.
 
-Invariant: a module that is never imported costs one dictionary lookup per import of anything else; a callback runs
-once, right after the module's own code and before the importing statement returns, so that `from module import name`
-binds what the callback left there. An error in a callback fails the import.
+Imports: a module that is never imported costs one dictionary lookup per import of anything else. A callback runs once,
+right after the module's own code and before the importing statement returns, so that `from module import name` binds
+what the callback left there. An error in a callback fails the import. The only state is the finder, which lives in
+`sys.meta_path` as long as the interpreter does.
 
-In: `on_import(name, callback)`, `load_below(package, choose)`. Out: modules as the callbacks left them. The only state
-is the finder itself, which lives in `sys.meta_path` as long as the interpreter does.
+Wrapping: only the module or object that *uses* a name is touched, before any name is bound from it, and only once.
+
+The end: asked at exit, when the interpreter has forgotten why it exits. A script ended in order if its outermost frame
+returned (a frame keeps the instruction with which it was left), or if it called `sys.exit` with status 0; of
+`raise SystemExit(...)` the status cannot be learnt. An end that is not known to be orderly is not orderly.
+
+In: module names, owners, a frame of the script. Out: modules as the callbacks left them; a question to ask at exit.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
+
+from ..errors import UnsupportedError
+from ..patches.versions import MEGATRON
 
 Callback = Callable[[ModuleType], None]
 Choose = Callable[[importlib.machinery.ModuleSpec], importlib.abc.Loader | None]
@@ -90,3 +101,49 @@ class _CallingLoader(importlib.abc.Loader):
         for callback in self._finder.callbacks.get(module.__name__, []):  # none: this spec was wrapped twice
             callback(module)
         self._finder.callbacks.pop(module.__name__, [])  # only now: another attempt after an error fails likewise
+
+
+REPLACED = "__ft_replaced__"
+
+
+def replace(
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, framework: str, tested: str
+) -> None:
+    """Set `owner.name` to `wrap(owner.name)`. Raises UnsupportedError when this version has no such function."""
+    original = getattr(owner, name, None)
+    if getattr(original, REPLACED, False):
+        return
+    if not callable(original):
+        of = getattr(owner, "__name__", type(owner).__name__)
+        raise UnsupportedError(
+            f"{of} ({getattr(owner, '__file__', None)}) has no function '{name}': this version of {framework} cannot "
+            f"be followed; use {tested}"
+        )
+    replacement = wrap(original)
+    setattr(replacement, REPLACED, True)
+    setattr(owner, name, replacement)
+
+
+replace_in_deepspeed = functools.partial(replace, framework="DeepSpeed", tested="0.16.9, 0.18.9 or 0.19.8")
+replace_in_megatron = functools.partial(replace, framework="Megatron-LM", tested=f"one of {', '.join(MEGATRON)}")
+
+
+def follow_end(frame: FrameType) -> Callable[[], bool]:
+    """Whether the script whose frame is the outermost of `frame` has ended in order, once it has ended."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    statuses: list[Any] = ["none"]
+    original = sys.exit
+
+    def exit(status: Any = None, /) -> NoReturn:
+        statuses.append(status)
+        original(status)
+
+    sys.exit = exit
+
+    def orderly() -> bool:
+        returned = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+        uncaught = hasattr(sys, "last_type")
+        return not uncaught and (returned or statuses[-1] in (None, 0))
+
+    return orderly
