@@ -238,7 +238,7 @@ def test_layers_cover_a_slot_to_its_last_byte(job: tuple[list[Inventory], tuple[
 )
 def test_the_digest_of_a_layout_never_changes(names: list[tuple[str, int]], expected: int) -> None:
     """Segments and checkpoints written by earlier versions of this code hold it."""
-    update = frozenset({Span.UPDATE})
+    update = frozenset({IterationSpan.UPDATE})
     items = [Item(name, "float32", (n,), 4 * n, Role.PARAMETER, (0, 1), None, update) for name, n in names]
     inventory = Inventory.of(1, items)
     kinds = [(item.name, item.dtype, item.shape) for item in inventory.items]
