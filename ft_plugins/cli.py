@@ -31,7 +31,7 @@ from .planner.survival import Cluster, plan_survival
 from .smp import client as smp
 from .smp import liveness
 from .smp.pace import in_words
-from .smp.signals import Signal
+from .smp.status import Signal
 from .snapshot.slots import Mark, Version
 
 ASK_SECONDS = 5.0  # an SMP that is alive answers in milliseconds

@@ -42,7 +42,7 @@ from ..events import Events
 from ..intake import read_json
 from . import endpoint as places
 from . import secret
-from .exchange import Exchange
+from .agent_exchange import Exchange
 from .rendezvous import Rendezvous
 from .restarts import Silence, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher

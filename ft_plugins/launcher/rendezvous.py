@@ -45,9 +45,9 @@ from .endpoint import Endpoint
 from .gathering import Application, Phase
 from .line import Credentials, Line
 from .memory import Memory
+from .messages import Admission, Answered, Lead, Message, View
 from .plugin import BACKEND, Settings
 from .post import Post
-from .requests import Admission, Answered, Lead, Message, View
 from .search import Search
 from .station import Identity, Station
 from .waiting import Waiting

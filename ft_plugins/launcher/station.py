@@ -21,7 +21,7 @@ from ..errors import ProtocolError
 from ..recovery.sizes import Told
 from .bounds import read
 from .gathering import Gathering, Phase, Place, Roster
-from .requests import (
+from .messages import (
     OF_ANYONE,
     OF_LEADS,
     Admission,

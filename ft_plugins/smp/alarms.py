@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from . import protocol
-from .peers import written
+from .readers import written
 
 AGAIN_SECONDS = 600.0  # between two words about a failure that goes on
 

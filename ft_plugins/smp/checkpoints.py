@@ -28,8 +28,8 @@ from ..snapshot.retention import Storage, Stored
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, SlotState, Version
 from .alarms import Alarms, Failing
+from .checkpoint_schedule import Call, View
 from .notices import Notices
-from .turns import Call, View
 
 
 class Stopped(Exception):

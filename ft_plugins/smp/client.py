@@ -25,8 +25,8 @@ from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version, in_order, marks_of
 from . import isolated, liveness, protocol
+from .checkpoint_schedule import REQUEST as REQUEST  # the reason of a checkpoint that a person asks for
 from .protection import Protection
-from .turns import REQUEST as REQUEST  # the reason of a checkpoint that a person asks for
 
 _SOCKET_PATH_LIMIT = 107  # bytes, of sockaddr_un
 _RETRY_SECONDS = 0.05

@@ -38,9 +38,9 @@ from ..model.pacer import Allowance, Pacer
 from ..redundancy.plan import ExchangePlan, Send
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Version
-from . import checks
-from .checks import Difference
-from .priority import step_back
+from . import replica_checks
+from .replica_checks import Difference
+from .traffic import step_back
 from .wire import PAYLOAD_LIMIT, Peer
 
 _AGAIN_SECONDS = 0.2  # until a receiver that has all is asked whether it still has; or after an error
@@ -132,7 +132,7 @@ class Exchange:
         self._verified: bool | None = None
         self._verifying = threading.Lock()
         self._alike = alike
-        self._checks = checks.by_target(plan, plan.ranks[position], segments)
+        self._checks = replica_checks.by_target(plan, plan.ranks[position], segments)
         self._unchecked = set(self._checks)  # positions that have not said yet that all is equal
         self._counting = threading.Lock()
         self._sent_bytes = self._inside_bytes = self._late_bytes = 0
@@ -273,8 +273,8 @@ class Exchange:
         tables = {
             rank: segment.digests(slot_of(segment, self._version)).copy() for rank, segment in self._segments.items()
         }
-        for batch in checks.batches(self._checks[lane.target]):
-            asked = checks.payload(batch, tables)
+        for batch in replica_checks.batches(self._checks[lane.target]):
+            asked = replica_checks.payload(batch, tables)
             faults.reach("exchange.check", position=self._position, target=lane.target)
             self._pacers[lane.rank].take(len(asked), self._stop)
             if self._stop.is_set():

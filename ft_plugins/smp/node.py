@@ -31,19 +31,19 @@ from ..redundancy.plan import ExchangePlan
 from ..snapshot.paths import vault_of
 from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Mark, Pin, SlotState, Version
-from . import checks, probe, protocol, requests, wire
+from . import probe, protocol, replica_checks, requests, wire
+from .agreement import Directive, Report
 from .alarms import Alarms
-from .answers import Answers
 from .channel import Who
 from .exchange import Exchange, RatePacer
 from .former import Former
-from .kept import Kept
 from .pace import Pace
-from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, told, written
-from .pins import Directive, Report
+from .parity_store import Vault, shape_of
+from .peer_requests import Answers
+from .pinned import Kept
 from .protection import Protection
+from .readers import Coordinator, Local, Remote, beat_seconds, read_maybe, told, written
 from .rebuild import Reader, decode, fetch
-from .vault import Vault, shape_of
 from .wire import Peer, Server
 
 _TOLD = "protection.json"  # in the run directory
@@ -169,7 +169,7 @@ class NodeTier:
         plan = told_now.plan()
         if told_now.position >= len(plan.nodes) or plan.nodes[told_now.position] != self._node:
             raise ProtocolError(f"node {self._node} was told that it is position {told_now.position} of {plan.nodes}")
-        checks.by_target(plan, [r for r in plan.ranks[told_now.position] if r in self._segments], self._segments)
+        replica_checks.by_target(plan, [r for r in plan.ranks[told_now.position] if r in self._segments], self._segments)
         shape = shape_of(plan, told_now.position, told_now.shapes, told_now.digest)
         if self._vault is not None:
             self._vault.close()

@@ -31,16 +31,16 @@ from ..snapshot.slots import SlotState, void
 from . import liveness, protocol, requests
 from .alarms import Alarms
 from .attaching import plain, require_same_job, shape_of
+from .checkpoint_schedule import REQUEST
 from .former import Former
 from .former_storage import FormerStorage
 from .node import NodeTier
-from .peers import read_maybe, read_version, written
 from .persister import Persister
 from .protection import Protection
-from .signals import Signal, signal
+from .readers import read_maybe, read_version, written
 from .sizes import Sizes
 from .spare import Asked, Spare
-from .turns import REQUEST
+from .status import Signal, signal
 
 _TOKEN = TypeAdapter(Count)
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer

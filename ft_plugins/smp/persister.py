@@ -27,9 +27,9 @@ from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Pin, Version
 from .alarms import Alarms
+from .checkpoint_schedule import FAR_SECONDS, NEAR_SECONDS, Call, Turns, View, counting, view
 from .checkpoints import Checkpoints, Stopped, pin_all, words
-from .peers import written
-from .turns import FAR_SECONDS, NEAR_SECONDS, Call, Turns, View, counting, view
+from .readers import written
 
 PATIENCE_SECONDS = 300.0  # for other nodes' files; a network file system may show them a minute late
 _STOP_SECONDS = 5.0  # for the piece that is being written

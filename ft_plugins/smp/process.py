@@ -25,10 +25,10 @@ from ..errors import BusyError, FtError, ProtocolError
 from ..events import Events, file_sink
 from ..snapshot import paths
 from . import descriptors, liveness, protocol
+from .connections import Place, Places
 from .owner import SnapshotProcess
-from .places import Place, Places
-from .priority import step_back_session
 from .rejected import Rejected
+from .traffic import step_back_session
 
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
 _LAST_WRITE_SECONDS = 600.0  # how long the end of an orphaned SMP is put off while it still writes to storage

@@ -22,8 +22,8 @@ from ..redundancy.plan import ExchangePlan, plan_exchange
 from ..redundancy.sections import Extent
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Version
-from .peers import read_maybe
-from .pins import Epoch
+from .agreement import Epoch
+from .readers import read_maybe
 
 Maybe = Annotated[Version | None, BeforeValidator(read_maybe)]
 Ranks = Annotated[tuple[Count, ...], Field(min_length=1)]

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from ..errors import ProtocolError
 from ..intake import Address, Count, Port, Seconds, Unfit, typed
 from ..snapshot.slots import Version
-from .peers import read_version
+from .readers import read_version
 
 Endpoint = tuple[Address, Port]
 Key = tuple[Count, Count, Count]  # section, stripe, which

@@ -31,7 +31,7 @@ from ..snapshot.segment import Segment
 from . import liveness, protocol
 from .former import Former
 from .node import NodeTier
-from .peers import written
+from .readers import written
 from .requests import ENDPOINTS
 from .wire import Peer
 

@@ -37,7 +37,7 @@ from ..events import Events
 from ..intake import read_bytes
 from . import descriptors, protocol, unproven
 from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, Client, Who
-from .places import Place, Places
+from .connections import Place, Places
 from .rejected import Rejected
 
 PURPOSE = "smp"  # of these connections, among all of a job

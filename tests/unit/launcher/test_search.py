@@ -15,8 +15,8 @@ from ft_plugins.launcher import endpoint
 from ft_plugins.launcher.gathering import Place, Roster
 from ft_plugins.launcher.line import Credentials
 from ft_plugins.launcher.memory import Memory
+from ft_plugins.launcher.messages import Lead
 from ft_plugins.launcher.post import Post
-from ft_plugins.launcher.requests import Lead
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.launcher.search import Search
 from ft_plugins.launcher.station import Identity, Station

@@ -13,7 +13,7 @@ from ft_plugins.events import Events
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.frames import Data
 from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.peers import Local
+from ft_plugins.smp.readers import Local
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
 from ft_plugins.snapshot.paths import former_segments_of, jobs, path_of, remove, segments_of, set_aside

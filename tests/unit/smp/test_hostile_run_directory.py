@@ -34,8 +34,8 @@ from ft_plugins.smp import client, liveness
 from ft_plugins.smp.alarms import Alarms
 from ft_plugins.smp.checkpoints import Checkpoints
 from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.readers import written
 from ft_plugins.smp.wire import read_secret
 from ft_plugins.snapshot import checkpoint, paths, retention
 from ft_plugins.snapshot.checkpoint import Origin

@@ -20,7 +20,8 @@ import torch
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
-from ft_plugins.smp import checks, protocol
+from ft_plugins.smp import protocol
+from ft_plugins.smp import replica_checks as checks
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.protection import Protection

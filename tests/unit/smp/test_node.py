@@ -30,8 +30,8 @@ from ft_plugins.smp import protocol
 from ft_plugins.smp.channel import Who
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
-from ft_plugins.smp.peers import written
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.readers import written
 from ft_plugins.smp.wire import PURPOSE, Peer
 from ft_plugins.snapshot.paths import path_of, remove, vault_of
 from ft_plugins.snapshot.segment import Segment, create

@@ -21,7 +21,8 @@ import xxhash
 from ft_plugins import faults
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, file_sink, read
-from ft_plugins.smp import liveness, turns
+from ft_plugins.smp import checkpoint_schedule as turns
+from ft_plugins.smp import liveness
 from ft_plugins.smp.client import ensure
 from ft_plugins.smp.notices import Notices
 from ft_plugins.smp.persister import Persister

@@ -20,7 +20,7 @@ from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeEr
 from ft_plugins.smp import channel, protocol, rebuild
 from ft_plugins.smp.channel import TAG, Who
 from ft_plugins.smp.frames import Data, Parity
-from ft_plugins.smp.peers import Ahead
+from ft_plugins.smp.readers import Ahead
 from ft_plugins.smp.wire import PAYLOAD_LIMIT, Link, Peer
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import NOT_COMPUTED, Segment, create

@@ -29,8 +29,8 @@ from ft_plugins.events import Event, Events
 from ft_plugins.smp import channel, rejected, unproven, wire
 from ft_plugins.smp.channel import TAG, Channel, Who
 from ft_plugins.smp.frames import Data
-from ft_plugins.smp.peers import Ahead
 from ft_plugins.smp.protocol import FRAME_LIMIT
+from ft_plugins.smp.readers import Ahead
 from ft_plugins.smp.wire import PAYLOAD_LIMIT, SECRET_LIMIT, Bytes, Peer, Server, read_secret
 from ft_plugins.snapshot.slots import Version
 

@@ -16,11 +16,11 @@ from ..errors import ProtocolError
 from ..intake import read_json
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, Slot, SlotState, Version
-from .peers import told, written
-from .pins import Directive
+from .agreement import Directive
+from .parity_store import Vault
 from .protection import Protection
+from .readers import told, written
 from .requests import VERSION
-from .vault import Vault
 
 _FILE = "counted.json"  # in the run directory
 

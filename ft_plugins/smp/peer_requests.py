@@ -17,12 +17,12 @@ import numpy as np
 from ..errors import ProtocolError
 from ..intake import shown
 from ..snapshot.segment import Segment
-from . import checks, protocol, requests, wire
+from . import protocol, replica_checks, requests, wire
+from .agreement import Directive, Report
 from .frames import Data, Parity
-from .peers import Local, read_report, read_version, told
-from .pins import Directive, Report
-from .priority import step_back
-from .vault import Vault
+from .parity_store import Vault
+from .readers import Local, read_report, read_version, told
+from .traffic import step_back
 from .wire import Bytes
 
 
@@ -74,7 +74,7 @@ class Answers:
                 return {"taken": vault.take_copy(copy.version, copy.rank, copy.at, copy.total, payload)}, None
             case "check":
                 self._gathering(message.get("epoch"))
-                found = checks.differing(self._segments, read_version(message.get("version")), payload)
+                found = replica_checks.differing(self._segments, read_version(message.get("version")), payload)
                 return ({"wait": True} if found is None else {"differ": found}), None
         raise ProtocolError(f"unknown request between SMPs: {shown(message.get('do'))}")
 

@@ -25,12 +25,12 @@ from ..intake import open_new, shown
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
+from .agreement import Directive, Epoch, Report, decide
 from .channel import Who
 from .exchange import copy_of, slot_of
 from .former import Former
 from .frames import Data, Parity
-from .pins import Directive, Epoch, Report, decide
-from .vault import Vault
+from .parity_store import Vault
 from .wire import Bytes, Peer, limit_in_kernel
 
 _BEATS_PER_DETECTION = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from ft_plugins.smp import priority
+from ft_plugins.smp import traffic as priority
 
 
 def _niceness() -> int:

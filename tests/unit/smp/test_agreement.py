@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.smp.pins import Directive, Epoch, Report, decide
+from ft_plugins.smp.agreement import Directive, Epoch, Report, decide
 from ft_plugins.snapshot.slots import SLOTS, Pin, Slot, SlotState, Version, choose, may_pin, slots_for
 
 RANKS_PER_NODE = 2

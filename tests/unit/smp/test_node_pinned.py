@@ -16,9 +16,9 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event, Events
+from ft_plugins.smp.agreement import Directive
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.node import NodeTier
-from ft_plugins.smp.pins import Directive
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment, create

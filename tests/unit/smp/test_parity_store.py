@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from ft_plugins import faults
 from ft_plugins.errors import ProtocolError, SegmentError
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
-from ft_plugins.smp import vault as module
-from ft_plugins.smp.vault import Vault, shape_of
+from ft_plugins.smp import parity_store as module
+from ft_plugins.smp.parity_store import Vault, shape_of
 from ft_plugins.snapshot.paths import remove, vault_of
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
