@@ -104,7 +104,7 @@ class Channel:
     opener: Opener
 
 
-class Client:
+class ClientHandshake:
     """The side that connects."""
 
     def __init__(self, secret: bytes, me: Who) -> None:
@@ -133,7 +133,7 @@ class Client:
         )
 
 
-class Server:
+class ServerHandshake:
     """The side that was connected to; one for each connection."""
 
     def __init__(self, secret: bytes, me: Who) -> None:

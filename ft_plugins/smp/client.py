@@ -23,7 +23,7 @@ from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
-from ..snapshot.slots import Mark, Version, in_order, marks_of
+from ..snapshot.slots import Version
 from . import isolated, liveness, protocol
 from .checkpoint_schedule import REQUEST as REQUEST  # the reason of a checkpoint that a person asks for
 from .protection import Protection
@@ -147,7 +147,7 @@ class Client:
     def restore(self, rank: int, token: int, lineage: int, base: Version | None) -> None:
         """Open `lineage`, growing from `base`, for this rank."""
         self._ask(
-            "restore", rank=rank, token=token, lineage=lineage, base=[base.lineage, base.iteration] if base else None
+            "restore", rank=rank, token=token, lineage=lineage, base=protocol.packed(base)
         )
 
     def shutdown(self, rank: int, token: int) -> None:
@@ -182,7 +182,7 @@ class Client:
             extra_seconds=protection.shapes[rank].nbytes / _REBUILT_BYTES_PER_SECOND,
             rank=rank,
             token=token,
-            version=[version.lineage, version.iteration],
+            version=protocol.packed(version),
             protection=protection.block(),
             source=list(source) if source else None,
             holders=[[position, *where] for position, where in sorted(holders.items())],
@@ -220,9 +220,10 @@ class Client:
         """Of the state at other sizes keep `version` of the job of `world_size` ranks alone; nothing, if it is None.
 
         `spares` are to be released when the job can do without what they hold."""
-        kept = [version.lineage, version.iteration] if version else None
-        told = [list(where) for where in spares]
-        self._ask("settle", rank=rank, token=token, world_size=world_size, version=kept, spares=told)
+        self._ask(
+            "settle", rank=rank, token=token, world_size=world_size, version=protocol.packed(version),
+            spares=[list(where) for where in spares],
+        )  # fmt: skip
 
     def protect(self, rank: int, token: int, protection: Protection) -> dict[str, Any]:
         """Protect this node's slots on other nodes from now on; returns `bytes` claimed and `resident_bytes`."""
@@ -291,30 +292,6 @@ def ensure(
             raise ProtectionError(f"the SMP of node {node} did not start; see {run_dir / 'smp.log'}")
     with Client(run_dir, timeout) as client:
         return int(client.status()["pid"])
-
-
-def newest_common(status: Mapping[str, Any]) -> Version | None:
-    """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none. As
-    in a recovery, the newest of those that are preferred, where there is one.
-
-    The ranks are those of the incarnation that runs or ran last: a wider earlier one has left segments which stand
-    still. Before any rank of it has attached, all count. Versions of two lineages are never taken for one another.
-    """
-    attached = [segment for segment in status["segments"] if segment["attached"]] or status["segments"]
-    complete = [
-        {Version(slot["lineage"], slot["iteration"]) for slot in segment["slots"] if slot["state"] == "CLEAN"}
-        for segment in attached
-    ]
-    common = set.intersection(*complete) if complete else set()
-    return next(iter(in_order(common, marks_in(status))), None)
-
-
-def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:
-    """What is known of the replicas of the versions that this node holds complete, by an SMP's `status`."""
-    held = [slot for segment in status["segments"] for slot in segment["slots"] if slot["state"] == "CLEAN"]
-    return marks_of(
-        (Version(slot["lineage"], slot["iteration"]), Mark[slot.get("mark", Mark.NONE.name).upper()]) for slot in held
-    )
 
 
 def _patience(run_dir: Path) -> float:

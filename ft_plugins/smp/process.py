@@ -24,10 +24,9 @@ from .. import faults
 from ..errors import BusyError, FtError, ProtocolError
 from ..events import Events, file_sink
 from ..snapshot import paths
-from . import descriptors, liveness, protocol
-from .connections import Place, Places
+from . import connections, liveness, protocol
+from .connections import Connections, OpenConnection, RejectedConnections
 from .owner import SnapshotProcess
-from .rejected import Rejected
 from .traffic import step_back_session
 
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
@@ -58,8 +57,8 @@ class _Server:
         self._path = path
         self._process = process
         self._events = events
-        self._rejected = Rejected(events)
-        self._places = Places(descriptors.places(_CONNECTIONS))
+        self._rejected = RejectedConnections(events)
+        self._connections = Connections(connections.places(_CONNECTIONS))
         threading.Thread(target=self._accept, name="smp-accept", daemon=True).start()
 
     def _accept(self) -> None:
@@ -76,33 +75,33 @@ class _Server:
                 connection.close()
                 self._rejected.count(_LOCAL, str(error))
                 continue
-            place = self._places.take(connection, _LOCAL, None)
-            assert place is not None, "it waits until there is one"
+            admitted = self._connections.take(connection, _LOCAL, None)
+            assert admitted is not None, "it waits until there is one"
             try:
-                threading.Thread(target=self._serve, args=(place,), name="smp-serve", daemon=True).start()
+                threading.Thread(target=self._serve, args=(admitted,), name="smp-serve", daemon=True).start()
             except RuntimeError as error:
-                self._places.leave(place)
+                self._connections.leave(admitted)
                 connection.close()
                 self._rejected.count(_LOCAL, f"no thread for its connection ({error})")
                 self._process.ended.wait(_ACCEPT_PAUSE_SECONDS)
 
-    def _serve(self, place: Place) -> None:
+    def _serve(self, admitted: OpenConnection) -> None:
         """Until the other side hangs up, does not fit, or makes room for another."""
-        with place.connection as connection:
+        with admitted.connection as connection:
             try:
                 idle = select.poll()
                 idle.register(connection, select.POLLIN)
-                while idle.poll() and self._places.begin(place):
+                while idle.poll() and self._connections.begin(admitted):
                     if (request := protocol.receive(connection, time.monotonic() + _FRAME_SECONDS)) is None:
                         break
                     reply = self._answer(request)
                     connection.settimeout(_FRAME_SECONDS)
                     protocol.send(connection, reply)
-                    self._places.rest(place)
+                    self._connections.rest(admitted)
             except (FtError, OSError) as error:  # a malformed frame or a dead peer: its connection ends, nothing else
                 self._rejected.count(_LOCAL, str(error))
             finally:
-                self._places.leave(place)
+                self._connections.leave(admitted)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply; a refusal also for what fails otherwise than foreseen, whatever the request held."""
@@ -121,7 +120,7 @@ class _Server:
 def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int, watch: int = 0) -> None:
     """Run until ended in order or orphaned for `orphan_seconds`, process `watch` (0: none) being gone. Writes a byte to
     `ready` once it listens."""
-    descriptors.raise_limit()
+    connections.raise_limit()
     events = Events(node)
     events.subscribe(file_sink(run_dir / "events.jsonl"))
     process = SnapshotProcess(run_dir, job, node, events)

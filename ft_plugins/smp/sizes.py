@@ -100,7 +100,7 @@ class Sizes:
 
     def _safe(self) -> Version | None:
         """The version of this incarnation by which its state is safe without what was set aside."""
-        return self._tier.counted if self._protected else self._went_on()
+        return self._tier.committed if self._protected else self._went_on()
 
     def _went_on(self) -> Version | None:
         """The oldest version of this incarnation, where every rank has a newer one as well."""

@@ -28,14 +28,13 @@ from ..errors import FtError, ProtocolError
 from ..events import Events
 from ..intake import Count, read_json
 from ..snapshot.segment import Segment
-from . import liveness, protocol
+from . import liveness
 from .former import Former
 from .node import NodeTier
 from .readers import written
-from .requests import ENDPOINTS
+from .requests import ENDPOINTS, ReleaseSpare, SpareState
 from .wire import Peer
 
-REQUESTS = frozenset({"spare", "release"})
 _ASKED = "spares.json"  # in the run directory: whom this node has asked
 _BY = "asked.json"  # likewise: the token under which this one was asked
 _AGAIN_SECONDS = 0.2  # between two calls of a spare whose SMP is not there: it is being replaced
@@ -74,17 +73,17 @@ class Spare:
         self._let_go = let_go
         self._let_go_aside = let_go_aside
 
-    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a request of `REQUESTS`. Raises ProtocolError."""
+    def answer(self, request: SpareState | ReleaseSpare) -> dict[str, Any]:
+        """The reply to a request. Raises ProtocolError."""
         with self._lock:
             alive = [rank for rank, found in self._segments.items() if _has_trainer(found)]
             if alive:
                 return {"busy": sorted(alive)}
-            if message["do"] == "spare":
-                if (wanted := protocol.field(message, "node", str)) != self._node:
-                    raise ProtocolError(f"node {wanted} was asked; this is {self._node}")
-                return self._hand_out(protocol.number(message, "world_size"))
-            return self._release(protocol.number(message, "lineage"))
+            if isinstance(request, ReleaseSpare):
+                return self._release(request.lineage)
+            if request.node != self._node:
+                raise ProtocolError(f"node {request.node} was asked; this is {self._node}")
+            return self._hand_out(request.world_size)
 
     def _hand_out(self, world_size: int) -> dict[str, Any]:
         self._tier.suspend()

@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 
 from ..errors import FtError, ProtocolError
 from . import protocol
-from .channel import HANDSHAKE_LIMIT, Channel, Who
-from .channel import Server as Handshake
-from .rejected import Rejected
+from .channel import HANDSHAKE_LIMIT, Channel, ServerHandshake, Who
+from .connections import RejectedConnections
 
 CONNECTIONS = 64
 ADDRESS_CONNECTIONS = 8
@@ -56,7 +55,7 @@ class _Stranger:
     connection: socket.socket
     address: str
     until: float  # monotonic
-    handshake: Handshake
+    handshake: ServerHandshake
     received: bytearray = field(default_factory=bytearray)
     challenged: bool = False
 
@@ -93,7 +92,7 @@ class Unproven:
     """The connections of one listening socket, until each has proved itself or is closed."""
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, me: Who, proven: Proven, rejected: Rejected, name: str
+        self, listener: socket.socket, secret: bytes, me: Who, proven: Proven, rejected: RejectedConnections, name: str
     ) -> None:
         """`proven` gets a blocking socket, its address and its channel, in this object's thread: it must not wait."""
         self._listener = listener
@@ -159,7 +158,7 @@ class Unproven:
         elif len(self._strangers) >= CONNECTIONS:
             self._make_room(None)
         until = time.monotonic() + PATIENCE_SECONDS
-        stranger = _Stranger(connection, address, until, Handshake(self._secret, self._me))
+        stranger = _Stranger(connection, address, until, ServerHandshake(self._secret, self._me))
         self._strangers[stranger] = None
         self._selector.register(connection, selectors.EVENT_READ, stranger)
 

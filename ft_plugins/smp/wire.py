@@ -35,10 +35,9 @@ import numpy.typing as npt
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events
 from ..intake import read_bytes
-from . import descriptors, protocol, unproven
-from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, Client, Who
-from .connections import Place, Places
-from .rejected import Rejected
+from . import connections, protocol, unproven
+from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, ClientHandshake, Who
+from .connections import Connections, OpenConnection, RejectedConnections
 
 PURPOSE = "smp"  # of these connections, among all of a job
 PAYLOAD_LIMIT = 1 << 20  # bytes of one frame
@@ -254,7 +253,7 @@ class Peer:
         _until_answered(connection, until)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(self._timeout)
-        handshake = Client(self._secret, self._me)
+        handshake = ClientHandshake(self._secret, self._me)
         protocol.send(connection, handshake.hello())
         answer, channel = handshake.answer(_expected(protocol.receive(connection, until, HANDSHAKE_LIMIT)))
         if self._node not in ("", channel.node):
@@ -330,7 +329,7 @@ class Server:
         self._handle = handle
         self._events = events
         self._closing = False
-        self._places = Places(descriptors.places(_CONNECTIONS, _OTHERS))
+        self._connections = Connections(connections.places(_CONNECTIONS, _OTHERS))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -343,33 +342,33 @@ class Server:
             ) from error
         listener.listen(512)
         self.endpoint: tuple[str, int] = (address, int(listener.getsockname()[1]))
-        self._rejected = Rejected(events)
+        self._rejected = RejectedConnections(events)
         self._unproven = unproven.Unproven(listener, secret, me, self._let_in, self._rejected, "smp-peers")
 
     def _let_in(self, connection: socket.socket, address: str, channel: Channel) -> None:
         """Have a thread serve a connection that has proved itself."""
-        place = self._places.take(connection, channel.node)
-        if place is None:
+        admitted = self._connections.take(connection, channel.node)
+        if admitted is None:
             connection.close()
             self._rejected.count(address, f"node {channel.node}: as many connections are busy as there may be")
             return
         try:
-            threading.Thread(target=self._serve, args=(place, channel), name="smp-peer", daemon=True).start()
+            threading.Thread(target=self._serve, args=(admitted, channel), name="smp-peer", daemon=True).start()
         except RuntimeError as error:
-            self._places.leave(place)
+            self._connections.leave(admitted)
             connection.close()
             self._rejected.count(address, f"node {channel.node}: no thread for its connection ({error})")
 
-    def _serve(self, place: Place, channel: Channel) -> None:
+    def _serve(self, admitted: OpenConnection, channel: Channel) -> None:
         """Until the other side hangs up, is idle for too long or does not fit, or makes room for another."""
-        with place.connection as connection:
+        with admitted.connection as connection:
             try:
                 _watch(connection)
                 link = Link(connection, channel, PART_SECONDS)
                 link.send({"ok": True})
                 idle = select.poll()
                 idle.register(connection, select.POLLIN)
-                while not self._closing and idle.poll(1000 * IDLE_SECONDS) and self._places.begin(place):
+                while not self._closing and idle.poll(1000 * IDLE_SECONDS) and self._connections.begin(admitted):
                     if (found := link.receive()) is None:
                         break
                     message, payload = found
@@ -378,7 +377,7 @@ class Server:
                     except FtError as error:
                         reply, data = protocol.refusal(error), None
                     link.send({"ok": True, **reply}, data)
-                    self._places.rest(place)
+                    self._connections.rest(admitted)
             except Exception as error:  # malformed, a dead peer, or a request of another shape: this connection ends
                 known = isinstance(error, (FtError, OSError))
                 reason = protocol.legible(error) if known else str(protocol.unexpected(error))
@@ -386,7 +385,7 @@ class Server:
                     reason = f"nothing of a frame passed within {PART_SECONDS:g} s"
                 self._events.emit("peer.hangup", peer=channel.node, reason=reason)
             finally:
-                self._places.leave(place)
+                self._connections.leave(admitted)
 
     def __enter__(self) -> Server:
         return self

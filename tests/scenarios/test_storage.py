@@ -21,7 +21,8 @@ import pytest
 from ft_plugins.rig.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.rig.journal import Entry, entries, wait_for
 from ft_plugins.rig.stands import BOUND, checkpointed, lose_memory, sealed, standing_after
-from ft_plugins.smp.client import Client, newest_common
+from ft_plugins.smp.client import Client
+from ft_plugins.smp.status import newest_common
 from ft_plugins.snapshot import checkpoint
 
 Spec = Callable[..., JobSpec]

@@ -19,7 +19,8 @@ from ft_plugins.rig.driver import NODE, Drive, DriveError, Phase, Progress
 from ft_plugins.rig.journal import wait_until
 from ft_plugins.rig.report import Run, make_report
 from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client, newest_common
+from ft_plugins.smp.client import Client
+from ft_plugins.smp.status import newest_common
 from ft_plugins.snapshot.paths import segments_of
 from ft_plugins.snapshot.slots import Version
 

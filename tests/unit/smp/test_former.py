@@ -13,7 +13,7 @@ from ft_plugins.events import Events
 from ft_plugins.smp.former import Former
 from ft_plugins.smp.frames import Data
 from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.readers import Local
+from ft_plugins.smp.readers import LocalReader
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
 from ft_plugins.snapshot.paths import former_segments_of, jobs, path_of, remove, segments_of, set_aside
@@ -139,7 +139,7 @@ def test_what_was_read_last_is_not_kept_in_memory_when_it_is_dropped(job: str) -
     own = {3: segment(job, 3, 16, Version(1, 1))}
     former = Former(job, NODE)
     former.exchange(own, 12)
-    memory = Local({}, former, lambda: None)
+    memory = LocalReader({}, former, lambda: None)
     assert memory.read(Data(3, Version(1, 1), 0, 8)).tolist() == [1] * 8
     mapped = f"ftp-{job}@"
     assert mapped in Path("/proc/self/maps").read_text()
@@ -154,8 +154,8 @@ def test_what_another_incarnation_counted_does_not_remove_what_is_set_aside(job:
     process.token = 5
     process.answer({"do": "resize", "rank": 0, "token": 5, "world_size": 2})
     tier = process._tier
-    tier._told, tier.token = SimpleNamespace(nodes=("a", "b")), 4  # type: ignore[assignment]
-    tier._kept.counted = Version(2, 7)
+    tier._protection, tier.token = SimpleNamespace(nodes=("a", "b")), 4  # type: ignore[assignment]
+    tier._pinned.committed = Version(2, 7)
     process.look_at_trainers()
     assert files(job) == {"n0-r0of1"}
     tier.token, stop = 5, process._aside_storage.stop

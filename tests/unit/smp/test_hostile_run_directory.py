@@ -275,7 +275,7 @@ def test_what_another_node_sends_is_answered_or_refused(smp: Smp, source: random
         {"do": "read", "what": "data", **version, "rank": 0, "at": 0, "nbytes": 10},
         {"do": "read", "what": "parity", **version, "key": [0, 0, 0], "at": 0, "nbytes": 10},
         {"do": "read", "what": "slot", **version, "rank": 0, "offset": 0},
-        {"do": "beat", "epoch": 1, "position": 0, "report": [1, None, None, None, None]},
+        {"do": "heartbeat", "epoch": 1, "position": 0, "report": [1, None, None, None, None]},
         {"do": "begin", **version, "nodes": [[0, 0]], "ranks": [0]},
         {"do": "take", **version, "key": [0, 0, 0], "node": 0, "at": 0, "exponent": 0},
         {"do": "copy", **version, "rank": 0, "at": 0, "total": 10},
@@ -284,7 +284,7 @@ def test_what_another_node_sends_is_answered_or_refused(smp: Smp, source: random
         {"do": "release", "lineage": 0},
     ]
     with suppress(FtError):
-        smp.process._tier._answers.handle(altered(source.choice(sent), source), np.zeros(16, dtype=np.uint8))
+        smp.process._tier._requests.handle(altered(source.choice(sent), source), np.zeros(16, dtype=np.uint8))
 
 
 # ---- shared memory that others can write to ----

@@ -139,18 +139,18 @@ def until(holds: Callable[[], bool]) -> None:
 def counts(pair: Job, version: Version) -> None:
     """A version of the job as it is now counts on the member."""
     tier = pair.member.process._tier
-    tier._told, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
-    tier._kept.counted, pair.member.process._sizes._world_size = version, 4
+    tier._protection, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
+    tier._pinned.committed, pair.member.process._sizes._world_size = version, 4
     pair.member.process.look_at_trainers()
 
 
 def test_it_says_what_it_holds_of_the_former_size_and_protects_nothing_any_more(pair: Job) -> None:
-    assert pair.outside.process._tier._thread is not None
+    assert pair.outside.process._tier.protecting
     told = pair.spare()
     assert told["sizes"] == [[6, [[rank, [0, 0], 1, 5, False, [[1, 4], [1, 5]]] for rank in (4, 5)]]]
     assert (told["fingerprints"], told["position"], told["lineage"]) == ([[6, {"job": 1}]], 2, 1)
     assert told["plan"] == pair.protection.digest and told["protection"]["nodes"] == list(NAMES)
-    assert pair.outside.process._tier._thread is None, "nothing of the former incarnation counts from now on"
+    assert not pair.outside.process._tier.protecting, "nothing of the former incarnation counts from now on"
     assert len(segments_of(pair.job, "n2")) == 2, "and nothing is lost"
 
 
@@ -175,7 +175,7 @@ def test_what_is_damaged_there_is_refused_and_nothing_half_is_left(pair: Job) ->
 def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
     busy = pair.outside.process._segments[5]
     busy.owner = (1, liveness.started(1))
-    assert pair.spare() == {"busy": [5]} and pair.outside.process._tier._thread is not None
+    assert pair.spare() == {"busy": [5]} and pair.outside.process._tier.protecting
     pair.member.process._asked._tell([pair.where], 2, 5.0)
     assert len(segments_of(pair.job, "n2")) == 2
 

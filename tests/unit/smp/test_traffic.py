@@ -1,11 +1,15 @@
-"""An SMP gives way to training: a thread that moves data, never the ones beside it."""
+"""Exchange traffic stays behind training; links are measured over enough of time, for each target together."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-from ft_plugins.smp import traffic as priority
+import pytest
+
+from ft_plugins.recovery.nodes import links_of
+from ft_plugins.smp import traffic
+from ft_plugins.smp.wire import PAYLOAD_LIMIT
 
 
 def _niceness() -> int:
@@ -16,15 +20,15 @@ def test_one_thread_steps_back_and_the_others_stay() -> None:
     before, found = _niceness(), []
 
     def work() -> None:
-        priority.step_back()
+        traffic.step_back()
         found.append(_niceness())
-        priority.step_back()
+        traffic.step_back()
         found.append(_niceness())
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [min(before + priority.NICE, 19)] * 2
+    assert found == [min(before + traffic.NICE, 19)] * 2
     assert _niceness() == before
 
 
@@ -33,10 +37,46 @@ def test_who_has_stepped_back_further_stays_there() -> None:
 
     def work() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        priority.step_back()
+        traffic.step_back()
         found.append(_niceness())
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert found == [19]
+
+
+class Wire:
+    """Takes `latency` and nbytes / `speed` for what is sent."""
+
+    def __init__(self, speed: float, latency: float = 0.0) -> None:
+        self.now, self.speed, self.latency = 0.0, speed, latency
+        self.sent: list[int] = []
+
+    def send(self, nbytes: int) -> None:
+        self.sent.append(nbytes)
+        self.now += self.latency + nbytes / self.speed
+
+    def clock(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("speed", [1e4, 1e6, 1e8, 1e10])
+def test_a_link_is_measured_as_it_is_whatever_it_carries(speed: float) -> None:
+    wire = Wire(speed)
+    assert traffic.rate(wire.send, 0.25, wire.clock) == pytest.approx(speed)
+    assert wire.now <= 2 * 0.25 + 2 * max(wire.sent) / speed, "growing, counting, and a frame of each that is long"
+    assert max(wire.sent) == (PAYLOAD_LIMIT if speed >= 1e8 else 64 << 10)
+
+
+def test_the_way_through_both_processes_belongs_to_it() -> None:
+    wire = Wire(1e9, latency=PAYLOAD_LIMIT / 1e9)
+    assert traffic.rate(wire.send, 0.25, wire.clock) == pytest.approx(0.5e9)
+
+
+def test_a_link_carries_what_goes_out_or_comes_in_whichever_is_more() -> None:
+    ring = [[(3, 100.0)], [(0, 90.0)], [(1, 80.0)], [(2, 95.0)]]
+    assert links_of(ring) == {0: 100.0, 1: 90.0, 2: 95.0, 3: 100.0}
+    assert links_of([[(1, 50.0), (2, 30.0)], [(0, 60.0)], [(0, 60.0)]]) == {0: 120.0, 1: 60.0, 2: 60.0}
+    assert links_of([[(1, 50.0)], [], []]) == {0: 50.0, 1: 50.0, 2: 50.0}, "one of which nothing is known"
+    assert links_of([[], []]) == {}
