@@ -36,6 +36,7 @@ from ft_plugins.smp.checkpoints import Checkpoints
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.readers import written
+from ft_plugins.smp.requests import ReleaseSpare
 from ft_plugins.smp.wire import read_secret
 from ft_plugins.snapshot import checkpoint, paths, retention
 from ft_plugins.snapshot.checkpoint import Origin
@@ -147,7 +148,7 @@ def use_everything(job: str, run_dir: Path, secret: Path) -> None:
             smp.ask(name)
         if where["ok"]:
             smp.ask("protect", protection=smp.protection(where).block())
-        smp.process._spare_here.answer({"do": "release", "lineage": 0})
+        smp.process._spare_here.answer(ReleaseSpare(0))
     finally:
         smp.close()
     Watcher(Job(Config(), job, NODE, run_dir), Events()).lost(1)
