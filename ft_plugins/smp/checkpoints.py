@@ -5,7 +5,7 @@ before it stay. What is pinned is let go of when it is written, or, where replic
 until then a verdict may say that they differ. The SMP of rank 0 puts the manifest under a checkpoint when the files of
 all ranks are there, and removes what is older than those to be kept; the others see that it has.
 
-In: versions whose turn it is (smp.persister), a storage. Out: checkpoints; who waits for one is answered; events.
+In: versions that are due (`persister`), a storage. Out: checkpoints; answers to calls; events.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Checkpoints:
         if self._looked == origin:
             return
         self._looked, self.last, self.done = origin, None, None
-        with suppress(OSError):  # writing will tell
+        with suppress(OSError):  # writing will report it
             own = retention.candidates(self._list(base), origin.digest)
             for stored in sorted(own, key=lambda each: each.version):
                 if stored.problem or stored.version.lineage > seen.lineage:
@@ -258,7 +258,7 @@ class Checkpoints:
         """Raise an alarm: checkpoints cannot be written, or this one could not be."""
         self.failed = reason
         which = "checkpoints cannot be written" if iteration is None else f"iteration {iteration} was not written"
-        newest = f"the newest checkpoint is {self.done[1]}" if self.done else "there is no checkpoint yet"
+        newest = f"the newest checkpoint is {self.done[1]}" if self.done else "none is complete yet"
         self._failing.failed(f"checkpoint.failed: node {self._node}: {which}: {reason}; training goes on, {newest}")
 
     def _give_up(self, base: Path, version: Version, reason: str, calls: Sequence[CheckpointCall]) -> None:

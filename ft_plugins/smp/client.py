@@ -1,4 +1,4 @@
-"""What trainers, launcher, recovery and the command line call: requests to the SMP of this node, and its start.
+"""Send requests to the SMP of this node, start it, and sweep what SMPs have left. For trainers, launcher, command line.
 
 Invariant: every call is bounded in time; a refusal arrives as the error that the SMP raised.
 """
@@ -96,7 +96,7 @@ class Client:
                 return reply
             self._connection.close()
             if name == "end":
-                return {"ok": True}  # it was gone before its answer was out; the lock tells
+                return {"ok": True}  # it was gone before its answer was sent; the lock shows whether it is
             if left:
                 self._connection = self._connect()
         raise ProtocolError(f"the SMP of {self._run_dir} hung up on '{name}' {_TRIES} times; see its smp.log")
@@ -263,7 +263,7 @@ def ensure(
 ) -> int:
     """Start the node's SMP outside of this process tree, or find it; returns its pid.
 
-    One that is started watches `watch` from the beginning: it is never orphaned before it is told so. Raises
+    One that is started watches `watch` from the beginning: it is never orphaned before that. Raises
     BusyError when the SMP of another run directory has the memory of this job, ProtectionError for all else.
     """
     if reason := paths.foreign(job, node):
@@ -348,7 +348,7 @@ def _abandoned(job: str, node: str, seconds: float) -> bool:
         try:
             found = segments.Segment(path)
         except SegmentError:
-            continue  # damaged, or of another version: nobody's
+            continue  # damaged, or of another version: no process uses it
         pid, began = found.owner
         found.close()
         if began and liveness.started(pid) == began:

@@ -216,7 +216,7 @@ class NodeDriver:
     def _commit(self, version: Version) -> steps.Event | None:
         if not self._pinned.commit(version):
             return None  # not here yet: the next answer names it again
-        pace_changed = self.pace.counted(version)
+        pace_changed = self.pace.committed(version)
         self._events.emit(
             "node.counts", lineage=version.lineage, iteration=version.iteration,
             seconds=round(time.monotonic() - self._switched_at, 3), position=self.protection.position,

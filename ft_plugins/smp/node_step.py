@@ -131,7 +131,7 @@ class DeclareLost:
 
 @dataclass(frozen=True)
 class ReportSilence:
-    """Record why the coordinator counts as lost."""
+    """Record why the coordinator is presumed lost."""
 
     reason: str
 

@@ -180,7 +180,7 @@ class ParityStore:
                 parity[self._cleared[key] : at + len(frame)] = 0
                 self._cleared[key] = at + len(frame)
             self._add(parity[at : at + len(frame)], frame, power(exponent))
-            faults.reach("vault.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
+            faults.reach("parity_store.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
             with self._lock:
                 if version != self._version:
                     raise ProtocolError(f"version {version} is not received here any more")
@@ -223,7 +223,7 @@ class ParityStore:
             table[number] = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data)
         small = msgpack.packb({rank: bytes(copy) for rank, copy in self._copies.items()})
         self._segment.write_small(self._index, small)
-        faults.reach("vault.seal.before", iteration=version.iteration, position=self._position)
+        faults.reach("parity_store.seal.before", iteration=version.iteration, position=self._position)
         self._segment.seal(self._index, version, 0, small, table)
         self._version = None
         self._copies = {}

@@ -1,9 +1,9 @@
 """The snapshot management process: a daemon that outlives training, serves its node's requests, ends in order.
 
-Invariant: one such process a job and node, by two locks that the kernel frees at its death: one in the run directory,
-one beside the segments, which another login's run directory cannot escape. It is no child of training, and ends when it
-is told to, or when nobody has come for its time after the ft-run that it watched was gone. What it does for its
-callers is `owner`'s.
+Invariant: one such process per job and node, by two locks that the kernel releases at its death: one in the run
+directory, one next to the segments, which holds across logins with other run directories. It is not a child of
+training. It ends on request, or when no ft-run has come for its time after the one that it watched was gone. `owner`
+carries out the requests.
 
 In: a command line; connections to a Unix socket. Out: replies; an end that leaves nothing behind.
 """
@@ -41,8 +41,8 @@ _LOCAL = "local"  # the address of all connections of this node
 class _Server:
     """Accepts on the Unix socket; a thread per connection, requests serialised by the process's lock.
 
-    No connection is held for liveness: `watch` and `attach` name a process, and that is what is looked at. So any idle
-    connection may make room for a newer one: `client.Client` connects again at its next request.
+    No connection proves liveness: `watch` and `attach` name a process, which is watched. So any idle connection may
+    make room for a newer one: `client.Client` connects again at its next request.
     """
 
     def __init__(self, path: Path, process: SnapshotProcess, events: Events) -> None:
@@ -86,7 +86,7 @@ class _Server:
                 self._process.ended.wait(_ACCEPT_PAUSE_SECONDS)
 
     def _serve(self, admitted: OpenConnection) -> None:
-        """Until the other side hangs up, does not fit, or makes room for another."""
+        """Until the peer hangs up, sends what is malformed, or makes room for another."""
         with admitted.connection as connection:
             try:
                 idle = select.poll()
@@ -104,7 +104,7 @@ class _Server:
                 self._connections.leave(admitted)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply; a refusal also for what fails otherwise than foreseen, whatever the request held."""
+        """The reply; an unforeseen failure is a refusal too."""
         try:
             return self._process.answer(request)
         except Exception as error:
@@ -135,7 +135,7 @@ def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int,
 
 
 def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float) -> None:
-    """Wait for the end in order; while the watched ft-run is gone, no longer than it wanted (else `orphan_seconds`)."""
+    """Wait for the orderly end; once the watched ft-run is gone, no longer than it wanted (else `orphan_seconds`)."""
     orphaned_at = time.monotonic()
     was_alive = bool(process.watched[1])  # it may be gone before the first look
     last_called = False
@@ -164,7 +164,7 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
 
 
 def _wait_exit(pid: int, process: SnapshotProcess) -> None:
-    """Until `pid` is gone, another is watched, or the end."""
+    """Wait until `pid` is gone, another one is watched, or the SMP ends."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         lock = liveness.acquire(options.run_dir / "smp.lock")
         if lock is None:
-            os._exit(0)  # another SMP was quicker; whoever asked will find that one
+            os._exit(0)  # another SMP was quicker; the caller will find that one
         _detach(options.run_dir)
         owned = _own_memory(options.job, options.node)
     except BusyError as error:
@@ -224,10 +224,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _own_memory(job: str, node: str) -> int | None:
-    """Lock what lies in shared memory for the life of this process; None when the SMP of another run directory has.
+    """Lock this job's shared memory for the life of this process; None if the SMP of another run directory has.
 
     Run directories differ between logins, cron and batch systems, /dev/shm does not: two SMPs with one job would take
-    each other's segments over, and end each other's trainers.
+    each other's segments over, and kill each other's trainers.
     """
     deadline = time.monotonic() + _PREDECESSOR_SECONDS
     while (descriptor := liveness.acquire(paths.lock_of(job, node))) is None and time.monotonic() < deadline:
@@ -236,7 +236,7 @@ def _own_memory(job: str, node: str) -> int | None:
 
 
 def _detach(run_dir: Path) -> None:
-    """Standard input from nowhere, output to the run directory's log."""
+    """Standard input from /dev/null, output to the run directory's log."""
     log = os.open(run_dir / "smp.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     sys.stdout.flush()

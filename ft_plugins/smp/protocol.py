@@ -28,22 +28,22 @@ from ..snapshot.slots import Version
 
 FRAME_LIMIT = 1 << 20  # bytes; a status of thousands of slots fits, nothing else comes near
 DEPTH = 32  # maps and lists within each other; fingerprints have the most, a few
-TEXT_LIMIT = 4000  # characters of a text from outside that is passed on
+TEXT_LIMIT = 4000  # characters of a text from outside that is forwarded
 _NAME_LIMIT = 60  # characters of a name from outside
-# of a frame before its sender has proved who it is: what a handshake needs, and no lists
+# bounds on a frame before its sender has proved its identity: what a handshake needs, and no lists
 _HANDSHAKE = {"max_str_len": 1024, "max_bin_len": 64, "max_array_len": 0, "max_map_len": 8, "max_ext_len": 0}
 # in the run directory: alarms by topic; the lowest rank of the node prints them
 ALARM = "alarm.json"
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Write one frame. Raises ProtocolError when it is too large, or holds what msgpack cannot."""
+    """Write one frame. Raises ProtocolError if it is too large, or holds what msgpack cannot."""
     payload = pack(message)
     connection.sendall(struct.pack(">I", len(payload)) + payload)
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """The content of a frame. Raises ProtocolError when it is too large, or holds what msgpack cannot."""
+    """The content of a frame. Raises ProtocolError if it is too large, or holds what msgpack cannot."""
     try:
         payload = msgpack.packb(message, use_bin_type=True)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # ValueError: also a surrogate
@@ -54,11 +54,11 @@ def pack(message: dict[str, Any]) -> bytes:
 
 
 def receive(connection: socket.socket, until: float | None = None, limit: int = FRAME_LIMIT) -> dict[str, Any] | None:
-    """Read one frame; None when the peer has closed between frames. Raises ProtocolError for anything else.
+    """Read one frame; None if the peer has closed between frames. Raises ProtocolError for anything else.
 
-    `until` is the moment (monotonic) by which all of it has to be here; TimeoutError where it is not. None: each wait
-    takes what the connection's own timeout allows. `limit` is in bytes; memory is taken for what has come, not for what
-    was announced.
+    `until` is the deadline (monotonic) for all of it; TimeoutError if it is missed. None: each wait takes what the
+    connection's own timeout allows. `limit` is in bytes; memory is allocated for what has arrived, not for what was
+    announced.
     """
     head = _read(connection, 4, until)
     if not head:
@@ -71,7 +71,7 @@ def receive(connection: socket.socket, until: float | None = None, limit: int = 
 
 
 def announced(head: bytes | bytearray, limit: int) -> int:
-    """The length that the first four bytes of a frame announce. Raises ProtocolError for one beyond `limit`."""
+    """The length in the first four bytes of a frame. Raises ProtocolError if it exceeds `limit`."""
     length = int.from_bytes(head, "big")
     if length > limit:
         raise ProtocolError(f"a frame of {length} bytes was announced; the limit is {limit}")
@@ -79,8 +79,8 @@ def announced(head: bytes | bytearray, limit: int) -> int:
 
 
 def unpack(payload: bytes | bytearray | memoryview, proven: bool = True) -> dict[str, Any]:
-    """The message in a frame. Raises ProtocolError for what is no map, has a key that is no text, or is nested deeper
-    than DEPTH; where the sender is not `proven`, also for what no handshake needs."""
+    """The message in a frame. Raises ProtocolError if it is not a map, has a key other than text, or is nested deeper
+    than DEPTH; if the sender is not `proven`, also for what no handshake needs."""
     try:
         bounds = {"max_ext_len": 0} if proven else _HANDSHAKE
         message = msgpack.unpackb(payload, raw=False, strict_map_key=True, **bounds)
@@ -126,19 +126,19 @@ def refusal(error: FtError) -> dict[str, Any]:
 
 
 def raise_refusal(reply: dict[str, Any]) -> None:
-    """Raise the error that a reply carries; does nothing for an ok."""
+    """Raise the error in a reply; do nothing for an ok."""
     if reply.get("ok") is True:
         return
     kind = getattr(errors, str(reply.get("error")), None)
     if not (isinstance(kind, type) and issubclass(kind, FtError)):
         kind = ProtocolError
-    raise kind(legible(reply.get("message", "the SMP refused without saying why")))
+    raise kind(legible(reply.get("message", "the SMP refused without a reason")))
 
 
 def unexpected(error: Exception) -> ProtocolError:
-    """What a request ended with that is not this project's own error: its kind, and the place in the code.
+    """An error that is not this project's own as one: its kind, and the place in the code.
 
-    So that input from outside costs one line of an event, and the line is enough to find the cause.
+    So input from outside costs one line of an event, which is enough to find the cause.
     """
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f" ({Path(each.filename).name}:{each.lineno})" for each in last)
@@ -146,7 +146,7 @@ def unexpected(error: Exception) -> ProtocolError:
 
 
 def legible(text: object, limit: int = TEXT_LIMIT) -> str:
-    """`text` as a log can take it: at most `limit` characters of it, escape codes and the like written out."""
+    """`text` for a log: at most `limit` characters, escape codes written out."""
     whole = str(text)
     return printable(whole if len(whole) <= limit else f"{whole[:limit]}...")
 

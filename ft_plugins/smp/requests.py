@@ -79,7 +79,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Watch:
-    """The SMP is not orphaned while `pid` lives. A trainer that is stopped for `detect_seconds` counts as lost."""
+    """The SMP is not orphaned while `pid` lives. A trainer that is stopped for `detect_seconds` is lost."""
 
     pid: Count
     detect_seconds: Seconds

@@ -1,11 +1,11 @@
-"""Take connections and have each prove that it knows the job's secret, all of them in one thread.
+"""Accept connections and have each prove that it knows the job's secret, all of them in one thread.
 
 Invariant: before its proof a connection costs a descriptor, HANDSHAKE_LIMIT bytes, PATIENCE_SECONDS and no thread. At
 most CONNECTIONS of them are open at a time, ADDRESS_CONNECTIONS of one address (`crowd_of`). One more closes the oldest
 (that of the same address, or of the address with the most), so silent connections keep no peer out. A peer whose
 connection was closed for another connects again (`wire.Peer`).
 
-In: a listening socket. Out: connections with their channel, for whoever serves them; counts of all others.
+In: a listening socket. Out: connections with their channel, for the server; counts of all others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Proven = Callable[[socket.socket, str, Channel], None]
 
 
 def crowd_of(address: str) -> str:
-    """Whom connections from an address are counted with: its own, or all of an IPv6 network."""
+    """The group that an address belongs to when connections are counted: itself, or its IPv6 network."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -175,7 +175,7 @@ class Unproven:
     def _step(self, stranger: _Stranger) -> None:
         try:
             channel = stranger.step()
-        except Exception as error:  # whatever it was sent: this thread is all that lets peers in
+        except Exception as error:  # any error: only this thread admits peers
             known = isinstance(error, (FtError, OSError))
             self._reject(stranger, str(error) if known else str(protocol.unexpected(error)))
             return

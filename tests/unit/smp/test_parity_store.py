@@ -578,7 +578,9 @@ def die_in_a_child(job: str, armed: str, sources: Sources, kept: Sources | None 
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("armed", [f"vault.xored@hit={hit}:kill" for hit in (1, 2, 9)] + ["vault.seal.before:kill"])
+@pytest.mark.parametrize(
+    "armed", [f"parity_store.xored@hit={hit}:kill" for hit in (1, 2, 9)] + ["parity_store.seal.before:kill"]
+)
 def test_a_death_between_any_two_steps_leaves_what_counted_and_the_rest_is_gathered_anew(
     make: Callable[..., ParityStore], job: str, armed: str
 ) -> None:
@@ -602,8 +604,8 @@ def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_take
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     vault.begin(V1)
     sources.send_copies(vault)
-    faults.arm("vault.xored@hit=3:raise")
-    with pytest.raises(RuntimeError, match="vault.xored"):
+    faults.arm("parity_store.xored@hit=3:raise")
+    with pytest.raises(RuntimeError, match="parity_store.xored"):
         sources.send_blocks(vault)
     faults.arm("")
     incomplete(vault, sources)
