@@ -24,7 +24,7 @@ from ..smp import protocol
 from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, ClientHandshake, Who
 from ..smp.protocol import FRAME_LIMIT
 from .endpoint import Endpoint
-from .messages import Message
+from .node_messages import Message
 
 PURPOSE = "rendezvous"
 HEAD = 4  # bytes before the content of a frame, which tell its length

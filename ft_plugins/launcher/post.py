@@ -26,7 +26,7 @@ from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, ServerHandshake
 from ..smp.connections import RejectedConnections
 from ..smp.unproven import crowd_of
 from .line import HEAD, LET_IN, REFUSED, Credentials, hang_up, head
-from .messages import REQUEST_LIMIT, Message
+from .node_messages import REQUEST_LIMIT, Message
 
 _PROOF_SECONDS = 5.0  # for a handshake, which takes a living peer milliseconds
 _UNPROVEN, _OF_ONE_ADDRESS = 64, 8  # connections at a time

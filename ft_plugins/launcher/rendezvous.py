@@ -45,7 +45,7 @@ from .endpoint import Endpoint
 from .gathering import Application, Phase
 from .line import Credentials, Line
 from .memory import Memory
-from .messages import Admission, Answered, Lead, Message, RoundView
+from .node_messages import Admission, Answered, Lead, Message, RoundView
 from .plugin import BACKEND, Settings
 from .post import PeerPort
 from .search import Search

@@ -17,7 +17,7 @@ from ..errors import ProtocolError
 from ..intake import parsed
 from .line import ASKED_AT_ONCE, Credentials, ForeignError, ask, ask_all
 from .memory import Memory
-from .messages import Lead, Meeting, Message, Vote
+from .node_messages import Lead, Meeting, Message, Vote
 from .station import Station
 
 _AT_ONCE = 8  # of those before us so many are asked before the rest, who may not be needed

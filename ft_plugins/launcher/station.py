@@ -21,7 +21,7 @@ from ..errors import ProtocolError
 from ..intake import parsed
 from ..recovery.sizes import Told
 from .gathering import Gathering, Phase, Place, Roster
-from .messages import (
+from .node_messages import (
     OF_ANYONE,
     OF_LEADS,
     Admission,

@@ -15,7 +15,7 @@ from ft_plugins.launcher import endpoint
 from ft_plugins.launcher.gathering import Place, Roster
 from ft_plugins.launcher.line import Credentials
 from ft_plugins.launcher.memory import Memory
-from ft_plugins.launcher.messages import Lead
+from ft_plugins.launcher.node_messages import Lead
 from ft_plugins.launcher.post import PeerPort
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.launcher.search import Search
