@@ -153,7 +153,7 @@ class NodeDriver:
             if self.stopped:
                 return None
             match action:
-                case steps.Commit(version):
+                case steps.CommitVersion(version):
                     return self._commit(version)
                 case steps.SwitchExchange(decision):
                     self._end_exchange()
@@ -186,8 +186,8 @@ class NodeDriver:
                 answer = parsed(HeartbeatReply, reply, "heartbeat")
                 decision, lost = ExchangeDecision(answer.exchange, answer.committed), answer.lost
         except (FtError, OSError) as error:
-            return steps.Unanswered(time.monotonic(), str(error))
-        return steps.Answered(time.monotonic(), decision, lost)
+            return steps.HeartbeatUnanswered(time.monotonic(), str(error))
+        return steps.HeartbeatAnswered(time.monotonic(), decision, lost)
 
     def _observe(self) -> steps.Observation:
         """What this node's memory shows now. Called with the lock held."""

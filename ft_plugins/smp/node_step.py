@@ -1,11 +1,11 @@
 """The node tier's state machine: `step(state, event)` returns the next state and the actions to carry out. Pure.
 
-One round: `HeartbeatDue` -> `SendHeartbeat` -> `Answered` -> `Commit`, `SwitchExchange`, `DeclareLost`; then
-`SealChecked` until this node's ranks have sealed the version that the job exchanges -> `StartExchange`.
+One round: `HeartbeatDue` -> `SendHeartbeat` -> `HeartbeatAnswered` -> `CommitVersion`, `SwitchExchange`, `DeclareLost`;
+then `SealChecked` until this node's ranks have sealed the version that the job exchanges -> `StartExchange`.
 
-Invariant: a state never claims more than was carried out. `Commit`, `SwitchExchange` and `DeclareLost` are confirmed by
-events (`Committed`, `Switched`, `Declared`); what was not confirmed, because a disk was full or the version has not
-arrived here, is requested again by the next heartbeat's answer. So every action may be carried out twice.
+Invariant: a state never claims more than was carried out. `CommitVersion`, `SwitchExchange` and `DeclareLost` are
+confirmed by events (`Committed`, `Switched`, `Declared`); what was not confirmed, because a disk was full or the version
+has not arrived here, is requested again by the next heartbeat's answer. So every action may be carried out twice.
 
 In: events with times (seconds, monotonic). Out: a `NodeState`, actions for `node.NodeTier`.
 """
@@ -46,7 +46,7 @@ class HeartbeatDue:
 
 
 @dataclass(frozen=True)
-class Answered:
+class HeartbeatAnswered:
     """The coordinator has answered the heartbeat. `lost` are positions that it has not heard from."""
 
     now: float
@@ -55,7 +55,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Unanswered:
+class HeartbeatUnanswered:
     """The coordinator has not answered the heartbeat, for this reason."""
 
     now: float
@@ -88,7 +88,7 @@ class SealChecked:
     sealed: bool | None
 
 
-Event = HeartbeatDue | Answered | Unanswered | Committed | Switched | Declared | SealChecked
+Event = HeartbeatDue | HeartbeatAnswered | HeartbeatUnanswered | Committed | Switched | Declared | SealChecked
 
 
 # ---- actions ----
@@ -96,13 +96,13 @@ Event = HeartbeatDue | Answered | Unanswered | Committed | Switched | Declared |
 
 @dataclass(frozen=True)
 class SendHeartbeat:
-    """Send `report` to the coordinator; continue with `Answered` or `Unanswered`."""
+    """Send `report` to the coordinator; continue with `HeartbeatAnswered` or `HeartbeatUnanswered`."""
 
     report: NodeReport
 
 
 @dataclass(frozen=True)
-class Commit:
+class CommitVersion:
     """Pin `version` in place of the previously committed one, if all of it is here; continue with `Committed`."""
 
     version: Version
@@ -145,7 +145,7 @@ class RaiseAlarm:
     words: str
 
 
-Action = SendHeartbeat | Commit | SwitchExchange | StartExchange | DeclareLost | ReportSilence | RaiseAlarm
+Action = SendHeartbeat | CommitVersion | SwitchExchange | StartExchange | DeclareLost | ReportSilence | RaiseAlarm
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,9 @@ def step(state: NodeState, event: Event) -> tuple[NodeState, tuple[Action, ...]]
     match event:
         case HeartbeatDue(seen):
             return _report(state, seen)
-        case Answered(now, decision, lost):
+        case HeartbeatAnswered(now, decision, lost):
             return _follow(replace(state, heard=now), decision, lost)
-        case Unanswered(now, reason):
+        case HeartbeatUnanswered(now, reason):
             if state.declared or now - state.heard <= state.detect_seconds:
                 return state, ()
             return state, (ReportSilence(reason), DeclareLost((0,)))
@@ -223,7 +223,7 @@ def _follow(
 ) -> tuple[NodeState, tuple[Action, ...]]:
     actions: list[Action] = []
     if decision.committed is not None and decision.committed != state.committed:
-        actions.append(Commit(decision.committed))
+        actions.append(CommitVersion(decision.committed))
     if decision.exchange != state.decision.exchange:
         actions.append(SwitchExchange(decision))
     else:

@@ -133,7 +133,7 @@ class SnapshotProcess:
         faults.reach(f"smp.{name}.after", adopted=self.adopted)
         return reply
 
-    def _status(self, request: requests.Status) -> dict[str, Any]:
+    def _status(self, request: requests.WithoutFields) -> dict[str, Any]:
         tier = self._tier.status()
         return {
             "pid": os.getpid(),
@@ -149,14 +149,14 @@ class SnapshotProcess:
             "segments": [described(rank, segment) for rank, segment in sorted(self._segments.items())],
         }
 
-    def _watch(self, request: requests.Watch) -> dict[str, Any]:
+    def _watch(self, request: requests.WatchProcess) -> dict[str, Any]:
         self.watched, self._silence = (request.pid, liveness.started(request.pid)), request.detect_seconds
         if request.orphan_seconds is not None:  # a new ft-run may want another time
             self.orphan_seconds = request.orphan_seconds
             written(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)  # for a sweep after this process's death
         return {}
 
-    def _fence(self, request: requests.Fence) -> dict[str, Any]:
+    def _fence(self, request: requests.WithoutFields) -> dict[str, Any]:
         """Supersede the running incarnation: its token is void at once, its trainers are gone before this returns."""
         self._tier.suspend()
         self.token += 1
@@ -271,7 +271,7 @@ class SnapshotProcess:
         host, port = self._tier.endpoint(request.address, request.secret_file, request.encrypt)
         return {"host": host, "port": port}
 
-    def _inventory(self, request: requests.ListInventory) -> dict[str, Any]:
+    def _inventory(self, request: requests.WithoutFields) -> dict[str, Any]:
         return self._tier.inventory()
 
     def _rebuild(self, request: requests.RebuildSlot) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class SnapshotProcess:
         self._require_current(request)
         return {"former": self._sizes.resize(request.world_size)}
 
-    def _former(self, request: requests.PreviousSizes) -> dict[str, Any]:
+    def _former(self, request: requests.WithoutFields) -> dict[str, Any]:
         return self._sizes.told()
 
     def _spare(self, request: requests.AskSpare) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class SnapshotProcess:
         """Whether something is being written to storage."""
         return self.persister.busy or self._aside_storage.busy
 
-    def _end(self, request: requests.End) -> dict[str, Any]:
+    def _end(self, request: requests.WithoutFields) -> dict[str, Any]:
         self.finish("in order")
         return {}
 

@@ -73,27 +73,17 @@ ENDPOINTS = TypeAdapter(tuple[HostPort, ...])
 
 
 @dataclass(frozen=True)
-class Status:
-    """What is the state of this SMP?"""
+class WithoutFields:
+    """`status`, `fence`, `end`, `inventory` and `former`: what they ask for is in the name."""
 
 
 @dataclass(frozen=True)
-class Watch:
+class WatchProcess:
     """The SMP is not orphaned while `pid` lives. A trainer that is stopped for `detect_seconds` is lost."""
 
     pid: Count
     detect_seconds: Seconds
     orphan_seconds: Seconds | None = None  # None: as before
-
-
-@dataclass(frozen=True)
-class Fence:
-    """Supersede the running incarnation."""
-
-
-@dataclass(frozen=True)
-class End:
-    """The job is over."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +129,6 @@ class Listen:
 
 
 @dataclass(frozen=True)
-class ListInventory:
-    """What can this node hand out?"""
-
-
-@dataclass(frozen=True)
 class Protect(OfRank):
     """Protect the job from now on."""
 
@@ -172,11 +157,6 @@ class Resize(OfRank):
     """The job has `world_size` ranks now."""
 
     world_size: Rank
-
-
-@dataclass(frozen=True)
-class PreviousSizes:
-    """What can this node hand out of the job at other sizes?"""
 
 
 @dataclass(frozen=True)
@@ -210,9 +190,10 @@ class WriteCheckpoint:
 
 
 LOCAL: Mapping[str, type[Any]] = {
-    "status": Status, "watch": Watch, "fence": Fence, "attach": Attach, "restore": Restore, "shutdown": Shutdown,
-    "end": End, "endpoint": Listen, "protect": Protect, "inventory": ListInventory, "rebuild": RebuildSlot,
-    "resize": Resize, "former": PreviousSizes, "spare": AskSpare, "settle": Settle, "checkpoint": WriteCheckpoint,
+    "status": WithoutFields, "watch": WatchProcess, "fence": WithoutFields, "attach": Attach, "restore": Restore,
+    "shutdown": Shutdown, "end": WithoutFields, "endpoint": Listen, "protect": Protect, "inventory": WithoutFields,
+    "rebuild": RebuildSlot, "resize": Resize, "former": WithoutFields, "spare": AskSpare, "settle": Settle,
+    "checkpoint": WriteCheckpoint,
 }  # fmt: skip
 
 

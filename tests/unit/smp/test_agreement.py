@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide
 from ft_plugins.smp.node_step import (
-    Answered,
-    Commit,
     Committed,
+    CommitVersion,
     Event,
+    HeartbeatAnswered,
     HeartbeatDue,
     NodeState,
     Observation,
@@ -275,7 +275,7 @@ class Node:
         return heartbeat.report
 
     def follow(self, decision: ExchangeDecision) -> None:
-        self._feed(Answered(0.0, decision))
+        self._feed(HeartbeatAnswered(0.0, decision))
 
     def _feed(self, event: Event) -> list[SendHeartbeat]:
         events, heartbeats = [event], []
@@ -285,7 +285,7 @@ class Node:
                 match action:
                     case SendHeartbeat():
                         heartbeats.append(action)
-                    case Commit(version):
+                    case CommitVersion(version):
                         self._commit(version)
                         events += [Committed(version)] if self.committed == version else []
                     case SwitchExchange(decision):

@@ -257,8 +257,8 @@ def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(mak
 
     def not_heard(report: NodeReport) -> node_step.Event:
         event = send(report)
-        if isinstance(event, node_step.Answered) and event.decision.committed == Version(1, 2):
-            return node_step.Unanswered(event.now, "lost on the way")
+        if isinstance(event, node_step.HeartbeatAnswered) and event.decision.committed == Version(1, 2):
+            return node_step.HeartbeatUnanswered(event.now, "lost on the way")
         return event
 
     deaf.driver._send = not_heard  # type: ignore[method-assign]

@@ -10,13 +10,14 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.smp.agreement import Coordinator, ExchangeDecision, ExchangeEpoch
 from ft_plugins.smp.node_step import (
     Action,
-    Answered,
-    Commit,
     Committed,
+    CommitVersion,
     Declared,
     DeclareLost,
     Event,
+    HeartbeatAnswered,
     HeartbeatDue,
+    HeartbeatUnanswered,
     NodeState,
     Observation,
     RaiseAlarm,
@@ -26,7 +27,6 @@ from ft_plugins.smp.node_step import (
     StartExchange,
     Switched,
     SwitchExchange,
-    Unanswered,
     step,
 )
 from ft_plugins.snapshot.slots import Mark, Version
@@ -58,7 +58,7 @@ def reported(state: NodeState, seen: Observation) -> tuple[NodeState, SendHeartb
 
 def test_a_version_is_exchanged_once_its_ranks_have_sealed_it() -> None:
     decision = ExchangeDecision(v(4))
-    state, actions = run(FRESH, Answered(101.0, decision))
+    state, actions = run(FRESH, HeartbeatAnswered(101.0, decision))
     assert actions == [SwitchExchange(decision)] and state.awaited is None
     state, actions = run(state, Switched(decision), SealChecked(False), SealChecked(False))
     assert actions == [] and state.awaited == v(4)
@@ -121,8 +121,8 @@ def test_replicas_that_differ_raise_an_alarm_with_every_report() -> None:
 
 def test_what_was_not_carried_out_is_requested_again() -> None:
     """A disk was full, or the version is not here yet: no confirmation arrives."""
-    answer = Answered(101.0, ExchangeDecision(v(8), v(4)), lost=(2,))
-    wanted = [Commit(v(4)), SwitchExchange(answer.decision), DeclareLost((2,))]
+    answer = HeartbeatAnswered(101.0, ExchangeDecision(v(8), v(4)), lost=(2,))
+    wanted = [CommitVersion(v(4)), SwitchExchange(answer.decision), DeclareLost((2,))]
     state, actions = run(FRESH, answer)
     assert actions == wanted
     state, actions = run(state, HeartbeatDue(Observation(5)), answer)
@@ -140,13 +140,13 @@ def test_the_first_commit_after_a_recovery_is_announced_by_the_first_node_alone(
 
 
 def test_a_silent_coordinator_is_lost_after_the_detection_time_and_declared_once() -> None:
-    state, actions = run(FRESH, Unanswered(100.0 + DETECT, "refused"))
+    state, actions = run(FRESH, HeartbeatUnanswered(100.0 + DETECT, "refused"))
     assert actions == []
-    state, actions = run(state, Unanswered(100.1 + DETECT, "refused"))
+    state, actions = run(state, HeartbeatUnanswered(100.1 + DETECT, "refused"))
     assert actions == [ReportSilence("refused"), DeclareLost((0,))]
-    state, actions = run(state, Unanswered(100.2 + DETECT, "refused"))
+    state, actions = run(state, HeartbeatUnanswered(100.2 + DETECT, "refused"))
     assert actions == [ReportSilence("refused"), DeclareLost((0,))], "as long as the agent was not notified"
-    _, actions = run(state, Declared(), Unanswered(101.0 + DETECT, "refused"))
+    _, actions = run(state, Declared(), HeartbeatUnanswered(101.0 + DETECT, "refused"))
     assert actions == []
 
 
@@ -182,7 +182,7 @@ class Simulated:
                 match action:
                     case SendHeartbeat():
                         heartbeat = action
-                    case Commit(version):
+                    case CommitVersion(version):
                         events.append(Committed(version))
                     case SwitchExchange(decision):
                         self.complete = False
@@ -220,7 +220,7 @@ class SimulatedJob:
         self.coordinator = self.coordinator.receive(last, reports[last], self.now)
         lost = self.coordinator.lost(self.now)
         for _, node in living:
-            node.feed(Answered(self.now, self.coordinator.decision, lost))
+            node.feed(HeartbeatAnswered(self.now, self.coordinator.decision, lost))
 
     def train(self) -> None:
         """One iteration: every rank of every node seals it."""
