@@ -4,7 +4,7 @@ One round: `HeartbeatDue` -> `SendHeartbeat` -> `HeartbeatAnswered` -> `CommitVe
 then `SealChecked` until this node's ranks have sealed the version that the job exchanges -> `StartExchange`.
 
 Invariant: a state never claims more than was carried out. `CommitVersion`, `SwitchExchange` and `DeclareLost` are
-confirmed by events (`Committed`, `Switched`, `Declared`); what was not confirmed, because a disk was full or the version
+confirmed by events (`Committed`, `Switched`, `Declared`); what was not confirmed, because a disk was full or a version
 has not arrived here, is requested again by the next heartbeat's answer. So every action may be carried out twice.
 
 In: events with times (seconds, monotonic). Out: a `NodeState`, actions for `node.NodeTier`.
