@@ -32,7 +32,7 @@ from .planner.survival import Cluster, plan_survival
 from .smp import client as smp
 from .smp import liveness
 from .smp.pace import in_words
-from .smp.signals import Signal
+from .smp.status import Signal, marks_in, newest_common
 from .snapshot.slots import Mark, Version
 
 ASK_SECONDS = 5.0  # an SMP that is alive answers in milliseconds
@@ -309,7 +309,7 @@ def _row(report: Mapping[str, Any]) -> list[str]:
     ft_run = "running" if report["ft_run_alive"] else "gone"
     if not report["alive"]:
         return [report["job"], report["node"], "gone", ft_run, Signal.OFFLINE.value, *[""] * 7]
-    segments, newest = report["segments"], smp.newest_common(report)
+    segments, newest = report["segments"], newest_common(report)
     return [
         report["job"],
         report["node"],
@@ -319,7 +319,7 @@ def _row(report: Mapping[str, Any]) -> list[str]:
         str(report["token"]),
         str(len(segments)),
         f"{sum(segment['bytes'] for segment in segments) / 2**20:.1f} MiB",
-        _version(newest, smp.marks_in(report).get(newest, Mark.NONE)) if newest else "none yet",
+        _version(newest, marks_in(report).get(newest, Mark.NONE)) if newest else "none yet",
         str(min((segment["completed"] for segment in segments), default="")),
         _on_nodes(report.get("node_tier", {})),
         _in_storage(report.get("storage", {})),

@@ -3,11 +3,13 @@
 Invariant: every bound holds before what it bounds is used. What does not fit is `Unfit`, whatever it was that came;
 the reader turns that into the project's error, which names the file or request and says what to do.
 
-In: paths, bytes, plain values, calls that may hang. Out: values of the type that the reader names.
+In: paths, bytes, plain values, calls that may hang. Out: values of the type that the reader names. Messages of other
+processes are read by `parsed`, whole and once.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import reprlib
@@ -16,9 +18,11 @@ import threading
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from .errors import ProtocolError
 
 FILE_LIMIT = 1 << 20  # bytes of a small file: a thousand times what most of them hold
 DEPTH = 32  # of containers in each other; what this project writes has less than ten
@@ -31,6 +35,8 @@ Port = Annotated[int, Field(strict=True, ge=0, lt=1 << 16)]
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Address = Annotated[Text, AfterValidator(lambda text: str(ip_address(text)) and text)]  # no name: nothing is looked up
 Seconds = Annotated[float, Field(strict=True, ge=0, le=SECONDS_LIMIT, allow_inf_nan=False)]
+
+Flag = Annotated[bool, Field(strict=True)]
 
 T = TypeVar("T")
 
@@ -94,14 +100,28 @@ def _nested() -> str:
     return f"it is nested more than {DEPTH} deep"
 
 
-def typed(adapter: TypeAdapter[T], value: Any) -> T:
-    """`value` as the type of `adapter`. Raises Unfit, which names the place in it."""
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def typed(kind: TypeAdapter[T] | type[T], value: Any) -> T:
+    """`value` as a dataclass, or as the type of an adapter. Raises Unfit, which names the place in it."""
+    adapter: TypeAdapter[T] = kind if isinstance(kind, TypeAdapter) else _adapter(cast(Any, kind))
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(step)[:SHOWN] for step in problem["loc"])
         raise Unfit(f"{place or 'it'}: {problem['msg']}, found {shown(problem['input'])}") from error
+
+
+def parsed(kind: type[T], message: Any, name: str = "") -> T:
+    """A message from another process as a dataclass; errors call it `name`. Raises ProtocolError."""
+    try:
+        return typed(kind, message)
+    except Unfit as error:
+        raise ProtocolError(f"{name or kind.__name__}: {error}") from error
 
 
 def read_json(path: Path, adapter: TypeAdapter[T], limit: int = FILE_LIMIT) -> T:

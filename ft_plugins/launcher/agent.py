@@ -42,7 +42,7 @@ from ..events import Events
 from ..intake import read_json
 from . import endpoint as places
 from . import secret
-from .exchange import Exchange
+from .agent_exchange import AgentExchange
 from .rendezvous import Rendezvous
 from .restarts import Silence, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
@@ -75,7 +75,7 @@ class ProgressAgent(LocalElasticAgent):
         self._events = events
         self._bounded = bounded
         self._store_of_workers: TCPStore | None = None  # on the node of group rank 0: it serves as long as it is held
-        self._exchanged: Exchange | None = None  # with the other nodes, where the rendezvous is not ours
+        self._exchanged: AgentExchange | None = None  # with the other nodes, where the rendezvous is not ours
         self._versions: list[int | None] = []
         self._before: WorkerFailure | None = None  # the last failure, if nothing had begun then
         self._first_token = 0  # of this ft-run
@@ -161,7 +161,9 @@ class ProgressAgent(LocalElasticAgent):
         if group_world_size == 1:
             return _workers(spec, 0, spec.local_world_size)
         known = secret.of_job(self._job.config.secret_file)
-        self._exchanged = Exchange(self._common(store, spec), known, handler.get_run_id(), group_rank, group_world_size)
+        self._exchanged = AgentExchange(
+            self._common(store, spec), known, handler.get_run_id(), group_rank, group_world_size
+        )
         self._exchanged.say("workers", str(spec.local_world_size).encode())
         counts = [int(count) for count in self._all_said("workers")]
         return _workers(spec, sum(counts[:group_rank]), sum(counts))

@@ -1,27 +1,22 @@
-"""What may stand in requests, replies and files of the rendezvous: the kinds of their fields. Pure.
+"""Field types of the rendezvous' requests, replies and files. Pure.
 
-Invariant: whatever passes is short, printable and in a range that leaves room to count on.
-
-In: a dataclass of this package and plain values of a peer or a file. Out: the dataclass. Raises ProtocolError.
+Invariant: a value that passes is short, printable and in a range that leaves room to count on.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
-from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, StringConstraints
 
 from ..config.schema import NAME_PATTERN
-from ..errors import ConfigError, ProtocolError
+from ..errors import ConfigError
 from .endpoint import Endpoint
 
 LIMIT = 1 << 32  # what counts rounds, ranks and generations comes nowhere near
 PLAUSIBLE = 1 << 30  # of rounds that a node says it has seen: one a second for 34 years
 REMEMBERED = 1 << 29  # of rounds in a file, so that nodes that go on from there are still plausible to others
 MOST_NODES = 1 << 13  # that take part in a round, or wait as spares; twice as many as one port has connections
-
-T = TypeVar("T")
 
 
 def _printable(text: str) -> str:
@@ -45,21 +40,3 @@ Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_prin
 Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
 Seen = Annotated[int, Field(strict=True, ge=0, le=PLAUSIBLE)]
 Workers = Annotated[int, Field(strict=True, ge=0, le=1 << 16)]  # of one node; thousands of nodes stay below LIMIT
-Flag = Annotated[bool, Field(strict=True)]
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def read(kind: type[T], given: Any) -> T:
-    """A dataclass of ours from a map. Raises ProtocolError."""
-    try:
-        known: Any = kind
-        found: T = _adapter(known).validate_python(given)
-        return found
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_context=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        raise ProtocolError(f"{kind.__name__}: {where}: {first['msg']}") from None

@@ -22,8 +22,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ..intake import Flag
 from . import rounds
-from .bounds import MOST_NODES, Count, Flag, Name, Seen, Token, Where, Workers
+from .bounds import MOST_NODES, Count, Name, Seen, Token, Where, Workers
 from .rounds import Candidate, Rules, Seat
 
 _PAUSE_SECONDS = 1.0  # between two looks at the clock; if they are further apart, it was we who slept

@@ -34,7 +34,7 @@ from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Event, Events, file_sink, say
 from ..recovery.resize import sizes
 from ..smp import client as smp
-from ..smp import descriptors
+from ..smp import connections
 from . import plugin, worker
 from .agent import ProgressAgent
 from .ownership import Ownership
@@ -80,7 +80,7 @@ def launch(
     command again).
     """
     name = name or (entrypoint if isinstance(entrypoint, str) else entrypoint.__qualname__)
-    descriptors.raise_limit()
+    connections.raise_limit()
     events = Events(job.node if job else "")
     with ExitStack() as stack:
         watcher = None

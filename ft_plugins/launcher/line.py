@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, ProtocolError
 from ..smp import protocol
-from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, Client, Who
+from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, ClientHandshake, Who
 from ..smp.protocol import FRAME_LIMIT
 from .endpoint import Endpoint
-from .requests import Message
+from .node_messages import Message
 
 PURPOSE = "rendezvous"
 HEAD = 4  # bytes before the content of a frame, which tell its length
@@ -96,7 +96,7 @@ class Line:
             raise ConnectionError(_why(error, self._seconds)) from error
 
     def _prove(self, until: float, credentials: Credentials) -> Channel:
-        client = Client(credentials.secret, credentials.who)
+        client = ClientHandshake(credentials.secret, credentials.who)
         hello = protocol.pack(client.hello())
         self._socket.sendall(head(hello) + hello)
         challenge = protocol.unpack(self._read(self._announced(HANDSHAKE_LIMIT, until), until), proven=False)

@@ -13,11 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .. import files
-from ..errors import ProtocolError
 from ..events import say
-from ..intake import json_value, read_bytes
+from ..intake import json_value, read_bytes, typed
 from ..recovery.resize import sizes
-from .bounds import REMEMBERED, read
+from .bounds import REMEMBERED
 from .gathering import Roster
 
 _LIMIT = 4 << 20  # bytes of the file; the places of thousands of nodes
@@ -53,17 +52,17 @@ class Memory:
             found = json_value(read_bytes(self._path, _LIMIT))
             if found["run"] != self._run:
                 return Roster(0)
-            roster = read(Roster, found["roster"])
+            roster = typed(Roster, found["roster"])
             if roster.round > REMEMBERED:
                 raise ValueError(f"round {roster.round}")
             return roster
         except OSError:
             return Roster(0)
-        except (ValueError, TypeError, KeyError, ProtocolError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             aside = self._path.with_name(f"{self._path.name}.damaged")
             with contextlib.suppress(OSError):
                 self._path.replace(aside)
-            why = str(error) if isinstance(error, (ValueError, ProtocolError)) else type(error).__name__
+            why = str(error) if isinstance(error, ValueError) else type(error).__name__
             say(
                 f"{self._path}: expected the nodes of the last round, found something else ({why:.200}); set aside as "
                 f"{aside.name}; this node takes part as one that comes for the first time",

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 
 from ..errors import ProtocolError
 from ..events import Events
-from ..smp import descriptors, protocol
-from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, Server
-from ..smp.rejected import Rejected
+from ..smp import connections, protocol
+from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, ServerHandshake
+from ..smp.connections import RejectedConnections
 from ..smp.unproven import crowd_of
 from .line import HEAD, LET_IN, REFUSED, Credentials, hang_up, head
-from .requests import REQUEST_LIMIT, Message
+from .node_messages import REQUEST_LIMIT, Message
 
 _PROOF_SECONDS = 5.0  # for a handshake, which takes a living peer milliseconds
 _UNPROVEN, _OF_ONE_ADDRESS = 64, 8  # connections at a time
@@ -45,7 +45,7 @@ class _Peer:
 
     number: int
     address: str
-    server: Server
+    server: ServerHandshake
     used: float
     greeted: bool = False  # it has had its challenge
     channel: Channel | None = None  # once it has proved that it knows the secret
@@ -78,7 +78,7 @@ class _Peer:
         self.sending += b"".join((head(payload), body, tag))
 
 
-class Post:
+class PeerPort:
     """Answers on a listening socket, from a thread, until `close`.
 
     `answer(request, connection)` gives the reply; `connection` is a number, and `gone(connection)` is called when it
@@ -101,10 +101,10 @@ class Post:
         self._answer = answer
         self._gone = gone
         self._tick = tick
-        self._rejected = Rejected(events)
+        self._rejected = RejectedConnections(events)
         self._accepted = 0
         self._unproven: dict[socket.socket, _Peer] = {}  # the oldest one first
-        self._places = descriptors.places(_CONNECTIONS)
+        self._places = connections.places(_CONNECTIONS)
         self._failure: Exception | None = None
         self._next_sweep = self._accept_again = 0.0  # monotonic
         self._listening = False
@@ -173,7 +173,7 @@ class Post:
             return
         connection.setblocking(False)
         self._accepted += 1
-        server = Server(self._credentials.secret, self._credentials.who)
+        server = ServerHandshake(self._credentials.secret, self._credentials.who)
         peer = _Peer(self._accepted, str(found[0]), server, time.monotonic())
         self._unproven[connection] = peer
         self._selector.register(connection, selectors.EVENT_READ, peer)

@@ -37,17 +37,17 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ..errors import ConfigError, ProtocolError
 from ..events import Events, say
+from ..intake import parsed
 from ..recovery.resize.sizes import SizeReport
 from . import endpoint as places
 from . import line, store
-from .bounds import read
 from .endpoint import Endpoint
 from .gathering import Application, Phase
 from .line import Credentials, Line
 from .memory import Memory
+from .node_messages import Admission, Answered, Lead, Message, RoundView
 from .plugin import BACKEND, Settings
-from .post import Post
-from .requests import Admission, Answered, Lead, Message, View
+from .post import PeerPort
 from .search import Search
 from .station import Identity, Station
 from .waiting import Waiting
@@ -90,7 +90,7 @@ class Rendezvous(RendezvousHandler):
         self._memory = Memory(settings.run, settings.run_dir)
         initial = [str(found) for found in settings.endpoints if found.port] or [endpoint]  # it is alone
         self._search = Search(self._station, self._memory, initial, self._reach, self._credentials)
-        self._post = Post(
+        self._post = PeerPort(
             listener,
             self._credentials,
             self._station.answer,
@@ -105,7 +105,7 @@ class Rendezvous(RendezvousHandler):
         self._spare = False
         self._promised = 0  # a round of which this node has said that it knows, and in which others count on it
         self._served: TCPStore | None = None  # for a round that is being put together, by the node of rank 0
-        self._seen: View | None = None  # what the lead said last about a round that is being put together
+        self._seen: RoundView | None = None  # what the lead said last about a round that is being put together
         self._store: Store | None = None  # of this round; on the node of rank 0 it serves as long as it is held
         self._limit = 0.0  # monotonic; for the round to be complete
         self._next_look = self._next_meeting = self._heard = 0.0  # monotonic
@@ -214,7 +214,7 @@ class Rendezvous(RendezvousHandler):
                 self._check()
                 if lead.token == self._me.token:
                     self._meet_others(_MEET_SECONDS, self._reach)
-                view = read(View, self._ask_patiently("look", round=self._memory.roster.round))
+                view = parsed(RoundView, self._ask_patiently("look", round=self._memory.roster.round))
                 if view.roster:
                     self._memory.keep(view.roster)
                 complete, chosen = view.phase is Phase.COMPLETE, view.rank is not None
@@ -255,7 +255,7 @@ class Rendezvous(RendezvousHandler):
             self.workers,
         )
         began = time.monotonic()
-        while not (found := read(Admission, self._ask_patiently("apply", application=asdict(application)))).accepted:
+        while not (found := parsed(Admission, self._ask_patiently("apply", application=asdict(application)))).accepted:
             self._check()
             if time.monotonic() - began > 2 * self._settings.silence:
                 raise ConfigError(
@@ -266,7 +266,7 @@ class Rendezvous(RendezvousHandler):
         self._memory.keep(found.roster)
         self._served = None
 
-    def _enter(self, view: View) -> RendezvousInfo:
+    def _enter(self, view: RoundView) -> RendezvousInfo:
         """Begin a complete round. ConnectionError: its store is gone already."""
         self._promised = 0  # kept now, or not to be kept
         if view.rank is None or not view.store:
@@ -339,7 +339,7 @@ class Rendezvous(RendezvousHandler):
             except ConnectionError:
                 self._hang_up()
                 raise
-        answered = read(Answered, reply)
+        answered = parsed(Answered, reply)
         if answered.closed:
             self._station.close(answered.closed, answered.in_order)
         if answered.moved:
@@ -420,15 +420,15 @@ class Rendezvous(RendezvousHandler):
             f"round {view.round} is {view.phase.value}, and there wait: {names}"
         )
 
-    def _look_again(self) -> View:
+    def _look_again(self) -> RoundView:
         """The lead's reply about the round; on a new connection if the old one has ended."""
         had_line = self._line is not None
         try:
-            return read(View, self._ask("look", round=self._round))
+            return parsed(RoundView, self._ask("look", round=self._round))
         except ConnectionError:
             if not had_line:
                 raise
-            return read(View, self._ask("look", round=self._round))
+            return parsed(RoundView, self._ask("look", round=self._round))
 
     def _only_slow(self, error: Exception) -> bool:
         """Whether the lead has not answered, but did so not long ago."""

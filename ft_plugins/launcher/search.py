@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from ..errors import ProtocolError
-from .bounds import read
+from ..intake import parsed
 from .line import ASKED_AT_ONCE, Credentials, ForeignError, ask, ask_all
 from .memory import Memory
-from .requests import Lead, Meeting, Message, Vote
+from .node_messages import Lead, Meeting, Message, Vote
 from .station import Station
 
 _AT_ONCE = 8  # of those before us so many are asked before the rest, who may not be needed
@@ -87,7 +87,7 @@ class Search:
             try:
                 if isinstance(reply, ConnectionError):
                     raise reply
-                meeting = read(Meeting, reply)
+                meeting = parsed(Meeting, reply)
             except (ConnectionError, ProtocolError) as error:
                 self.unreached[endpoint] = str(error)
                 if isinstance(error, ForeignError):
@@ -123,7 +123,7 @@ class Search:
             check()
             try:
                 own = endpoint == me.endpoint
-                vote = read(
+                vote = parsed(
                     Vote,
                     self._station.answer(message) if own else ask(endpoint, message, self._reach, self._credentials),
                 )

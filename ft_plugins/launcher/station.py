@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import ProtocolError
+from ..intake import parsed
 from ..recovery.resize.sizes import SizeReport
-from .bounds import read
 from .gathering import Gathering, Phase, Place, Roster
-from .requests import (
+from .node_messages import (
     OF_ANYONE,
     OF_LEADS,
     Admission,
@@ -36,8 +36,8 @@ from .requests import (
     Meet,
     Meeting,
     Message,
+    RoundView,
     Serve,
-    View,
     Vote,
 )
 from .rounds import Rules
@@ -162,7 +162,7 @@ class Station:
         kind: Any = OF_ANYONE.get(name) or OF_LEADS.get(name) if isinstance(name, str) else None
         if kind is None:
             raise ProtocolError(f"unknown request {name!r:.40}")
-        asked: Any = read(kind, {key: value for key, value in request.items() if key != "do"})
+        asked: Any = parsed(kind, request, str(name))
         with self._lock:
             found = asdict(Answered(self._closed, self._in_order))
             if name in OF_ANYONE:
@@ -225,7 +225,7 @@ class Station:
         now = time.monotonic()
         waits = gathering.hear(asked.token, asked.round, now)
         proposal, waiting = gathering.proposal, gathering.waiting
-        view = View(
+        view = RoundView(
             phase=gathering.phase,
             round=gathering.round,
             begun=gathering.begun,

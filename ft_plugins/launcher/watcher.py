@@ -28,6 +28,7 @@ from ..events import Events
 from ..intake import Count, Text, read_json
 from ..smp import client as smp
 from ..smp import liveness
+from ..smp.status import newest_common
 
 _CALL_SECONDS = 30.0  # for one request, connecting included; a fence may wait for the kernel to end a process
 _CHECKPOINT_CALL_SECONDS = 5.0  # for the answer to come after the time for writing is over
@@ -96,7 +97,7 @@ class Watcher:
 
     def newest(self) -> int | None:
         """The newest iteration that all ranks of this node hold complete. Raises ProtectionError."""
-        found = self._request("status", lambda client: smp.newest_common(client.status()))
+        found = self._request("status", lambda client: newest_common(client.status()))
         return found.iteration if found else None
 
     def begun(self) -> bool:

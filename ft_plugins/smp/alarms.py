@@ -1,10 +1,10 @@
-"""What the SMP wants a person to see in the job's own log: it has none, so a trainer of its node prints it.
+"""Alarms of the SMP for the job's own log: it has none itself, so a trainer of its node prints them.
 
-Invariant: the file in the run directory holds the last words about each thing, and is written whole. A full disk costs
-words, never a node: what could not be written is written with the next change. That something is over is said to the
-incarnation that runs, not to a later one.
+Invariant: the file in the run directory holds the last words about each topic, and is written whole. A full disk costs
+words, never a node: what could not be written is written with the next change. That something is over is reported to
+the running incarnation, not to a later one.
 
-In: words, by what they are about. Out: `protocol.ALARM`, which the lowest rank of the node prints where it has changed.
+In: words by topic. Out: `protocol.ALARM`, which the lowest rank of the node prints when it changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from .. import files
 from . import protocol
 
-AGAIN_SECONDS = 600.0  # between two words about a failure that goes on
+AGAIN_SECONDS = 600.0  # between two reports of a failure that goes on
 
 
 class Alarms:
@@ -30,7 +30,7 @@ class Alarms:
         self._over: set[str] = set()
 
     def say(self, about: str, words: str, over: bool = False) -> None:
-        """Have it printed, unless the last words about this were the same. `over`: it is no alarm any more."""
+        """Have `words` printed, unless they were the last ones about this. `over`: the alarm has ended."""
         with self._lock:
             self._words[about] = words
             self._over.discard(about)
@@ -39,7 +39,7 @@ class Alarms:
             self._write()
 
     def forget(self, *about: str) -> None:
-        """A new incarnation starts: these are of the one before, and so is all that is over."""
+        """A new incarnation starts: drop these topics, and all that is over."""
         with self._lock:
             for name in (*about, *self._over):
                 self._words.pop(name, None)
@@ -55,8 +55,8 @@ class Alarms:
 
 
 class Failing:
-    """Says of something that fails again and again: the first failure, then one in AGAIN_SECONDS with their number, and
-    that it works again. For one thread."""
+    """Reports something that fails repeatedly: the first failure, then one in AGAIN_SECONDS with their number, and that
+    it works again. For one thread."""
 
     def __init__(self, alarms: Alarms, about: str) -> None:
         self._alarms = alarms

@@ -1,15 +1,15 @@
-"""Mutual authentication of two processes of one job, and the protection of every unit that they send after it. No I/O.
+"""Mutual authentication of two processes of one job, and the protection of every unit sent after it. No I/O.
 
-Both sides hold the job's secret and neither sends it. From the secret and everything that was said in the handshake
-HKDF-SHA256 (RFC 5869) derives one proof and one key for each direction. So a proof cannot be reflected to its sender,
-used for another job, node or purpose, or replayed; and a relay that passes the handshake on learns no key: it cannot
-forge, repeat, drop or reorder a unit without the receiver noticing.
+Both sides hold the job's secret and neither sends it. From the secret and the whole handshake HKDF-SHA256 (RFC 5869)
+derives one proof and one key for each direction. So a proof cannot be reflected to its sender, used for another job,
+node or purpose, or replayed; and a relay that forwards the handshake learns no key: it cannot forge, repeat, drop or
+reorder a unit without the receiver noticing.
 
     client -> purpose, job, node, nonce, encrypt  |  server -> node, nonce, encrypt, proof  |  client -> proof
 
 Units are authenticated by AES-256-GCM with a counter as nonce, as associated data alone (GMAC), or also encrypted where
 both sides want that. GMAC is the fastest authentication at hand (7 GB/s on one core, blake2b 0.8, HMAC-SHA256 1.6).
-There is no forward secrecy: whoever learns the secret can read what was recorded of an encrypted connection before.
+There is no forward secrecy: a party that learns the secret can read earlier recordings of encrypted connections.
 
 In: a secret of at least 16 bytes, the messages of the peer. Out: messages for the peer, then a `Channel`.
 """
@@ -40,9 +40,9 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Who:
-    """What a process says of itself in a handshake. Two sides that differ in anything but `node` do not agree.
+    """The identity of a process in a handshake. Two sides that differ in anything but `node` do not agree.
 
-    `purpose` keeps protocols of one job apart: the proofs of one are worth nothing to the other.
+    `purpose` separates the protocols of one job: the proofs of one are worth nothing to the other.
     """
 
     purpose: str
@@ -78,7 +78,7 @@ class Opener:
         self._count = 0
 
     def open(self, body: Buffer, tag: bytes) -> Buffer:
-        """The unit that was sent as `body` and `tag`; `body` itself where nothing is encrypted.
+        """The unit that was sent as `body` and `tag`; `body` itself if nothing is encrypted.
 
         Raises ProtocolError for a unit that was changed, repeated or left out on the way: the connection is void then.
         """
@@ -104,7 +104,7 @@ class Channel:
     opener: Opener
 
 
-class Client:
+class ClientHandshake:
     """The side that connects."""
 
     def __init__(self, secret: bytes, me: Who) -> None:
@@ -118,9 +118,9 @@ class Client:
         return {"purpose": me.purpose, "job": me.job, "node": me.node, "nonce": self._nonce, "encrypt": me.encrypt}
 
     def answer(self, challenge: dict[str, Any]) -> tuple[dict[str, Any], Channel]:
-        """The reply to the server's message, after which both sides speak by the channel.
+        """The reply to the server's message, after which both sides use the channel.
 
-        Raises ProtocolError when the server does not know the secret, or differs in what is to be encrypted.
+        Raises ProtocolError if the server does not know the secret, or differs in encryption.
         """
         node, nonce, proof = _name(challenge, "node"), _bytes(challenge, "nonce"), _bytes(challenge, "proof")
         encrypt, theirs = self._me.encrypt, challenge.get("encrypt") is True
@@ -133,7 +133,7 @@ class Client:
         )
 
 
-class Server:
+class ServerHandshake:
     """The side that was connected to; one for each connection."""
 
     def __init__(self, secret: bytes, me: Who) -> None:
@@ -146,8 +146,8 @@ class Server:
     def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
         """The reply to a client's first message.
 
-        Raises ProtocolError for a malformed message, and for a client of another job or purpose. One that differs in
-        what is to be encrypted gets a reply, so that it can say so; `finish` refuses it.
+        Raises ProtocolError for a malformed message, and for a client of another job or purpose. One that differs
+        in encryption gets a reply, so that it can report that; `finish` refuses it.
         """
         me = self._me
         said = Who(_name(hello, "purpose"), _name(hello, "job"), _name(hello, "node"), hello.get("encrypt") is True)
@@ -160,7 +160,7 @@ class Server:
         return {"node": me.node, "nonce": self._nonce, "encrypt": me.encrypt, "proof": self._keys.server_proof}
 
     def finish(self, answer: dict[str, Any]) -> Channel:
-        """The channel, once the client has proved that it knows the secret. Raises ProtocolError where it does not."""
+        """The channel, once the client has proved that it knows the secret. Raises ProtocolError if not."""
         if self._keys is None or not hmac.compare_digest(_bytes(answer, "proof"), self._keys.client_proof):
             raise ProtocolError("the peer does not know the secret of this job")
         encrypt = self._me.encrypt
@@ -177,7 +177,7 @@ class _Keys:
 
 
 def _derive(secret: bytes, client: Who, server: Who, client_nonce: bytes, server_nonce: bytes) -> _Keys:
-    """Four independent values; each depends on all that was said, its parts told apart by their lengths."""
+    """Four independent values; each depends on the whole handshake, its parts delimited by their lengths."""
     said = (client.purpose, client.job, client.node, server.node, str(client.encrypt), str(server.encrypt))
     parts = (_VERSION, *(text.encode() for text in said), client_nonce, server_nonce)
     info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)

@@ -5,7 +5,7 @@ before it stay. What is pinned is let go of when it is written, or, where replic
 until then a verdict may say that they differ. The SMP of rank 0 puts the manifest under a checkpoint when the files of
 all ranks are there, and removes what is older than those to be kept; the others see that it has.
 
-In: versions whose turn it is (smp.persister), a storage. Out: checkpoints; who waits for one is answered; events.
+In: versions that are due (`persister`), a storage. Out: checkpoints; answers to calls; events.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..snapshot.retention import Storage, StoredCheckpoint
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, SlotState, Version
 from .alarms import Alarms, Failing
+from .checkpoint_schedule import CheckpointCall, NodeView
 from .notices import Notices
-from .turns import Call, View
 
 
-class Stopped(Exception):
-    """The SMP ends."""
+class WriterStopped(Exception):
+    """The SMP ends: nothing more is written."""
 
 
 @dataclass
@@ -46,23 +46,23 @@ class Unfinished:
     begun: float
     written: float
     nbytes: int
-    calls: list[Call]
+    calls: list[CheckpointCall]
     pinned: Sequence[tuple[Segment, int]] = ()  # slots that are still watched for a verdict
     heard: Mark = Mark.NONE
 
     def look(self) -> None:
-        """What is known of its replicas by now. Raises StorageError where they differed, or nobody will ever know."""
+        """Update the verdict on its replicas. Raises StorageError if they differed, or none can arrive any more."""
         slots = {segment.rank: segment.slot(index) for segment, index in self.pinned}
         lost = [rank for rank, slot in slots.items() if (slot.version, slot.state) != (self.version, SlotState.CLEAN)]
         differing = [rank for rank in slots.keys() - lost if slots[rank].mark is Mark.DIFFERING]
         if differing:
             raise StorageError(checkpoint.differed(self.version, sorted(differing)))
         if lost and not self.heard.preferred:
-            raise StorageError(f"ranks {lost} gave it up before it was known whether its replicas agree")
+            raise StorageError(f"ranks {lost} overwrote it before it was known whether its replicas agree")
         self.heard = max([self.heard, *(slot.mark for rank, slot in slots.items() if rank not in lost)])
 
     def let_go(self, ranks: Container[int] | None = None) -> None:
-        """Its slots, or those of `ranks`, are watched no more."""
+        """Unpin its slots, or those of `ranks`: they are not watched any more."""
         watched = self.pinned
         self.pinned = [each for each in watched if ranks is not None and each[0].rank not in ranks]
         for segment, index in watched:
@@ -71,37 +71,37 @@ class Unfinished:
 
 
 class Checkpoints:
-    """Those of one node, for the thread that writes them; others read what is public."""
+    """Those of one node, for the thread that writes them; other threads read what is public."""
 
     def __init__(
         self, run_dir: Path, node: str, events: Events, patience: float, stopping: threading.Event, alarms: Alarms
     ) -> None:
-        """`patience`: seconds for other nodes' files. When `stopping` is set, what is being written is left off."""
+        """`patience`: seconds for other nodes' files. When `stopping` is set, what is being written is abandoned."""
         self._run_dir = run_dir
         self._node = node
         self._events = events
         self._patience = patience
         self._stopping = stopping
         self._failing = Failing(alarms, f"storage of {node}")
-        self._looked: Origin | None = None  # whose checkpoints in storage are known of
+        self._looked: Origin | None = None  # whose checkpoints in storage are known
         self.adopted = 0  # segments of an SMP that died
         self.unfinished: list[Unfinished] = []
         self.writing: Version | None = None
-        self.last: Version | None = None  # the newest that was dealt with, in whatever way
+        self.last: Version | None = None  # the newest that was written or given up
         self.done: tuple[Version, Path] | None = None  # the newest that is complete
         self.failed = ""  # why the last one is not
         self.kept: frozenset[Version] = frozenset()  # those that stay, as far as is known
 
     def forget(self) -> None:
-        """They go elsewhere from now on: what is there already is not known."""
+        """Checkpoints go elsewhere from now on: what is there already is not known."""
         self._looked, self.last = None, None
 
     def begin(self, version: Version) -> None:
-        """It will be written next."""
+        """`version` will be written next."""
         self.writing, self.last = version, max(version, self.last or version)
 
     def settle(self, base: Path) -> None:
-        """Another version needs the slots kept for storage: what waits for other nodes goes by what is known by now."""
+        """Another version needs the slots pinned for storage: decide by what is known now on what waits for nodes."""
         for item in [each for each in self.unfinished if each.pinned]:
             try:
                 item.look()
@@ -111,12 +111,12 @@ class Checkpoints:
             except StorageError as error:
                 self._leave_off(base, item, error)
 
-    def look(self, base: Path, origin: Origin, seen: View) -> None:
-        """Once for each job: what is complete in storage already. What lacks only its name gets it."""
+    def look(self, base: Path, origin: Origin, seen: NodeView) -> None:
+        """Once for each job: find what is complete in storage already, and name a checkpoint that lacks only that."""
         if self._looked == origin:
             return
         self._looked, self.last, self.done = origin, None, None
-        with suppress(OSError):  # writing will tell
+        with suppress(OSError):  # writing will report it
             own = retention.candidates(self._list(base), origin.digest)
             for stored in sorted(own, key=lambda each: each.version):
                 if stored.problem or stored.version.lineage > seen.lineage:
@@ -130,14 +130,14 @@ class Checkpoints:
         self,
         base: Path,
         origin: Origin,
-        seen: View,
+        seen: NodeView,
         version: Version,
-        calls: list[Call],
+        calls: list[CheckpointCall],
         pinned: Sequence[tuple[Segment, int]],
         watched: bool,
     ) -> None:
-        """Write this node's ranks of `version`, for which `begin` was said, kept in `pinned` slots until it is complete
-        if they are to be `watched` for a verdict; whatever goes wrong is an event. Raises Stopped."""
+        """Write this node's ranks of `version`, after `begin`; its slots stay `pinned` until it is complete if they are
+        to be `watched` for a verdict. Every failure is an event. Raises WriterStopped."""
         begun = time.monotonic()
         segments, ranks = list(seen.segments.values()), list(seen.segments)
         folder, final = checkpoint.partial_of(base, version), checkpoint.folder_of(base, version)
@@ -163,9 +163,9 @@ class Checkpoints:
             slots = pinned if watched else ()
             item = Unfinished(version, origin, ranks, begun, time.monotonic(), nbytes, calls, slots)
             self.unfinished.append(item)
-        except Stopped:
+        except WriterStopped:
             raise
-        except Exception as error:  # of the file system, of a slot that was given up, of our own: this checkpoint's end
+        except Exception as error:  # of the file system, of an overwritten slot, of our own: it ends this checkpoint
             checkpoint.withdraw(folder, ranks)
             self._give_up(base, version, words(error), calls)
         finally:
@@ -175,10 +175,10 @@ class Checkpoints:
 
     def _proceed(self, nbytes: int) -> None:
         if self._stopping.is_set():
-            raise Stopped
+            raise WriterStopped
 
     def complete(self, storage: Storage, base: Path, item: Unfinished) -> None:
-        """Put the manifest under a checkpoint when all files are there; or see that another node has."""
+        """Write the manifest of a checkpoint once all files are there; or notice that another node has."""
         final, folder = checkpoint.folder_of(base, item.version), checkpoint.partial_of(base, item.version)
         facts = {"adopted": self.adopted}
         late = time.monotonic() - item.written > max(self._patience, 10 * (item.written - item.begun))
@@ -209,14 +209,14 @@ class Checkpoints:
             self._leave_off(base, item, error)
 
     def _leave_off(self, base: Path, item: Unfinished, error: Exception) -> None:
-        """A checkpoint will not become complete: what this node has of it goes."""
+        """A checkpoint will not become complete: remove what this node has of it."""
         self.unfinished.remove(item)
         item.let_go()
         checkpoint.withdraw(checkpoint.partial_of(base, item.version), item.ranks)
         self._give_up(base, item.version, words(error), item.calls)
 
     def _finished(self, item: Unfinished, path: Path) -> None:
-        """A checkpoint is complete: what was begun before it need not be any more."""
+        """A checkpoint is complete: those begun before it are given up."""
         self.done, self.failed = (item.version, path), ""
         self._failing.worked(f"checkpoint.written: node {self._node}: iteration {item.version.iteration} is in {path}")
         if item in self.unfinished:
@@ -236,8 +236,8 @@ class Checkpoints:
             older.let_go()
             self._report(path.parent, older.version, "a newer checkpoint was complete first", older.calls)
 
-    def answer(self, call: Call, version: Version, path: Path) -> None:
-        """What was called for is complete; it is kept if that was asked for."""
+    def answer(self, call: CheckpointCall, version: Version, path: Path) -> None:
+        """The version of a call is complete; mark it to be kept if the call wants that."""
         try:
             if call.keep:
                 checkpoint.keep(path)
@@ -249,23 +249,23 @@ class Checkpoints:
         call.answer("done", **facts_of(version), path=str(path))
 
     def _list(self, base: Path) -> tuple[StoredCheckpoint, ...]:
-        """What is in storage, and so what of it is kept. Raises OSError."""
+        """What is in storage; updates `kept`. Raises OSError."""
         found = checkpoint.listing(base)
         self.kept = frozenset(each.version for each in found if each.kept)
         return found
 
     def fail(self, reason: str, iteration: int | None = None) -> None:
-        """Checkpoints cannot be written, or this one could not be: a person has to know."""
+        """Raise an alarm: checkpoints cannot be written, or this one could not be."""
         self.failed = reason
         which = "checkpoints cannot be written" if iteration is None else f"iteration {iteration} was not written"
-        newest = f"the newest checkpoint is {self.done[1]}" if self.done else "there is no checkpoint yet"
+        newest = f"the newest checkpoint is {self.done[1]}" if self.done else "none is complete yet"
         self._failing.failed(f"checkpoint.failed: node {self._node}: {which}: {reason}; training goes on, {newest}")
 
-    def _give_up(self, base: Path, version: Version, reason: str, calls: Sequence[Call]) -> None:
+    def _give_up(self, base: Path, version: Version, reason: str, calls: Sequence[CheckpointCall]) -> None:
         self.fail(reason, version.iteration)
         self._report(base, version, reason, calls)
 
-    def _report(self, base: Path, version: Version, reason: str, calls: Sequence[Call]) -> None:
+    def _report(self, base: Path, version: Version, reason: str, calls: Sequence[CheckpointCall]) -> None:
         kept = str(self.done[1]) if self.done else None
         self._events.emit("persist.failed", **facts_of(version), reason=reason, newest_complete=kept)
         Notices(base, self._node).withdraw()
@@ -274,7 +274,7 @@ class Checkpoints:
             call.answer("failed", **facts_of(version), reason=reason)
 
     def _prune(self, storage: Storage, base: Path, origin: Origin) -> None:
-        """Remove what is older than the checkpoints to be kept; one that cannot be removed does not keep the others."""
+        """Remove what is older than the checkpoints to be kept; one that cannot be removed does not stop the others."""
         removed: list[str] = []
         surplus: Sequence[StoredCheckpoint] = ()
         failed = ""
@@ -294,8 +294,8 @@ class Checkpoints:
             self._events.emit("persist.pruned", removed=removed)
 
 
-def pin_all(seen: View, version: Version) -> list[tuple[Segment, int]]:
-    """The slots of `version` in every rank, kept from now on; [] where one may be about to be overwritten."""
+def pin_all(seen: NodeView, version: Version) -> list[tuple[Segment, int]]:
+    """Pin the slots of `version` in every rank; [] if one of them may be about to be overwritten."""
     found: list[tuple[Segment, int]] = []
     for segment in seen.segments.values():
         index = segment.pin(version, Pin.STORAGE)

@@ -1,4 +1,4 @@
-"""What trainers, launcher, recovery and the command line call: requests to the SMP of this node, and its start.
+"""Send requests to the SMP of this node, start it, and sweep what SMPs have left. For trainers, launcher, command line.
 
 Invariant: every call is bounded in time; a refusal arrives as the error that the SMP raised.
 """
@@ -23,10 +23,10 @@ from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.retention import Storage
 from ..snapshot.shape import Shape
-from ..snapshot.slots import Mark, Version, in_order, marks_of
+from ..snapshot.slots import Version
 from . import isolated, liveness, protocol
+from .checkpoint_schedule import REQUEST as REQUEST  # the reason of a checkpoint that a person asks for
 from .protection import Protection
-from .turns import REQUEST as REQUEST  # the reason of a checkpoint that a person asks for
 
 _SOCKET_PATH_LIMIT = 107  # bytes, of sockaddr_un
 _RETRY_SECONDS = 0.05
@@ -96,7 +96,7 @@ class Client:
                 return reply
             self._connection.close()
             if name == "end":
-                return {"ok": True}  # it was gone before its answer was out; the lock tells
+                return {"ok": True}  # it was gone before its answer was sent; the lock shows whether it is
             if left:
                 self._connection = self._connect()
         raise ProtocolError(f"the SMP of {self._run_dir} hung up on '{name}' {_TRIES} times; see its smp.log")
@@ -147,7 +147,7 @@ class Client:
     def restore(self, rank: int, token: int, lineage: int, base: Version | None) -> None:
         """Open `lineage`, growing from `base`, for this rank."""
         self._ask(
-            "restore", rank=rank, token=token, lineage=lineage, base=[base.lineage, base.iteration] if base else None
+            "restore", rank=rank, token=token, lineage=lineage, base=protocol.packed(base)
         )
 
     def shutdown(self, rank: int, token: int) -> None:
@@ -182,23 +182,23 @@ class Client:
             extra_seconds=protection.shapes[rank].nbytes / _REBUILT_BYTES_PER_SECOND,
             rank=rank,
             token=token,
-            version=[version.lineage, version.iteration],
+            version=protocol.packed(version),
             protection=protection.block(),
             source=list(source) if source else None,
             holders=[[position, *where] for position, where in sorted(holders.items())],
             lost=sorted(lost),
-            former=previous is not None,
+            previous=previous is not None,
             fingerprint=dict(previous or {}),
         )
 
     def resize(self, rank: int, token: int, world_size: int) -> bool:
         """The job has `world_size` ranks; whether this node has state of a previous size."""
-        return bool(self._ask("resize", rank=rank, token=token, world_size=world_size)["former"])
+        return bool(self._ask("resize", rank=rank, token=token, world_size=world_size)["previous"])
 
     def previous_sizes(self) -> dict[str, Any]:
         """The state of previous sizes of the job on this node (`PreviousSegments.report`), with its `parity`,
         `position`, `plan` and `protection`."""
-        return self._ask("former")
+        return self._ask("previous_sizes")
 
     def spare(
         self, rank: int, token: int, world_size: int, node: str, where: tuple[str, int], timeout: float
@@ -220,9 +220,10 @@ class Client:
         """Of state of previous sizes, keep only `version` of the job of `world_size` ranks; nothing, if it is None.
 
         `spares` are released when the job is safe without their state."""
-        kept = [version.lineage, version.iteration] if version else None
-        told = [list(where) for where in spares]
-        self._ask("settle", rank=rank, token=token, world_size=world_size, version=kept, spares=told)
+        self._ask(
+            "settle", rank=rank, token=token, world_size=world_size, version=protocol.packed(version),
+            spares=[list(where) for where in spares],
+        )  # fmt: skip
 
     def protect(self, rank: int, token: int, protection: Protection) -> dict[str, Any]:
         """Protect this node's slots on other nodes from now on; returns `bytes` claimed and `resident_bytes`."""
@@ -262,7 +263,7 @@ def ensure(
 ) -> int:
     """Start the node's SMP outside of this process tree, or find it; returns its pid.
 
-    One that is started watches `watch` from the beginning: it is never orphaned before it is told so. Raises
+    One that is started watches `watch` from the beginning: it is never orphaned before that. Raises
     BusyError when the SMP of another run directory has the memory of this job, ProtectionError for all else.
     """
     if reason := paths.foreign(job, node):
@@ -291,30 +292,6 @@ def ensure(
             raise ProtectionError(f"the SMP of node {node} did not start; see {run_dir / 'smp.log'}")
     with Client(run_dir, timeout) as client:
         return int(client.status()["pid"])
-
-
-def newest_common(status: Mapping[str, Any]) -> Version | None:
-    """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none. As
-    in a recovery, the newest of those that are preferred, where there is one.
-
-    The ranks are those of the incarnation that runs or ran last: a wider earlier one has left segments which stand
-    still. Before any rank of it has attached, all count. Versions of two lineages are never taken for one another.
-    """
-    attached = [segment for segment in status["segments"] if segment["attached"]] or status["segments"]
-    complete = [
-        {Version(slot["lineage"], slot["iteration"]) for slot in segment["slots"] if slot["state"] == "CLEAN"}
-        for segment in attached
-    ]
-    common = set.intersection(*complete) if complete else set()
-    return next(iter(in_order(common, marks_in(status))), None)
-
-
-def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:
-    """What is known of the replicas of the versions that this node holds complete, by an SMP's `status`."""
-    held = [slot for segment in status["segments"] for slot in segment["slots"] if slot["state"] == "CLEAN"]
-    return marks_of(
-        (Version(slot["lineage"], slot["iteration"]), Mark[slot.get("mark", Mark.NONE.name).upper()]) for slot in held
-    )
 
 
 def _patience(run_dir: Path) -> float:
@@ -371,7 +348,7 @@ def _abandoned(job: str, node: str, seconds: float) -> bool:
         try:
             found = segments.Segment(path)
         except SegmentError:
-            continue  # damaged, or of another version: nobody's
+            continue  # damaged, or of another version: no process uses it
         pid, began = found.owner
         found.close()
         if began and liveness.started(pid) == began:

@@ -1,21 +1,21 @@
-"""Carries out this node's part of an exchange: sends the blocks and copies of one version to the nodes that keep them.
+"""Send this node's part of an exchange: the blocks and copies of one version, to the nodes that store them.
 
-Of state whose parity this node has computed itself, from its replicas, nothing is sent but digests (`checks`): the node
-that captured the same bytes says whether it has the same.
+Of state whose parity this node computed itself, from its replicas, only digests are sent (`replica_checks`): the node
+that captured the same bytes compares them.
 
-What goes to a node goes in lanes, a thread and a connection each: one for every rank that has a pacer of its own (its
-bubbles are not those of another), one for all else. A block of several ranks goes with the first of them.
+Data goes to a node in lanes, a thread and a connection each: one for every rank with a pacer of its own (its bubbles
+are not those of another), one for all else. A block of several ranks goes with the first of them.
 
-A pacer says how many bytes may go, never which: frames are consecutive bytes of a stream, in its order. So where
-bubbles are planned by whole layers, a window carries as many bytes as the layers chosen for it have, and not those
-layers: a version is of use only when all of it is there, whatever came first, and a receiver needs to know no plan.
+A pacer decides how many bytes may go, never which: frames are consecutive bytes of a stream. So if bubbles are planned
+by whole layers, a window carries as many bytes as the layers chosen for it have, but not those layers: a version is
+useful only when all of it has arrived, in whatever order, and the receiver need not know the plan.
 
-Invariant: nothing of it is in the step path; it is paced, and gets slower, never wrong. What a receiver says it has
-taken decides what is sent next, so a broken connection, a frame that came twice or a receiver that was replaced costs
-time only. Bytes leave a slot only after its digests have been verified, and only while the slot is pinned.
+Invariant: none of it is in the step path; pacing makes it slower, never wrong. What a receiver reports as taken decides
+what is sent next, so a broken connection, a frame that arrived twice or a replaced receiver costs only time. Bytes
+leave a slot only after its digests were verified, and only while the slot is pinned.
 
-In: a plan, the pinned slots of this node, connections to the others. Out: frames; `done` when all has been taken and
-nothing differs; `exchange.sent` and `replica.differs` events.
+In: a plan, the pinned slots of this node, connections to the others. Out: frames; `done` once all was taken and nothing
+differs; `exchange.sent` and `replica.differs` events.
 """
 
 from __future__ import annotations
@@ -38,52 +38,29 @@ from ..model.pacer import Allowance, Pacer
 from ..redundancy.plan import ExchangePlan, Send
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Version
-from . import checks
-from .checks import Difference
-from .priority import step_back
+from . import replica_checks
+from .replica_checks import Difference
+from .traffic import step_back
 from .wire import PAYLOAD_LIMIT, Peer
 
-_AGAIN_SECONDS = 0.2  # until a receiver that has all is asked whether it still has; or after an error
-_REPORTED = 4  # differences one by one; a replica that has drifted as a whole has thousands
-_WAIT_SECONDS = 0.02  # for a receiver that has not heard of the version yet
+_AGAIN_SECONDS = 0.2  # before a receiver that has all is asked whether it still has; or after an error
+_REPORTED = 4  # differences one by one; a replica that has diverged as a whole has thousands
+_WAIT_SECONDS = 0.02  # for a receiver that does not expect the version yet
 
 Bytes = npt.NDArray[np.uint8]
 NO_RANK = -1
 
 
-class RatePacer:
-    """Lets so many bytes a second pass, over all threads. 0: as many as will."""
-
-    def __init__(self, bytes_per_second: float) -> None:
-        self._rate = bytes_per_second
-        self._lock = threading.Lock()
-        self._free_at = time.monotonic()
-
-    def take(self, nbytes: int, stop: threading.Event) -> Allowance:
-        """Wait until all of `nbytes` may go; none when stopped."""
-        if self._rate:
-            with self._lock:
-                now = time.monotonic()
-                self._free_at = max(self._free_at, now) + nbytes / self._rate
-                wait = self._free_at - now
-            stop.wait(wait)
-        return Allowance(0 if stop.is_set() else nbytes)
-
-    def ended(self, allowed: Allowance) -> bool | None:
-        """A frame of the rate has no time by which it has to be through."""
-        return None
-
-
 @dataclass(frozen=True, order=True)
 class Lane:
-    """What goes to `target` of `rank`, by that rank's pacer; of all ranks without one, where it is NO_RANK."""
+    """The data of `rank` for `target`, by that rank's pacer; NO_RANK: that of all ranks without a pacer."""
 
     target: int
     rank: int
 
 
 def slot_of(segment: Segment, version: Version) -> int:
-    """The slot that holds `version` CLEAN. Raises CorruptSlotError when none does (any more)."""
+    """The slot that holds `version` CLEAN. Raises CorruptSlotError if none does (any more)."""
     for slot in segment.slots():
         if slot.version == version and slot.state.name == "CLEAN":
             return slot.index
@@ -91,12 +68,12 @@ def slot_of(segment: Segment, version: Version) -> int:
 
 
 def copy_of(segment: Segment, version: Version) -> bytes:
-    """What other nodes keep whole of a rank's slot: its small state and digest table."""
+    """What other nodes store whole of a rank's slot: its small state and digest table."""
     index = slot_of(segment, version)
     return bytes(msgpack.packb([segment.small(index), segment.digests(index).tobytes()]))
 
 
-class Exchange:
+class ExchangeSender:
     """Sends `version` until it is stopped. A thread per lane."""
 
     def __init__(
@@ -109,15 +86,15 @@ class Exchange:
         connect: Callable[[int], Peer],
         pacer: Pacer,
         events: Events,
-        alike: Callable[[Version], None] = lambda version: None,
+        agreed: Callable[[Version], None] = lambda version: None,
         pacers: Mapping[int, Pacer] | None = None,
     ) -> None:
-        """`segments` of this node's ranks hold `version` pinned; `connect` gives a connection to a position's SMP.
+        """`segments` of this node's ranks hold `version` pinned; `connect` makes a connection to a position's SMP.
 
-        `pacers` are those of ranks by which goes what is theirs; `pacer` is for all else.
+        `pacers` pace the data of their ranks; `pacer` is for all else.
 
-        `alike` is called when every replica that parity was made from here has been found equal to its other side.
-        Raises ProtocolError when a slot is laid out otherwise than the plan has it.
+        `agreed` is called once every replica that parity was made from here equals its other side. Raises
+        ProtocolError if the layout of a slot differs from the plan's.
         """
         self._plan = plan
         self._position = position
@@ -131,15 +108,15 @@ class Exchange:
         self._started = time.monotonic()
         self._verified: bool | None = None
         self._verifying = threading.Lock()
-        self._alike = alike
-        self._checks = checks.by_target(plan, plan.ranks[position], segments)
-        self._unchecked = set(self._checks)  # positions that have not said yet that all is equal
+        self._agreed = agreed
+        self._checks = replica_checks.by_target(plan, plan.ranks[position], segments)
+        self._unchecked = set(self._checks)  # positions that have not confirmed yet that all is equal
         self._counting = threading.Lock()
         self._sent_bytes = self._inside_bytes = self._late_bytes = 0
         self._announced = False
         self.differences: list[Difference] = []
         if not self._checks:  # also where there is parity, of nothing
-            alike(version)
+            agreed(version)
         self._lanes: dict[Lane, tuple[list[Send], list[int]]] = {Lane(to, NO_RANK): ([], []) for to in self._checks}
         for send in plan.sends[position]:
             members = plan.sections[send.area.section].members(send.node)
@@ -162,17 +139,17 @@ class Exchange:
 
     @property
     def version(self) -> Version:
-        """What is sent."""
+        """The version that is sent."""
         return self._version
 
     @property
     def done(self) -> bool:
-        """Whether every target has taken all that it was last asked about."""
+        """Whether every target had taken all when it was last asked."""
         return all(self._done.values())
 
     @property
     def corrupt(self) -> bool:
-        """Whether a slot does not match its digests: then nothing of it was sent."""
+        """Whether a slot fails its digests: then nothing of it was sent."""
         return self._verified is False
 
     def stop(self) -> None:
@@ -223,7 +200,7 @@ class Exchange:
             return self._verified
 
     def _feed_once(self, lane: Lane) -> bool:
-        """Send what the target lacks; whether it has to be waited for."""
+        """Send what the target lacks; whether to wait for it."""
         sends, ranks = self._lanes[lane]
         fields: dict[str, Any] = {"version": [self._version.lineage, self._version.iteration], "epoch": self._epoch}
         nodes = sorted({(send.area.section, send.node) for send in sends})
@@ -262,19 +239,19 @@ class Exchange:
         return False
 
     def _fault(self, lane: Lane, at: int) -> str | None:
-        """The point before each frame; `frame` counts those of this exchange, from 0, over all lanes."""
+        """The fault point before each frame; `frame` counts those of this exchange, from 0, over all lanes."""
         return faults.reach(
             "exchange.frame", position=self._position, target=lane.target, at=at, epoch=self._epoch,
             iteration=self._version.iteration, frame=next(self._frames),
         )  # fmt: skip
 
     def _compare(self, lane: Lane, fields: dict[str, Any]) -> bool:
-        """Have the target compare its shares with what parity was made from here; whether all of them are equal."""
+        """Have the target compare its shares with what parity was made from here; whether all are equal."""
         tables = {
             rank: segment.digests(slot_of(segment, self._version)).copy() for rank, segment in self._segments.items()
         }
-        for batch in checks.batches(self._checks[lane.target]):
-            asked = checks.payload(batch, tables)
+        for batch in replica_checks.batches(self._checks[lane.target]):
+            asked = replica_checks.payload(batch, tables)
             faults.reach("exchange.check", position=self._position, target=lane.target)
             self._pacers[lane.rank].take(len(asked), self._stop)
             if self._stop.is_set():
@@ -284,24 +261,24 @@ class Exchange:
                 return False
             self._count(len(asked))
             differ = [Difference(self._version, batch[place]) for place in reply["differ"]]
-            for found in differ[:_REPORTED]:
-                self._differs(found, len(differ))
+            for difference in differ[:_REPORTED]:
+                self._report(difference, len(differ))
             if differ:
                 return False
         with self._counting:
             self._unchecked.discard(lane.target)
             last = not self._unchecked
         if last:
-            self._alike(self._version)
+            self._agreed(self._version)
         return True
 
-    def _differs(self, found: Difference, count: int) -> None:
-        check = found.check
-        self.differences.append(found)
+    def _report(self, difference: Difference, count: int) -> None:
+        check, version = difference.check, difference.version
+        self.differences.append(difference)
         self._events.emit(
             "replica.differs", about=check.keeper, ranks=[check.keeper, check.source.rank], bucket=check.bucket,
-            lineage=found.version.lineage, iteration=found.version.iteration, offset=check.source.offset,
-            bytes=check.source.nbytes, count=count, reason=str(found),
+            lineage=version.lineage, iteration=version.iteration, offset=check.source.offset,
+            bytes=check.source.nbytes, count=count, reason=str(difference),
         )  # fmt: skip
 
     def _count(self, nbytes: int, in_time: bool | None = None) -> None:
@@ -311,7 +288,7 @@ class Exchange:
             self._late_bytes += nbytes if in_time is False else 0
 
     def _announce(self) -> None:
-        """Say once what it took: of the bytes, how many were through within their bubble, and how many after it."""
+        """Emit `exchange.sent`, once: how many bytes passed within their bubble, and how many after it."""
         with self._counting:
             if self._announced or not self.done:
                 return
@@ -323,7 +300,7 @@ class Exchange:
         )  # fmt: skip
 
     def _frame(self, send: Send, at: int, nbytes: int) -> Bytes:
-        """The next `nbytes` of a block, `at` from its start: a view of a slot, or a copy where ranks meet."""
+        """The next `nbytes` of a block, `at` from its start: a view of a slot, or a copy across ranks."""
         start = send.start + at
         stop = start + nbytes
         section = self._plan.sections[send.area.section]
@@ -339,7 +316,7 @@ class Exchange:
         at = 0
         while at < len(whole) and not self._stop.is_set():
             allowed = Allowance(PAYLOAD_LIMIT)
-            if lane.rank != NO_RANK:  # what a rate lets go is measured by data alone
+            if lane.rank != NO_RANK:  # a rate limits data alone
                 allowed = self._pacers[lane.rank].take(min(PAYLOAD_LIMIT, len(whole) - at), self._stop)
                 if not allowed.nbytes:
                     return

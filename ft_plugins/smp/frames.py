@@ -1,11 +1,11 @@
-"""What a slot is put together from: frame by frame, which bytes of which node, with which factor. Pure.
+"""Plan the rebuild of a slot: frame by frame, which bytes of which node, with which factor. Pure.
 
 Invariant: the frames cover the slot once, in order; none is longer than a payload. The sum over GF(256) of factor *
-bytes of a frame's parts is what the slot held there; where a part has fewer bytes than its frame, zeros stand behind
-or before it. Frames end where buckets of the vault end from which they are decoded, so that the SMP that keeps it has
-to verify one bucket for a frame, and each only once. Parity that lies in slots is read like any other byte of a slot.
+bytes of a frame's parts is what the slot held there; a part with fewer bytes than its frame is padded with zeros. A
+frame ends where a bucket of the parity store ends that it is decoded from, so the SMP that stores it verifies one
+bucket for a frame, and each only once. Parity that lies in slots is read like any other byte of a slot.
 
-In: an exchange plan and the positions that are lost, or where the slot lies whole. Out: `Frame`s.
+In: an exchange plan and the lost positions, or where the slot lies whole. Out: `Frame`s.
 """
 
 from __future__ import annotations

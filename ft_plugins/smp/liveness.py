@@ -1,4 +1,4 @@
-"""Who is alive on this node, without signals that miss: processes by pidfd, owners by lock.
+"""Which processes are alive on this node: processes by pidfd, owners by lock; no signal can be missed.
 
 Invariant: a pid is never trusted alone; it goes with its start time, so that a number used again is not mistaken for
 the process that had it.
@@ -26,7 +26,7 @@ _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 def started(pid: int) -> int:
-    """When `pid` was started, in clock ticks since boot; 0 when there is no such process."""
+    """When `pid` was started, in clock ticks since boot; 0 if there is no such process."""
     try:
         state, began = _stat(pid)
     except OSError:
@@ -35,12 +35,12 @@ def started(pid: int) -> int:
 
 
 def age(began: int) -> float:
-    """Seconds since `began`, as `started` tells it."""
+    """Seconds since `began`, as `started` returns it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
 
 
 def is_stopped(pid: int, began: int) -> bool:
-    """Whether that process is there and stopped by a signal: it neither works nor ends."""
+    """Whether that process exists and is stopped by a signal."""
     try:
         state, found = _stat(pid)
     except OSError:
@@ -94,8 +94,8 @@ def _wait_gone(waiting: dict[int, int], timeout: float) -> list[int]:
 
 
 def held(lock: Path) -> bool:
-    """Whether a living process holds the lock file `lock`, which is this user's. Asking never keeps anyone from taking
-    it."""
+    """Whether a living process holds the lock file `lock`, which is this user's. Asking never prevents another process
+    from taking it."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # not there; or another user's, a folder, a link: none that `acquire` has made
@@ -110,7 +110,7 @@ def held(lock: Path) -> bool:
 
 
 def holder(lock: Path) -> list[tuple[int, int]]:
-    """The process that holds the lock file `lock`, as (pid, start time); none where nobody does."""
+    """The process that holds the lock file `lock`, as (pid, start time); empty if none does."""
     pid = pid_in(lock) if held(lock) else 0
     return [(pid, began)] if pid and (began := started(pid)) else []
 
@@ -127,7 +127,7 @@ def pid_in(lock: Path) -> int:
 def acquire(lock: Path) -> int | None:
     """Take the lock file `lock` (created 0600) for the life of this process; None when another holds it.
 
-    Raises BusyError where what is there is another user's, or no lock file.
+    Raises BusyError if what is there belongs to another user, or is not a lock file.
     """
     while True:
         try:
@@ -144,7 +144,7 @@ def acquire(lock: Path) -> int | None:
             return None
         if _is(lock, descriptor):
             break
-        os.close(descriptor)  # its owner has removed it in between: a lock that nobody else would find
+        os.close(descriptor)  # its owner has removed it in between: a lock that no other process would find
     os.ftruncate(descriptor, 0)
     os.write(descriptor, str(os.getpid()).encode())
     return descriptor

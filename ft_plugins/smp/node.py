@@ -1,12 +1,11 @@
-"""The node tier as the SMP of one node runs it: protects the slots of its ranks on other nodes, and theirs here.
+"""The node tier in the SMP of one node: protects the slots of its ranks on other nodes, and theirs here.
 
-Invariant: it decides nothing. Which version is exchanged and which one counts is `pins.decide`, asked at position 0;
-what is sent where is the exchange plan, which every trainer and SMP computes alike. What it was told stands in a file
-of the run directory, so that an SMP which replaces it goes on. While it is suspended (a new incarnation is starting)
-nothing is gathered, sent, counted or declared lost; what is there can be read.
+Invariant: what it needs to continue is in files of the run directory, so an SMP that replaces it does. While it is
+suspended, because a new incarnation is starting, nothing is received, sent, committed or declared lost; complete
+versions can be read. Decisions are taken in `agreement` and `node_step`; `node_driver` carries them out.
 
 In: requests of this node's trainers (`endpoint`, `protect`, `inventory`, `rebuild`) and of other nodes' SMPs.
-Out: versions that count, pinned; slots put back together; `node.counts`, `node.lost` events and `lost.json`.
+Out: committed versions, pinned; rebuilt slots; `node.lost` events and `lost.json`.
 """
 
 from __future__ import annotations
@@ -17,58 +16,66 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from .. import files
-from ..bubbles.gate import Gate
-from ..bubbles.gate_pacer import GatePacer
-from ..bubbles.plan import by_rate_shares
 from ..errors import FtError, ProtocolError
 from ..events import Events
-from ..intake import Address, Count, Port, Text, read_json
+from ..intake import Address, Count, Flag, Port, Text, read_json, typed
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.paths import vault_of
 from ..snapshot.segment import Segment, marks_in
-from ..snapshot.slots import Mark, Pin, SlotState, Version
-from . import checks, probe, protocol, requests, wire
+from ..snapshot.slots import Pin, SlotState, Version
+from . import replica_checks, traffic, wire
+from .agreement import ExchangeDecision, NodeReport
 from .alarms import Alarms
-from .answers import Answers
 from .channel import Who
-from .exchange import Exchange, RatePacer
-from .kept import Kept
+from .node_driver import NodeDriver
 from .pace import Pace
-from .peers import Coordinator, Local, Remote, beat_seconds, read_maybe, told
-from .pins import Directive, Report
+from .parity_store import ParityStore, shape_of
+from .peer_requests import PeerRequests
+from .pinned import PinnedVersions
 from .protection import Protection
+from .protocol import packed
+from .readers import LocalReader, RemoteReader
 from .rebuild import Reader, decode, fetch
+from .requests import RebuildSlot, ReleaseSpare, SpareState
 from .resize.previous_segments import PreviousSegments
-from .vault import Vault, shape_of
 from .wire import Peer, Server
 
-_TOLD = "protection.json"  # in the run directory
-_RELEASED = "released.json"  # likewise: the lineage in which the job has gone on without this node
-_LISTENS = "endpoint.json"  # likewise
-_TOLD_OF = ("replicas", "checkpoints", "protection")  # alarms of one incarnation
-_POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
+# in the run directory
+_PROTECTION = "protection.json"
+_RELEASED = "released.json"  # the lineage in which the job has gone on without this node
+_LISTENS = "endpoint.json"
+_ALARMS = ("replicas", "checkpoints", "protection")  # those of one incarnation
+
+Outside = Callable[[SpareState | ReleaseSpare], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class _Listens:
-    """Where an SMP listens for those of other nodes, and by which secret it knows them."""
+    """Where an SMP listens for other nodes' SMPs, and the secret that they share."""
 
     address: Address
     port: Port
     secret_file: Text
-    encrypt: Annotated[bool, Field(strict=True)]
+    encrypt: Flag
 
 
-_WHERE, _COUNT, _BLOCK = TypeAdapter(_Listens), TypeAdapter(Count), TypeAdapter(dict[str, Any])
+@dataclass(frozen=True)
+class _Token:
+    """What the file of a protected job holds in addition to its `Protection`: the token of the incarnation."""
+
+    token: Count
+
+
+_LISTENS_FILE, _COUNT, _BLOCK = TypeAdapter(_Listens), TypeAdapter(Count), TypeAdapter(dict[str, Any])
 
 
 class NodeTier:
-    """Between `endpoint` and `close` it listens; between `protect` and `suspend` it protects."""
+    """Listens between `endpoint` and `close`, protects between `protect` and `suspend`."""
 
     def __init__(
         self,
@@ -76,12 +83,12 @@ class NodeTier:
         job: str,
         node: str,
         segments: Mapping[int, Segment],
-        former: PreviousSegments,
+        previous: PreviousSegments,
         events: Events,
         alarms: Alarms | None = None,
     ) -> None:
-        """`segments` are the SMP's own, by rank, `former` those of other sizes of the job. Goes on with what an SMP
-        before it was told."""
+        """`segments` are the SMP's own, by rank, `previous` those of previous sizes of the job. Continues from the
+        files that a previous SMP has left."""
         self._run_dir = run_dir
         self._job = job
         self._node = node
@@ -91,39 +98,29 @@ class NodeTier:
         self._server: Server | None = None
         self._secret = b""
         self._me = Who(wire.PURPOSE, job, node)
-        self._vault: Vault | None = None
-        self._former = former
-        self._memory = Local(segments, former, lambda: self._vault)
-        self._answers = Answers(self._memory, segments, self._gathering, self._take_beat, self._ask_outside)
-        self._outside: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self._store: ParityStore | None = None
+        self._previous = previous
+        self._memory = LocalReader(segments, previous, lambda: self._store)
+        self._requests = PeerRequests(self._memory, segments, self._storing, self._receive, self._ask_outside)
+        self._outside: Outside | None = None
         self._released = _number(run_dir / _RELEASED)
-        self._kept = Kept(run_dir, segments)
-        self._told: Protection | None = None
-        self._plan: ExchangePlan | None = None
-        self._first: Peer | None = None  # where the agreement is reached
-        self._coordinator: Coordinator | None = None
-        self._exchange: Exchange | None = None
-        self._pace = Pace(1, None)
-        self._directive = Directive()
-        self._missed: Version | None = None
+        self._pinned = PinnedVersions(run_dir, segments)
+        self._protection: Protection | None = None  # of the job that is, or was last, protected
+        self._driver: NodeDriver | None = None
         self._alarms = alarms or Alarms(run_dir)
-        self._protected = False  # by a version that counts since this incarnation began
-        self._began = 0.0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.token = 0  # of the incarnation that is protected: stands in `lost.json`
+        self.token = 0  # of the incarnation that is protected
         self._adopt()
 
     # ---- requests of this node's trainers ----
 
     def endpoint(self, address: str, secret_file: str, encrypt: bool = False) -> tuple[str, int]:
-        """Listen for other nodes' SMPs on `address`; where. Raises ConfigError."""
+        """Listen for other nodes' SMPs on `address`; returns where. Raises ConfigError."""
         with self._lock:
             same = self._secret == wire.read_secret(Path(secret_file)) and self._me.encrypt == encrypt
             if self._server is None or self._server.endpoint[0] != address or not same:
                 port = 0
                 with suppress(OSError, ValueError):
-                    before = read_json(self._run_dir / _LISTENS, _WHERE)
+                    before = read_json(self._run_dir / _LISTENS, _LISTENS_FILE)
                     port = before.port if before.address == address else 0
                 self._listen(address, port, secret_file, encrypt)
             assert self._server is not None
@@ -134,399 +131,247 @@ class NodeTier:
         self._me = replace(self._me, encrypt=encrypt)
         if self._server is not None:
             self._server.close()
-        self._server = Server(address, port, self._me, self._secret, self._answers.handle, self._events)
+        self._server = Server(address, port, self._me, self._secret, self._requests.handle, self._events)
         where = _Listens(address, self._server.endpoint[1], secret_file, encrypt)
         files.write_json(self._run_dir / _LISTENS, asdict(where))
 
-    def protect(self, told_now: Protection, token: int) -> dict[str, Any]:
-        """Protect the job as it is now. Returns the bytes that are claimed, the kernel's figure, and what the links
-        carry, where that is to be measured.
+    def protect(self, protection: Protection, token: int) -> dict[str, Any]:
+        """Protect the job as it is now. Returns the bytes claimed, the kernel's figure, and what the links carry, if
+        that is to be measured.
 
         Raises BudgetError, TopologyError, ProtocolError for a position that is not this node's.
         """
-        links = self._links(told_now) if told_now.measure else []  # nothing else moves now
+        links = self._links(protection) if protection.measure else []  # nothing else moves now
         self.suspend()
         with self._lock:
-            vault = self._begin(told_now, token)
-            self._kept.begin(told_now, vault)
-            self._pace = Pace(told_now.interval, self._kept.counted)
-            files.write_json(self._run_dir / _TOLD, {**told_now.block(), "token": token})  # what it says to be kept is
-            self._run()
-            return {"bytes": vault.nbytes, "resident_bytes": vault.resident_bytes, "links": links}
+            store = self._claim(protection, token)
+            self._pinned.begin(protection, store)
+            self._driver = self._drive(protection, store)
+            # after the pins it implies
+            files.write_json(self._run_dir / _PROTECTION, {**protection.block(), "token": token})
+            self._driver.start()
+            return {"bytes": store.nbytes, "resident_bytes": store.resident_bytes, "links": links}
 
-    def _links(self, told_now: Protection) -> list[tuple[int, float]]:
-        """Bytes per second to each position to which this node sends copies; none where that cannot be measured."""
-        plan = told_now.plan()
-        targets = [send.area.position for send in plan.sends[told_now.position]]
+    def _links(self, protection: Protection) -> list[tuple[int, float]]:
+        """Bytes per second to each position to which this node sends copies; none if that cannot be measured."""
+        plan = protection.plan()
+        targets = [send.area.position for send in plan.sends[protection.position]]
         try:
-            return probe.measure(
-                targets, lambda at: self.peer(told_now.endpoints[at], told_now.detect_seconds, plan.nodes[at])
-            )
+            return traffic.measure(targets, lambda position: self._connect(protection, plan, position))
         except (FtError, OSError) as error:
             self._events.emit("link.unmeasured", reason=str(error))
             return []
 
-    def _begin(self, told_now: Protection, token: int) -> Vault:
-        plan = told_now.plan()
-        if told_now.position >= len(plan.nodes) or plan.nodes[told_now.position] != self._node:
-            raise ProtocolError(f"node {self._node} was told that it is position {told_now.position} of {plan.nodes}")
-        checks.by_target(plan, [r for r in plan.ranks[told_now.position] if r in self._segments], self._segments)
-        shape = shape_of(plan, told_now.position, told_now.shapes, told_now.digest)
-        if self._vault is not None:
-            self._vault.close()
-            self._vault = self._told = self._plan = None  # where the next one cannot be had, there is none
-        self._vault = Vault(vault_of(self._job, self._node), plan, told_now.position, shape)
-        self._told, self._plan, self.token = told_now, plan, token
-        self._first = self._connect(0)
-        self._coordinator = Coordinator(told_now.epoch(), told_now.detect_seconds) if told_now.position == 0 else None
-        self._directive, self._missed, self._protected = Directive(), None, False
-        return self._vault
+    def _claim(self, protection: Protection, token: int) -> ParityStore:
+        """Claim the memory of the parity store. If that fails, this node protects nothing."""
+        plan, position = protection.plan(), protection.position
+        if position >= len(plan.nodes) or plan.nodes[position] != self._node:
+            raise ProtocolError(f"node {self._node} is not at position {position} of the job's nodes {plan.nodes}")
+        ranks = [rank for rank in plan.ranks[position] if rank in self._segments]
+        replica_checks.by_target(plan, ranks, self._segments)
+        shape = shape_of(plan, position, protection.shapes, protection.digest)
+        if self._store is not None:
+            self._store.close()
+            self._store = self._protection = self._driver = None
+        self._store = ParityStore(vault_of(self._job, self._node), plan, position, shape)
+        self._protection, self.token = protection, token
+        return self._store
+
+    def _drive(self, protection: Protection, store: ParityStore) -> NodeDriver:
+        plan = protection.plan()
+        return NodeDriver(
+            protection, store, self._pinned, self._segments, lambda position: self._connect(protection, plan, position),
+            self._lock, self._events, self._alarms, lambda lost: self.declare(self.token, lost),
+        )  # fmt: skip
 
     def inventory(self) -> dict[str, Any]:
         """What this node can hand out: complete versions of each rank's slots, and of its parity."""
         with self._lock:
+            parity = self.parity()
             return {
                 "slots": [[rank, _clean(segment)] for rank, segment in sorted(self._segments.items())],
                 "marks": marks_in(self._segments.values()),
                 "completed": [[rank, segment.completed] for rank, segment in sorted(self._segments.items())],
                 "lineage": max(
-                    [self._released, self._former.lineage, *(s.newest_lineage for s in self._segments.values())]
+                    [self._released, self._previous.lineage, *(s.newest_lineage for s in self._segments.values())]
                 ),
-                "released": self._released,
-                "parity": sorted(map(astuple, self._vault.versions() if self._vault else ())),
-                "counted": told(self._kept.counted),
-                "position": self._told.position if self._told else None,
-                "plan": self._told.digest if self._told else 0,
+                **{name: value for name, value in parity.items() if name != "protection"},
             }
 
     @property
     def ranks(self) -> int:
         """Of the job that is, or was last, protected; 0 for none yet."""
-        return len(self._told.nodes) if self._told else 0
+        return len(self._protection.nodes) if self._protection else 0
 
     @property
-    def counted(self) -> Version | None:
-        """What counts for that job on this node."""
-        return self._kept.counted
+    def protecting(self) -> bool:
+        """Whether it exchanges versions with other nodes now."""
+        return self._driver is not None and not self._driver.stopped
+
+    @property
+    def committed(self) -> Version | None:
+        """The version of that job that is committed on this node."""
+        return self._pinned.committed
 
     def parity(self) -> dict[str, Any]:
-        """Of the job that was protected last: its parity here, and what one has to know to decode by it."""
+        """Of the job that was protected last: its parity here, and the facts needed to decode it."""
         with self._lock:
-            parity: list[Version] = list(self._vault.versions()) if self._vault else []
             return {
-                "parity": sorted(map(astuple, parity)),
-                "counted": told(self._kept.counted),
-                "position": self._told.position if self._told else None,
-                "plan": self._told.digest if self._told else 0,
-                "protection": self._told.block() if self._told else None,
+                "parity": sorted(map(astuple, self._store.versions() if self._store else ())),
+                "counted": packed(self._pinned.committed),
+                "position": self._protection.position if self._protection else None,
+                "plan": self._protection.digest if self._protection else 0,
+                "protection": self._protection.block() if self._protection else None,
                 "released": self._released,
             }
 
-    def rebuild(
-        self, rank: int, token: int, told_now: Protection, request: dict[str, Any], into: Segment | None = None
-    ) -> None:
-        """Put the slot of `rank` back together: from `source` if that is given, else from parity without the `lost`.
+    def rebuild(self, request: RebuildSlot, into: Segment | None = None) -> None:
+        """Rebuild the slot of a rank: from `source` if that is given, else from parity without the `lost` positions.
 
-        `holders` says where what lay at each position of the plan is now; `into` is the segment, the rank's own if not
-        given. Raises what `fetch` and `decode` raise.
+        `into` is the segment, the rank's own if not given. Raises what `fetch` and `decode` raise.
         """
-        wanted = requests.read(requests.REBUILD, request)
-        version, source = wanted.version, wanted.source
+        rank, version, source, protection = request.rank, request.version, request.source, request.protection
         segment = self._segments.get(rank) if into is None else into
         if segment is None:
             raise ProtocolError(f"rank {rank}: rebuild before attach")
-        for slot in segment.slots():  # asked again after an SMP was replaced over it, or what is there is corrupt
+        for slot in segment.slots():  # requested again after an SMP was replaced over it, or what is there is corrupt
             if slot.version == version:
                 segment.unpin(slot.index, ~Pin(0))
-                segment.dirty(slot.index, None, token)
-        began = time.monotonic()
+                segment.dirty(slot.index, None, request.token)
+        began, timeout = time.monotonic(), protection.detect_seconds
         if source is not None:
-            holder = self._reader(source, told_now.detect_seconds)
-            read_bytes = fetch(segment, version, token, holder)
+            read_bytes = fetch(segment, version, request.token, self._reader(source, timeout))
         else:
-            readers = {at: self._reader((host, port), told_now.detect_seconds) for at, host, port in wanted.holders}
-            read_bytes = decode(segment, version, token, told_now.plan(), wanted.lost, readers)
+            readers = {at: self._reader((host, port), timeout) for at, host, port in request.holders}
+            read_bytes = decode(segment, version, request.token, protection.plan(), request.lost, readers)
         self._events.emit(
             "slot.rebuilt", about=rank, lineage=version.lineage, iteration=version.iteration, decoded=source is None,
             bytes=segment.shape.nbytes, read_bytes=read_bytes, seconds=time.monotonic() - began,
         )  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        """For people: what counts, what is being exchanged, with whom."""
+        """For people: the committed version, the one being exchanged, and with which nodes."""
         with self._lock:
+            driver = self._driver
             return {
-                "nodes": list(self._plan.nodes) if self._plan else [],
-                "counts": told(self._kept.counted),
-                "exchange": told(self._directive.exchange),
-                **self._pace.status(),
-                "parity_bytes": self._vault.nbytes if self._vault else 0,
+                "nodes": list(driver.plan.nodes) if driver else [],
+                "counts": packed(self._pinned.committed),
+                "exchange": packed(driver.expected) if driver else None,
+                **(driver.pace if driver else Pace(1, None)).status(),
+                "parity_bytes": self._store.nbytes if self._store else 0,
                 "released": self._released,
             }
-
-    def _filled(self) -> dict[str, list[list[int]]]:
-        """Bytes of copies in those bubbles in which most has gone, as [rank, bubble, bytes]; nothing without any."""
-        found = [[rank, *one] for rank, pacer in sorted(self._pace.pacers.items()) for one in pacer.filled()]
-        return {"filled": found} if found else {}
 
     def _reader(self, where: tuple[str, int], timeout: float) -> Reader:
         if self._server is not None and where == self._server.endpoint:
             return self._memory
-        return Remote(where, self._me, self._secret, timeout)
+        return RemoteReader(where, self._me, self._secret, timeout)
 
-    def _connect(self, position: int) -> Peer:
-        assert self._told is not None and self._plan is not None
-        return self.peer(self._told.endpoints[position], self._told.detect_seconds, self._plan.nodes[position])
+    def _connect(self, protection: Protection, plan: ExchangePlan, position: int) -> Peer:
+        return self.peer(protection.endpoints[position], protection.detect_seconds, plan.nodes[position])
 
     def peer(self, where: tuple[str, int], timeout: float, node: str = "") -> Peer:
-        """A way to another node's SMP; `node` is its name, where that is known."""
+        """A connection to another node's SMP; `node` is its name, if that is known."""
         return Peer(where, self._me, self._secret, timeout, node)
 
     # ---- a node without a part in the job ----
 
-    def serve_outside(self, outside: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Who answers what is asked of this node when it has no part in the job."""
+    def serve_outside(self, outside: Outside) -> None:
+        """`outside` answers requests to this node when it has no part in the job."""
         self._outside = outside
 
-    def _ask_outside(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _ask_outside(self, request: SpareState | ReleaseSpare) -> dict[str, Any]:
         if self._outside is None:
             raise ProtocolError(f"node {self._node} is just starting")
-        return self._outside(message)
+        return self._outside(request)
 
     def release(self, lineage: int) -> None:
-        """The job goes on in `lineage` without this node: what protected it here is given back."""
+        """The job goes on in `lineage` without this node: give back the memory that protected it here."""
         self.unprotect()
         with self._lock:
             self._released = max(self._released, lineage)
             files.write_json(self._run_dir / _RELEASED, self._released)
 
     def unprotect(self) -> None:
-        """What protected the job here is of no use to it any more: its memory is given back."""
+        """Give back the memory that protected the job here: it has no use for it any more."""
         self.suspend()
         with self._lock:
-            if self._vault is not None:
-                self._vault.close()
+            if self._store is not None:
+                self._store.close()
             vault_of(self._job, self._node).unlink(missing_ok=True)
-            self._vault = self._told = self._plan = None
-            self._kept.forget()
-            (self._run_dir / _TOLD).unlink(missing_ok=True)
-
-    # ---- the agreement ----
-
-    def _run(self) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._agree, args=(self._stop,), name="smp-node-tier", daemon=True)
-        self._thread.start()
-
-    def _agree(self, stop: threading.Event) -> None:
-        """The thread: report, hear the directive, follow it, until stopped."""
-        told_now, plan = self._told, self._plan
-        assert told_now is not None and plan is not None
-        period = beat_seconds(len(plan.nodes), told_now.detect_seconds)
-        heard = time.monotonic()  # of position 0
-        declared = False
-        while not stop.is_set():
-            began = time.monotonic()
-            lost: list[int] = []
-            try:
-                directive, lost = self._beat(told_now)
-                heard = time.monotonic()
-                self._follow(directive)
-            except (FtError, OSError) as error:
-                if time.monotonic() - heard > told_now.detect_seconds:
-                    lost = [0]
-                    self._events.emit("peer.silent", reason=str(error)) if not declared else None
-            if lost and not declared and not stop.is_set():
-                with suppress(OSError):  # of a disk that is full now: told with the next beat, or the one after
-                    self.declare(self.token, [f"node {plan.nodes[position]}" for position in lost])
-                    declared = True
-            while not stop.is_set() and self._poll() and time.monotonic() - began < period:
-                stop.wait(_POLL_SECONDS)
-            stop.wait(max(0.0, period - (time.monotonic() - began)))
-
-    def _beat(self, told_now: Protection) -> tuple[Directive, list[int]]:
-        report = self._report()
-        if self._coordinator is not None:
-            return self._take_beat(told_now.position, report)
-        assert self._first is not None
-        reply, _ = self._first.ask("beat", epoch=told_now.lineage, position=told_now.position, report=told(report))
-        directive = Directive(read_maybe(reply.get("exchange")), read_maybe(reply.get("counts")))
-        return directive, [int(position) for position in reply.get("lost", [])]
-
-    def _report(self) -> Report:
-        with self._lock:
-            told_now = self._told
-            assert told_now is not None and self._vault is not None
-            running = self._exchange
-            if running is not None and running.differences:
-                self._missed = running.version  # it can never count: a later one is tried
-                self._tell("replicas", "replica.differs", str(running.differences[0]))
-            exchange = running.version if running is not None else None
-            encoded = exchange if running is not None and running.done and exchange in self._vault.versions() else None
-            if encoded is not None and told_now.audited and encoded != told_now.base:
-                mark = self._kept.mark(encoded)
-                encoded = encoded if mark.preferred else None
-                if mark in (Mark.UNAUDITED, Mark.DIFFERING):
-                    self._missed = exchange  # it can never count either
-            begun = self._kept.begun(told_now.lineage)
-            if self._pace.captured(Version(told_now.lineage, begun)):
-                self._tell_pace()
-            return Report(begun, exchange, self._missed, encoded, self._kept.counted)
-
-    def _tell_pace(self) -> None:
-        """Every node knows it, one says so."""
-        if self._told is not None and self._told.position == 0:
-            name = "checkpoints.rarer" if self._pace.rarer else "checkpoints.as_planned"
-            self._events.emit(name, **self._pace.fields())
-            self._tell("checkpoints", name, self._pace.words())
-
-    def _tell_protected(self, counts: Version) -> None:
-        """The first version that counts after a recovery, which had lost its redundancy: one node says it."""
-        if self._told is not None and self._told.position == 0 and self._told.base is not None and not self._protected:
-            words = f"iteration {counts.iteration} is protected on all nodes: a lost node is survived again"
-            self._tell("protection", "protection.gained", words)
-        self._protected = True
-
-    def _follow(self, directive: Directive) -> None:
-        with self._lock:
-            if self._told is None or self._vault is None or self._stop.is_set():
-                return
-            counts = directive.counts
-            if counts is not None and counts != self._kept.counted and self._kept.count(counts):
-                changed = self._pace.counted(counts)
-                self._events.emit(
-                    "node.counts", lineage=counts.lineage, iteration=counts.iteration,
-                    seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
-                    **self._pace.fields(), **self._filled(),
-                )  # fmt: skip
-                if changed:
-                    self._tell_pace()
-                self._tell_protected(counts)
-            if directive.exchange != self._directive.exchange:
-                self._end_exchange()
-                self._kept.turn_to(directive)
-                self._missed = None
-                self._began = time.monotonic()
-                if directive.exchange is not None:
-                    self._vault.begin(directive.exchange)
-            self._directive = directive
-
-    def _poll(self) -> bool:
-        """Pin the version to be exchanged as its ranks seal it, and begin to send; whether some have not yet."""
-        with self._lock:
-            version = self._directive.exchange
-            if self._exchange is not None and self._exchange.corrupt:
-                self._missed = self._exchange.version  # it can never be sent from here
-            if version is None or self._exchange is not None or self._missed == version or self._stop.is_set():
-                return False
-            assert self._plan is not None and self._told is not None and self._vault is not None
-            pinned = self._kept.source(version)
-            if pinned is None:
-                self._missed = version
-            if not pinned:
-                return pinned is False
-            self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
-            rate = RatePacer(self._told.exchange_mbps * 1e6 / 8)
-            ranks = self._plan.ranks[self._told.position]
-            if self._told.stages and not self._pace.pacers:
-                shares = by_rate_shares({rank: self._plan.nbytes[rank] for rank in ranks})
-                self._pace.pacers = {
-                    rank: GatePacer(Gate(self._segments[rank].gate), rate, by_rate_share=share)
-                    for rank, share in shares.items()
-                }
-            self._exchange = Exchange(
-                self._plan, self._told.position, version, self._told.lineage,
-                {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events, self._vault.alike,
-                self._pace.pacers,
-            )  # fmt: skip
-            return False
-
-    def _end_exchange(self) -> None:
-        running, self._exchange = self._exchange, None
-        if running is not None:
-            running.stop()
+            self._store = self._protection = self._driver = None
+            self._pinned.forget()
+            (self._run_dir / _PROTECTION).unlink(missing_ok=True)
 
     def declare(self, token: int, lost: list[str]) -> None:
-        """Tell the agent, through a file: those are lost, the workers of incarnation `token` have to start again."""
+        """Notify the agent, through a file: these are lost, the workers of incarnation `token` have to restart."""
         files.write_json(self._run_dir / "lost.json", {"token": token, "lost": lost})
         self._events.emit("node.lost", lost=lost)
 
-    def _tell(self, about: str, event: str, words: str) -> None:
-        """Have the trainers print it."""
-        self._alarms.say(about, f"{event}: {words}")
-
     # ---- requests of other nodes' SMPs ----
 
-    def _gathering(self, epoch: Any) -> Vault:
-        """The vault, if this node gathers in that epoch. Raises ProtocolError."""
+    def _storing(self, epoch: int) -> ParityStore:
+        """The parity store, if it receives frames in that epoch. Raises ProtocolError."""
         with self._lock:
-            if self._told is None or self._vault is None or self._stop.is_set():
-                raise ProtocolError(f"node {self._node} does not gather parity now")
-            if epoch != self._told.lineage:
-                raise ProtocolError(f"an exchange of lineage {epoch}; this is {self._told.lineage}")
-            return self._vault
+            if self._driver is None or self._driver.stopped:
+                raise ProtocolError(f"node {self._node} does not store parity now")
+            if epoch != self._driver.protection.lineage:
+                raise ProtocolError(f"an exchange of lineage {epoch}; this is {self._driver.protection.lineage}")
+            return self._driver.store
 
-    def _take_beat(self, position: int, report: Report) -> tuple[Directive, list[int]]:
-        coordinator = self._coordinator
-        if coordinator is None:
-            raise ProtocolError(f"node {self._node} is not at position 0")
-        return coordinator.beat(position, report), coordinator.lost()
+    def _receive(self, position: int, report: NodeReport) -> tuple[ExchangeDecision, tuple[int, ...]]:
+        driver = self._driver
+        if driver is None:
+            raise ProtocolError(f"node {self._node} does not store parity now")
+        return driver.receive(position, report)
 
     # ---- begin and end ----
 
     def _adopt(self) -> None:
-        """Go on with what an SMP before this one was told, if its files are here."""
+        """Continue from the files of a previous SMP, if they are here."""
         try:
-            where = read_json(self._run_dir / _LISTENS, _WHERE)
+            where = read_json(self._run_dir / _LISTENS, _LISTENS_FILE)
             self._listen(where.address, where.port, where.secret_file, where.encrypt)
-            block = read_json(self._run_dir / _TOLD, _BLOCK)
-            token = protocol.number(block, "token")
+            block = read_json(self._run_dir / _PROTECTION, _BLOCK)
+            token = typed(_Token, block).token
             with self._lock:
-                told_before = Protection.read(block)
-                whole = self._kept.go_on(told_before, self._begin(told_before, token))
-                self._pace = Pace(told_before.interval, self._kept.counted)
+                protection = Protection.read(block)
+                store = self._claim(protection, token)
+                whole = self._pinned.resume(protection, store)
+                self._driver = self._drive(protection, store)
                 if whole:
-                    self._run()
+                    self._driver.start()
         except FileNotFoundError:
             return
         except (FtError, OSError, ValueError) as error:
-            self._events.emit("node.refused", reason=f"what the SMP before was told cannot be used: {error}")
+            self._events.emit("node.refused", reason=f"the files of the previous SMP cannot be used: {error}")
 
     def suspend(self) -> None:
-        """Stop exchanging and watching; what is here stays and can be read. Idempotent.
+        """Stop exchanging and watching; the memory stays and can be read. Idempotent.
 
-        What was being sent stays pinned until `protect`: it may count on another node.
+        The version that was being sent stays pinned until `protect`: it may be committed on another node.
         """
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            if self._first is not None:
-                self._first.close()
-            self._thread.join()
-            self._thread = None
-        with self._lock:
-            self._end_exchange()
-            self._pace.pacers = {}  # they hold the segments
-            self._coordinator = None
-            if self._vault is not None:
-                self._vault.pause()
-        self._alarms.forget(*_TOLD_OF)
+        if self._driver is not None:
+            self._driver.stop()
+        self._alarms.forget(*_ALARMS)
         with suppress(IsADirectoryError):  # not ours
             (self._run_dir / "lost.json").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """The end of the SMP."""
+        """The SMP ends."""
         self.suspend()
         if self._server is not None:
             self._server.close()
-        if self._vault is not None:
-            self._vault.close()
-            self._vault = None
-        self._kept.forget()
-        for name in (_LISTENS, _TOLD, _RELEASED):
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        self._pinned.forget()
+        for name in (_LISTENS, _PROTECTION, _RELEASED):
             (self._run_dir / name).unlink(missing_ok=True)
 
 
 def _number(path: Path) -> int:
-    """What stands in a small file; 0 where there is none."""
+    """The number in a small file; 0 if there is none."""
     try:
         return read_json(path, _COUNT)
     except (OSError, ValueError):

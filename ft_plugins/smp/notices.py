@@ -1,10 +1,10 @@
-"""What the SMPs of several nodes tell each other through the storage that they share, beside checkpoints.
+"""Notices that the SMPs of several nodes exchange through the storage that they share, next to checkpoints.
 
 Invariant: a notice is written whole or not at all, replaced by its author's next one and removed when it is over; one
-that cannot be read, or is much older than our own, says nothing. No clock but that of the storage is trusted.
+that cannot be read, or is much older than our own, is ignored. Only the clock of the storage is trusted.
 
-    offer-<node>.json   nothing moves any more: the versions that all ranks of that node hold, of a job of so many ranks
-    wanted.json         the job trains on: a checkpoint of this version is wanted, which nobody has begun to capture
+    offer-<node>.json   the job has stopped: the versions that all ranks of that node hold, of a job of that many ranks
+    wanted.json         the job trains: a checkpoint of this version is wanted, which no rank has begun to capture
 
 In: a job's folder in storage. Out: `NodeOffer`s, a version.
 """
@@ -68,15 +68,15 @@ class Notices:
         world_size: int,
         marks: Mapping[Version, Mark] | None = None,
     ) -> None:
-        """Say what the ranks of this node hold, of a job of `world_size`, and what is known of it. Raises OSError."""
+        """Offer what the ranks of this node hold, of a job of `world_size`, with its verdicts. Raises OSError."""
         make_job_folder(self._folder)
         held = [[version.lineage, version.iteration] for version in sorted(versions)]
-        said = [[version.lineage, version.iteration, int(mark)] for version, mark in sorted((marks or {}).items())]
-        told = {"ranks": sorted(ranks), "versions": held, "world_size": world_size, "marks": said}
-        write_json(self._own, told)
+        verdicts = [[version.lineage, version.iteration, int(mark)] for version, mark in sorted((marks or {}).items())]
+        offer = {"ranks": sorted(ranks), "versions": held, "world_size": world_size, "marks": verdicts}
+        write_json(self._own, offer)
 
     def offers(self, world_size: int) -> list[NodeOffer]:
-        """The offers of all nodes for a job of `world_size` ranks, of about the time of our own."""
+        """The offers of all nodes for a job of `world_size` ranks, made at about the time of our own."""
         found: list[NodeOffer] = []
         with suppress(OSError):
             now = self._own.stat().st_mtime
@@ -86,12 +86,12 @@ class Notices:
         return found
 
     def withdraw(self) -> None:
-        """Our own offer is over."""
+        """Remove our own offer."""
         with suppress(OSError):
             self._own.unlink(missing_ok=True)
 
     def want(self, version: Version) -> None:
-        """Say which version is wanted. Raises OSError."""
+        """Announce which version is wanted. Raises OSError."""
         make_job_folder(self._folder)
         write_json(self._wanted, {"lineage": version.lineage, "iteration": version.iteration})
 
@@ -101,7 +101,7 @@ class Notices:
         return Version(found.lineage, found.iteration) if found else None
 
     def have(self, version: Version) -> None:
-        """It was written, or cannot be any more."""
+        """`version` was written, or cannot be any more."""
         with suppress(OSError):
             if self.wanted() == version:
                 self._wanted.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ class Notices:
 
 
 def _content(path: Path, adapter: TypeAdapter[T]) -> T | None:
-    """None for a notice that is not there, or damaged."""
+    """None for a notice that is absent or damaged."""
     try:
         return typed(adapter, read_json(path))
     except (FileNotFoundError, StorageError, Unfit):

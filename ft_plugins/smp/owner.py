@@ -1,10 +1,11 @@
-"""What the snapshot management process owns and does: the segments of its node, requests about them, one at a time.
+"""The state of the snapshot management process and what it does: the segments of its node, one request at a time.
 
-Invariant: nothing that it knows is lost with it. Segments are files in /dev/shm, the token is a file in the run
-directory, owners stand in the segments' headers: a new SMP adopts them all. It imports no torch and holds no device,
-and takes no part in the step path.
+Invariant: its death loses nothing that it knows. Segments are files in /dev/shm, the token is a file in the run
+directory, owners are in the segments' headers: a new SMP adopts them all. State of another job, or in another layout,
+is never taken for this job's. It imports no torch, holds no device, and takes no part in the step path.
 
-In: requests of `protocol`. Out: segments created, lineages opened, superseded trainers killed; events.
+In: messages of `protocol`, read by `requests`. Out: segments created, lineages opened, superseded trainers killed;
+events.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +28,28 @@ from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.paths import path_of
 from ..snapshot.segment import OWNER, Segment
-from ..snapshot.shape import Shape
-from ..snapshot.slots import SlotState, void
+from ..snapshot.slots import void
 from . import liveness, protocol, requests
 from .alarms import Alarms
-from .attaching import plain, require_same_job, shape_of
+from .checkpoint_schedule import REQUEST
 from .node import NodeTier
-from .peers import read_maybe, read_version
 from .persister import Persister
-from .protection import Protection
 from .resize.context import ResizeContext
 from .resize.previous_segments import PreviousSegments
 from .resize.previous_storage import PreviousStorage
 from .resize.spares import SpareClient, SpareServer
 from .resize.transition import ResizeTransition
-from .signals import Signal, signal
-from .turns import REQUEST
+from .status import described, signal_of
 
 _TOKEN = TypeAdapter(Count)
 KILL_SECONDS = 20.0  # for superseded trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
-_RANKS = 1 << 32  # a number beyond is no rank
+# requests for which the SMP does one thing at a time; the others take locks where they need them
+_UNDER_LOCK = frozenset({"status", "watch", "fence", "restore", "shutdown", "end"})
 
 
 class SnapshotProcess:
-    """The state of the daemon: which segments there are, the token, whom it watches."""
+    """The segments of one node, the token of the running incarnation, and the processes it watches."""
 
     def __init__(self, run_dir: Path, job: str, node: str, events: Events) -> None:
         self._run_dir = run_dir
@@ -62,13 +61,13 @@ class SnapshotProcess:
         self.token = self._last_token()
         self.watched: tuple[int, int] = (0, 0)
         self.ended = threading.Event()
-        self.orphan_seconds: float | None = None  # as the ft-run that watches wants it
+        self.orphan_seconds: float | None = None  # as the ft-run that is watched wants it
         self._silence = float("inf")  # seconds after which a stopped trainer is lost
-        self._stopped: dict[int, float] = {}  # by rank, since when
+        self._stopped: dict[int, float] = {}  # stopped trainers, by rank, since when (monotonic)
         self._declared = -1  # the token under which trainers were declared lost
         self._touched = time.monotonic()
         self._segments: dict[int, Segment] = {}
-        self._refused: list[str] = []  # files that are in the place of segments, and are not touched
+        self._refused: list[str] = []  # foreign files at paths of segments, which are not touched
         self._allocating: dict[int, threading.Lock] = {}  # one attach of a rank at a time, also of two incarnations
         for path in paths.segments_of(job, node):
             try:
@@ -85,7 +84,7 @@ class SnapshotProcess:
         self.adopted = len(self._segments)
         self._previous = PreviousSegments(job, node)
         self._alarms = Alarms(run_dir)
-        self._alarms.forget()  # what an SMP before this one wanted to say
+        self._alarms.forget()  # those of a previous SMP
         self._tier = NodeTier(run_dir, job, node, self._segments, self._previous, events, self._alarms)
         self.persister = Persister(run_dir, job, node, events, alarms=self._alarms)
         self._previous_storage = PreviousStorage(
@@ -103,8 +102,8 @@ class SnapshotProcess:
             events.emit("smp.adopt", segments=len(self._segments), token=self.token)
 
     def _last_token(self) -> int:
-        """The token that an SMP before this one gave out last; 0 for none. Where its file is damaged (by a crash of the
-        machine) one that none can have reached: the seconds since the epoch."""
+        """The last token of a previous SMP; 0 for none. If its file is damaged (by a crash of the machine), one that no
+        incarnation can have reached: the seconds since the epoch."""
         try:
             return read_json(self._token_path, _TOKEN)
         except FileNotFoundError:
@@ -113,92 +112,57 @@ class SnapshotProcess:
             self._events.emit("smp.refused", path=str(self._token_path), reason=str(error))
             return int(time.time())
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """Carry out one request. Errors of this package and of the system become refusals."""
-        name = request.get("do")
-        known = protocol.REQUESTS | protocol.NODE_REQUESTS | protocol.SIZE_REQUESTS | protocol.STORAGE_REQUESTS
-        if not isinstance(name, str) or name not in known:
-            return protocol.refusal(ProtocolError(f"unknown request: {shown(name)}; known are {sorted(known)}"))
+        name = message.get("do")
+        if not isinstance(name, str) or name not in requests.LOCAL:
+            known = sorted(requests.LOCAL)
+            return protocol.refusal(ProtocolError(f"unknown request: {shown(name)}; known are {known}"))
         faults.reach(f"smp.{name}.before", adopted=self.adopted)
         try:
-            alone = name in protocol.REQUESTS and name != "attach"  # the others take locks where they need them
-            with self._lock if alone else nullcontext():
+            request = requests.local(message)
+            with self._lock if name in _UNDER_LOCK else nullcontext():
                 reply = {"ok": True, **getattr(self, f"_{name}")(request)}
         except (FtError, OSError) as error:
-            refused = _in_words(name, request, error) if isinstance(error, OSError) else error
+            refused = _in_words(name, message, error) if isinstance(error, OSError) else error
             self._events.emit("smp.refused", request=name, reason=str(refused))
             reply = protocol.refusal(refused)
         faults.reach(f"smp.{name}.after", adopted=self.adopted)
         return reply
 
-    def _status(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _status(self, request: requests.WithoutFields) -> dict[str, Any]:
+        tier = self._tier.status()
         return {
             "pid": os.getpid(),
             "job": self._job,
             "node": self._node,
             "token": self.token,
             "watched_pid": self.watched[0],
-            "signal": self._signal().value,
+            "signal": signal_of(self._segments.values(), tier, trainers_work=not self._stopped).value,
             "refused": [path for path in self._refused if Path(path).exists()],
             "previous_sizes": {str(size): sorted(ranks) for size, ranks in self._previous.by_size().items() if ranks},
-            "node_tier": self._tier.status(),
+            "node_tier": tier,
             "storage": self.persister.status(),
-            "segments": [
-                {
-                    "rank": rank,
-                    "path": str(segment.path),
-                    "bytes": segment.shape.total,
-                    "resident_bytes": segment.resident_bytes,
-                    "owner_pid": segment.owner[0],
-                    "attached": segment.attached,
-                    "completed": segment.completed,
-                    "lineage": segment.lineage,
-                    "lineage_token": segment.lineage_token,
-                    "slots": [
-                        {
-                            "state": slot.state.name,
-                            "lineage": slot.version.lineage if slot.version else None,
-                            "iteration": slot.version.iteration if slot.version else None,
-                            **({"mark": slot.mark.word} if slot.mark else {}),
-                        }
-                        for slot in segment.slots()
-                    ],
-                }
-                for rank, segment in sorted(self._segments.items())
-            ],
+            "segments": [described(rank, segment) for rank, segment in sorted(self._segments.items())],
         }
 
-    def _signal(self) -> Signal:
-        """How this node stands."""
-        owners = [found.owner for found in self._segments.values() if found.attached and found.owner[1]]
-        slots = [slot for found in self._segments.values() for slot in found.slots()]
-        tier = self._tier.status()
-        clean = any(slot.state is SlotState.CLEAN for slot in slots)
-        return signal(
-            answers=True,
-            trainers_work=not self._stopped and all(liveness.started(pid) == began for pid, began in owners),
-            on_its_way=bool(tier["exchange"]) or any(s.state is SlotState.DIRTY and s.version for s in slots),
-            complete=bool(tier["counts"]) if tier["nodes"] else clean,
-        )
-
-    def _watch(self, request: dict[str, Any]) -> dict[str, Any]:
-        pid = protocol.number(request, "pid")
-        silence = requests.seconds(request, "detect_seconds")
-        self.watched, self._silence = (pid, liveness.started(pid)), silence
-        if "orphan_seconds" in request:  # a new ft-run may have another mind
-            self.orphan_seconds = requests.seconds(request, "orphan_seconds")
+    def _watch(self, request: requests.WatchProcess) -> dict[str, Any]:
+        self.watched, self._silence = (request.pid, liveness.started(request.pid)), request.detect_seconds
+        if request.orphan_seconds is not None:  # a new ft-run may want another time
+            self.orphan_seconds = request.orphan_seconds
             # for a sweep after this process's death
             files.write_json(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)
         return {}
 
-    def _fence(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _fence(self, request: requests.WithoutFields) -> dict[str, Any]:
         """Supersede the running incarnation: its token is void at once, its trainers are gone before this returns."""
         self._tier.suspend()
         self.token += 1
         files.write_json(self._token_path, self.token)
         for rank, segment in self._segments.items():
             if OWNER in segment.damaged:
-                reason = f"rank {rank}: who writes its segment cannot be read; a trainer that lives on is fenced alone"
+                reason = f"rank {rank}: the owner of its segment cannot be read; if that trainer lives, only its token "
+                reason += "keeps it from writing"
                 self._events.emit("segment.corrupt", about=rank, reason=reason)
             segment.token = self.token
         if faults.reach("fence.kill", token=self.token) != "skip":
@@ -207,7 +171,7 @@ class SnapshotProcess:
             if alive:
                 raise FencedError(
                     f"node {self._node}: trainers {alive} of the superseded incarnation were not gone "
-                    f"{KILL_SECONDS:.0f} s after SIGKILL (a hung device?); nobody may capture before they are"
+                    f"{KILL_SECONDS:.0f} s after SIGKILL (a hung device?); no rank may capture before they are"
                 )
         for segment in self._segments.values():
             segment.owner = (0, 0)
@@ -215,167 +179,143 @@ class SnapshotProcess:
         self._events.emit("smp.fence", token=self.token)
         return {"token": self.token}
 
-    def _check_token(self, request: dict[str, Any]) -> int:
-        rank, token = protocol.number(request, "rank", _RANKS), protocol.field(request, "token", int)
-        if token != self.token:
+    def _require_current(self, request: requests.OfRank) -> None:
+        """Raises FencedError for a request of a superseded incarnation."""
+        if request.token != self.token:
             raise FencedError(
-                f"rank {rank}: token {token} was superseded by {self.token}; this incarnation may not go on"
+                f"rank {request.rank}: token {request.token} was superseded by {self.token}; this incarnation has ended"
             )
-        return rank
 
-    def _attach(self, request: dict[str, Any]) -> dict[str, Any]:
-        rank = self._check_token(request)
-        shape = shape_of(rank, protocol.field(request, "shape", dict))
-        fingerprint = plain(rank, protocol.field(request, "fingerprint", dict))
-        pid = protocol.number(request, "pid")
-        world_size = protocol.number(request, "world_size", _RANKS) if "world_size" in request else 0
-        fresh = protocol.field(request, "fresh", bool)
+    def _attach(self, request: requests.Attach) -> dict[str, Any]:
+        self._require_current(request)
+        rank = request.rank
         path = path_of(self._job, self._node, rank)
         with self._allocating.setdefault(rank, threading.Lock()):
             with self._lock:
                 lost = self._damaged(rank, path)
-                found = None if lost else self._reusable(rank, path, shape, fingerprint, fresh)
-            if found is None:  # without the lock: allocating takes seconds, and a node's ranks do it side by side
+                segment = None if lost else self._reusable(path, request)
+            if segment is None:  # without the lock: allocating takes seconds, and a node's ranks do it concurrently
                 path.unlink(missing_ok=True)
-                segments.create(path, shape, rank, fingerprint, world_size, lost=lost)
-                found = Segment(path)
+                segments.create(path, request.shape, rank, request.fingerprint, request.world_size, lost=lost)
+                segment = Segment(path)
             with self._lock:
                 if self.ended.is_set():
                     path.unlink(missing_ok=True)
                     raise FencedError(f"rank {rank}: the job's SMP on node {self._node} has ended meanwhile")
-                self._segments[rank] = found  # before the token is checked: the next incarnation finds it
-                self._check_token(request)  # once more: a fence may have passed meanwhile
-                found.token = self.token
-                found.owner = (pid, liveness.started(pid))
-                found.attached = True
-        self.persister.told(rank, path, protocol.field(request, "storage", dict) if request.get("storage") else None)
-        return {"path": str(path), "resident_bytes": found.resident_bytes}
+                self._segments[rank] = segment  # before the token is checked: the next incarnation finds it
+                self._require_current(request)  # once more: a fence may have passed meanwhile
+                segment.token = self.token
+                segment.owner = (request.pid, liveness.started(request.pid))
+                segment.attached = True
+        self.persister.attached(rank, path, request.storage)
+        return {"path": str(path), "resident_bytes": segment.resident_bytes}
 
     def _damaged(self, rank: int, path: Path) -> bool:
         """Whether the segment that this rank has is damaged: then it is lost, and another one takes its place."""
-        found = self._segments.get(rank)
+        segment = self._segments.get(rank)
         try:
-            if found is not None:
-                found.check()
+            if segment is not None:
+                segment.check()
             elif path.exists():
                 Segment(path)
         except SegmentError as error:
-            if found is None and not isinstance(error, CorruptHeaderError):
+            if segment is None and not isinstance(error, CorruptHeaderError):
                 return False  # a foreign file: refused
             self._events.emit("segment.corrupt", about=rank, path=str(path), reason=str(error))
-            if found is not None:
+            if segment is not None:
                 self._segments.pop(rank).close()
             return True
         return False
 
-    def _reusable(
-        self, rank: int, path: Path, shape: Shape, fingerprint: dict[str, Any], fresh: bool
-    ) -> Segment | None:
-        """The segment that this rank has already, None when one is to be made. Raises ResumeError, SegmentError."""
-        found = self._segments.get(rank)
-        if found is None and path.exists() and not fresh:
+    def _reusable(self, path: Path, request: requests.Attach) -> Segment | None:
+        """The segment that this rank has already, None if one is to be created. Raises ResumeError, SegmentError."""
+        rank = request.rank
+        segment = self._segments.get(rank)
+        if segment is None and path.exists() and not request.fresh:
             raise SegmentError(
-                f"rank {rank}: {path} is there but is no segment of this version; "
+                f"rank {rank}: {path} is there but is not a segment of this version; "
                 "'ft-plugins end' or --ftp-resume fresh removes it"
             )
-        if found is None:
+        if segment is None:
             return None
         try:
-            require_same_job(rank, found, shape, fingerprint)
+            _require_same_job(segment, request)
         except (ResumeError, SegmentError):
-            if not fresh:
+            if not request.fresh:
                 raise
             self._segments.pop(rank).close()
             return None
-        return found
+        return segment
 
-    def _restore(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _restore(self, request: requests.Restore) -> dict[str, Any]:
         """Open a lineage for one rank's segment: what is newer than its base is void."""
-        rank = self._check_token(request)
-        lineage = protocol.number(request, "lineage")
-        base = read_maybe(request.get("base"))
-        found = self._segments.get(rank)
-        if found is None:
-            raise ProtocolError(f"rank {rank}: restore before attach")
-        found.open_lineage(lineage, base, void(found.slots(), base))
+        self._require_current(request)
+        segment = self._segments.get(request.rank)
+        if segment is None:
+            raise ProtocolError(f"rank {request.rank}: restore before attach")
+        segment.open_lineage(request.lineage, request.base, void(segment.slots(), request.base))
         return {}
 
-    def _shutdown(self, request: dict[str, Any]) -> dict[str, Any]:
-        """This rank has ended in order."""
-        rank = self._check_token(request)
-        self._tier.suspend()  # training is over: nobody is missed any more
-        if rank in self._segments:
-            self._segments[rank].owner = (0, 0)
+    def _shutdown(self, request: requests.Shutdown) -> dict[str, Any]:
+        self._require_current(request)
+        self._tier.suspend()  # training is over: no rank is missed any more
+        if request.rank in self._segments:
+            self._segments[request.rank].owner = (0, 0)
         return {}
 
     # ---- other nodes ----
 
-    def _endpoint(self, request: dict[str, Any]) -> dict[str, Any]:
-        host, port = self._tier.endpoint(
-            requests.field(requests.ADDRESS, request, "address"), protocol.field(request, "secret_file", str),
-            protocol.field(request, "encrypt", bool),
-        )  # fmt: skip
+    def _endpoint(self, request: requests.Listen) -> dict[str, Any]:
+        host, port = self._tier.endpoint(request.address, request.secret_file, request.encrypt)
         return {"host": host, "port": port}
 
-    def _inventory(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _inventory(self, request: requests.WithoutFields) -> dict[str, Any]:
         return self._tier.inventory()
 
-    def _rebuild(self, request: dict[str, Any]) -> dict[str, Any]:
-        rank = self._check_token(request)
-        told = Protection.read(protocol.field(request, "protection", dict))
-        into = None
-        if protocol.field(request, "former", bool):
-            if rank >= len(told.shapes):
-                raise ProtocolError(f"rank {rank} was not in the former job of {len(told.shapes)} ranks")
-            fingerprint = plain(rank, protocol.field(request, "fingerprint", dict))
-            into = self._previous.create(len(told.shapes), rank, told.shapes[rank], fingerprint)
-        self._tier.rebuild(rank, self.token, told, request, into)
+    def _rebuild(self, request: requests.RebuildSlot) -> dict[str, Any]:
+        self._require_current(request)
+        shapes, into = request.protection.shapes, None
+        if request.previous:
+            if request.rank >= len(shapes):
+                raise ProtocolError(f"rank {request.rank} was not in the previous job of {len(shapes)} ranks")
+            into = self._previous.create(len(shapes), request.rank, shapes[request.rank], request.fingerprint)
+        self._tier.rebuild(request, into)
         return {}
 
-    # ---- the job at another size ----
-
-    def _resize(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The job has so many ranks now: segments of other sizes are moved out of the way."""
-        self._check_token(request)
-        return {"former": self._transition.resize(protocol.number(request, "world_size", _RANKS))}
-
-    def _former(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The state of previous sizes on this node, and the parity that belongs to it."""
-        return self._transition.report()
-
-    def _spare(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What another node has of other sizes, which has no part in the job."""
-        self._check_token(request)
-        seconds, where = requests.seconds(request, "seconds"), requests.field(requests.ENDPOINT, request, "where")
-        world_size, node = protocol.number(request, "world_size", _RANKS), protocol.field(request, "node", str)
-        return {"told": self._spare_client.ask(node, where, world_size, seconds)}
-
-    def _settle(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Keep only that version of that previous size; nothing, if none is named."""
-        self._check_token(request)
-        spares = requests.field(requests.ENDPOINTS, request, "spares")
-        taken = None
-        if request.get("version") is not None:
-            taken = protocol.number(request, "world_size", _RANKS), read_version(request["version"])
-        self._spare_client.release_later(spares)
-        self._transition.keep_only(taken)
-        return {}
-
-    def _protect(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._check_token(request)
-        told = Protection.read(protocol.field(request, "protection", dict))
+    def _protect(self, request: requests.Protect) -> dict[str, Any]:
+        self._require_current(request)
         with self._lock:
-            moved = set(self._segments) - {r for r, node in enumerate(told.nodes) if node == self._node}
+            here = {rank for rank, node in enumerate(request.protection.nodes) if node == self._node}
+            moved = set(self._segments) - here
             for rank in moved:
                 self._segments.pop(rank).close()  # it is on another node now, and was restored there
                 path_of(self._job, self._node, rank).unlink(missing_ok=True)
             self.persister.let_go(sorted(moved))  # else its mapping keeps the memory
-        return self._tier.protect(told, self.token)
+        return self._tier.protect(request.protection, self.token)
 
-    def _checkpoint(self, request: dict[str, Any]) -> dict[str, Any]:
-        reason, seconds = protocol.field(request, "reason", str), requests.seconds(request, "seconds")
-        keep = protocol.field(request, "keep", bool) if "keep" in request else False
-        return self.to_storage(reason, seconds, protocol.field(request, "only_due", bool), keep)
+    # ---- the job at another size ----
+
+    def _resize(self, request: requests.Resize) -> dict[str, Any]:
+        self._require_current(request)
+        return {"previous": self._transition.resize(request.world_size)}
+
+    def _previous_sizes(self, request: requests.WithoutFields) -> dict[str, Any]:
+        return self._transition.report()
+
+    def _spare(self, request: requests.AskSpare) -> dict[str, Any]:
+        self._require_current(request)
+        return {"told": self._spare_client.ask(request.node, request.where, request.world_size, request.seconds)}
+
+    def _settle(self, request: requests.Settle) -> dict[str, Any]:
+        self._require_current(request)
+        self._spare_client.release_later(request.spares)
+        self._transition.keep_only((request.world_size, request.version) if request.version is not None else None)
+        return {}
+
+    # ---- storage ----
+
+    def _checkpoint(self, request: requests.WriteCheckpoint) -> dict[str, Any]:
+        return self.to_storage(request.reason, request.seconds, request.only_due, request.keep)
 
     def to_storage(
         self, reason: str, seconds: float = 0.0, only_due: bool = False, keep: bool = False
@@ -384,22 +324,22 @@ class SnapshotProcess:
         if only_due or reason == REQUEST:
             return self.persister.request(reason, seconds, only_due, keep)
         deadline = time.monotonic() + seconds
-        found = self.persister.request(reason, seconds)
-        nothing = found["state"] == "nothing"  # of this size: the state of a previous one is the newest
+        outcome = self.persister.request(reason, seconds)
+        nothing = outcome["state"] == "nothing"  # of this size: the state of a previous one is the newest
         previous = self._previous_storage.request(reason, max(0.0, deadline - time.monotonic()) if nothing else 0.0)
-        return previous if nothing else found
+        return previous if nothing else outcome
 
     @property
     def storing(self) -> bool:
-        """Whether something is on its way to storage."""
+        """Whether something is being written to storage."""
         return self.persister.busy or self._previous_storage.busy
 
-    def _end(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _end(self, request: requests.WithoutFields) -> dict[str, Any]:
         self.finish("in order")
         return {}
 
     def look_at_trainers(self) -> None:
-        """A trainer that has been stopped for too long is lost: its peers wait for it in a collective."""
+        """Declare trainers lost that have been stopped for too long: their peers wait for them in a collective."""
         self._transition.drop_if_safe()
         now = time.monotonic()
         stopped = {}
@@ -414,7 +354,7 @@ class SnapshotProcess:
             self._tier.declare(self.token, [f"rank {rank}" for rank in sorted(lost)])
 
     def touch(self) -> None:
-        """Now and then, leave the time at the lock file: a sweep asks how long nobody has been here."""
+        """Record the time at the lock file now and then: a sweep asks how long no process has been here."""
         if time.monotonic() - self._touched < _TOUCH_SECONDS:
             return
         self._touched = time.monotonic()
@@ -423,12 +363,12 @@ class SnapshotProcess:
             os.utime(lock)
 
     def finish_alone(self, reason: str) -> None:
-        """`finish`, when no request is being carried out."""
+        """`finish`, while no request is being carried out."""
         with self._lock:
             self.finish(reason)
 
     def finish(self, reason: str) -> None:
-        """Remove the segments; the daemon ends, whatever is in the way."""
+        """Remove the segments; the daemon ends even if that fails."""
         try:
             self._tier.close()
             self._spare_client.forget()
@@ -444,9 +384,37 @@ class SnapshotProcess:
             self.ended.set()
 
 
-def _in_words(name: str, request: dict[str, Any], error: OSError) -> FtError:
-    """What the system would not let us do: for good where a segment's file is in question, else perhaps not again."""
+def _require_same_job(segment: Segment, request: requests.Attach) -> None:
+    """Raises ResumeError if a segment holds the state of another job, or of this job in another layout."""
+    rank, shape, fingerprint, before = request.rank, request.shape, request.fingerprint, segment.fingerprint
+    if before != fingerprint:
+        differing = ", ".join(
+            f"{key}: {shown(before.get(key))} -> {shown(fingerprint.get(key))}"
+            for key in sorted(before.keys() | fingerprint.keys())
+            if before.get(key) != fingerprint.get(key)
+        )
+        remedy = (
+            "--ftp-resume fresh drops it, --ftp-resume storage loads from disk instead, another --ftp-job keeps both"
+        )
+        raise ResumeError(f"rank {rank}: the state in memory belongs to another job ({differing}); {remedy}")
+    own = segment.shape
+    same = replace(own, small_nbytes=0) == replace(shape, small_nbytes=0)
+    if same and 2 * own.small_nbytes < shape.small_nbytes:  # trainers ask for twice what they need
+        raise ResumeError(
+            f"rank {rank}: there is room for {own.small_nbytes} bytes of small state in memory, now "
+            f"{shape.small_nbytes // 2} are needed at least; --ftp-resume fresh drops it"
+        )
+    if not same:
+        raise ResumeError(
+            f"rank {rank}: the state in memory was laid out otherwise ({own.nbytes} bytes in {own.buckets} buckets, "
+            f"{own.slots} slots, now {shape.nbytes} in {shape.buckets}, {shape.slots} slots: nodes, bucket size or "
+            "model changed); --ftp-resume fresh drops it"
+        )
+
+
+def _in_words(name: str, message: dict[str, Any], error: OSError) -> FtError:
+    """What the system refused: a SegmentError if it is about a segment's file, which a retry does not help."""
     reason = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     if name == "attach":
-        return SegmentError(f"rank {request.get('rank')}: no segment can be made ({reason}); remove what is in its way")
+        return SegmentError(f"rank {message.get('rank')}: no segment can be made ({reason}); remove what is in its way")
     return ProtocolError(f"the SMP could not carry out '{name}' ({reason})")

@@ -1,13 +1,13 @@
-"""How often a version counts, as it was planned and as it is; and how much of the copies went in its bubbles.
+"""Measure how often a version is committed, against the plan, and how much of the copies went in bubbles.
 
-Planned is what the trainers say beside their gates (bubbles.gate): iterations within which the bubbles carry one
+Planned is what the trainers write next to their gates (bubbles.gate): the iterations within which the bubbles carry one
 version. As only every `interval`-th version is exchanged, a plan cannot be better than that.
 
-Invariant: facts only, of one incarnation; nothing here changes what is sent. A version is named before it exists, and
-not before the one before it counts, which takes a beat: so one iteration more than planned is usual, and what is told
-as an event (`rarer`) is more than twice as planned, several times in a row, or that nothing counts any more.
+Invariant: facts only, of one incarnation; nothing here changes what is sent. A version is announced before it exists,
+and not before the previous one is committed, which takes a heartbeat: so one iteration more than planned is usual.
+Reported (`rarer`) is more than twice the plan, several times in a row, or that nothing is committed any more.
 
-In: versions as they count, the pacers of this node's ranks. Out: fields for events and for `ft-plugins status`.
+In: versions as they are committed, the pacers of this node's ranks. Out: fields for events and `ft-plugins status`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any
 from ..bubbles.gate_pacer import GatePacer
 from ..snapshot.slots import Version
 
-_IN_A_ROW = 3  # distances by which it is judged
-_RARER = 2  # times as planned, and one iteration more
-_LATELY = 8  # versions of which is told how much of them went in bubbles: what was so days ago helps nobody
-_HELD = 16  # iterations besides, in which copies may be held for another profile, until it is said that none counts
+_IN_A_ROW = 3  # distances that it takes to judge
+_RARER = 2  # times the plan, and one iteration more
+_LATELY = 8  # recent versions of which the share in bubbles is reported
+_HELD = 16  # further iterations, in which copies may wait for another profile, before none is reported
 
 
 class Pace:
     """One node's, for one incarnation. Called under the tier's lock."""
 
     def __init__(self, interval: int, last: Version | None) -> None:
-        """`interval`: iterations between two versions that are exchanged, at least; `last` counts already."""
+        """`interval`: iterations between two versions that are exchanged, at least; `last` is committed already."""
         self.pacers: dict[int, GatePacer] = {}  # of this node's ranks, where copies go out in bubbles
         self._interval = interval
         self._last = last
-        self._base = last  # what came before all that is waited for
+        self._base = last  # the version before all that are awaited
         self._distances: deque[int] = deque(maxlen=_IN_A_ROW)
-        self._sums = deque([(0, 0)], maxlen=_LATELY + 1)  # bytes in bubbles, and all, when versions counted
-        self.waits = 0  # iterations that were captured since one counted
+        self._sums = deque([(0, 0)], maxlen=_LATELY + 1)  # bytes in bubbles, and all, when versions were committed
+        self.waits = 0  # iterations captured since the last commit
         self.rarer = False
 
-    def counted(self, version: Version) -> bool:
-        """`version` counts now. Whether `rarer` has changed by it."""
+    def committed(self, version: Version) -> bool:
+        """`version` is committed. Whether that changed `rarer`."""
         before, was = self._last, self.rarer
         self._last = self._base = version
         self.waits = 0
@@ -55,12 +55,12 @@ class Pace:
         return self.rarer != was
 
     def captured(self, newest: Version) -> bool:
-        """There is `newest` now, whether it counts or not. Whether `rarer` has changed by it."""
+        """`newest` was captured, committed or not. Whether that changed `rarer`."""
         planned = self._followed()
         if not newest.iteration:  # of its lineage nothing is captured yet; it may begin at any iteration
             return False
         if self._base is None or newest.lineage != self._base.lineage:
-            self._base = newest  # the first one of its lineage: none of it counts yet
+            self._base = newest  # the first one of its lineage: none of it is committed yet
         self.waits = newest.iteration - self._base.iteration
         if planned is None or self.rarer or self.waits <= _IN_A_ROW * (_RARER * planned + 1) + _HELD:
             return False
@@ -68,7 +68,7 @@ class Pace:
         return True
 
     def _followed(self) -> int | None:
-        """`planned`; where the plan is gone nothing is rarer any more: that it is gone, the trainers say."""
+        """`planned`; without a plan nothing is rarer: trainers report that the plan is gone."""
         planned = self.planned
         self.rarer = self.rarer and planned is not None
         return planned
@@ -108,7 +108,7 @@ class Pace:
         }
 
     def words(self) -> str:
-        """What people are told when `rarer` has changed."""
+        """The alarm when `rarer` has changed."""
         often = _often(self.iterations, self.waits)
         if not self.rarer:
             return f"{often}, planned {self.planned}"
@@ -130,7 +130,7 @@ class Pace:
 
 
 def in_words(tier: Mapping[str, Any]) -> str:
-    """What a status says of it, in a few words; '' where it says nothing."""
+    """A status in a few words; '' if it says nothing."""
     if not tier.get("iterations") and not tier.get("rarer"):
         return ""
     often = _often(tier["iterations"], tier["waits"] if tier["rarer"] else 0)
@@ -142,7 +142,7 @@ def in_words(tier: Mapping[str, Any]) -> str:
 
 
 def _often(iterations: int | None, waits: int) -> str:
-    """Between the last two that counted, or since, where that is more."""
+    """Between the last two commits, or since the last one, if that is more."""
     none = iterations is None or waits > iterations
     many = waits if none else iterations
     if not many:

@@ -1,10 +1,10 @@
-"""The SMP's thread for storage: has this node's ranks of the versions whose turn it is written, and completed.
+"""The SMP's thread for storage: writes this node's ranks of the versions that are due, and completes checkpoints.
 
-Invariant: training never waits for it, and no error of a storage ends anything but the one checkpoint: the next turn is
-tried anew. A version is pinned in every rank before its first byte is written. The thread has mappings of its own, so
-that requests go on meanwhile. Which version it is says `turns`, how it is written and becomes complete `checkpoints`.
+Invariant: training never waits for it, and a storage error ends no more than one checkpoint; the next one is tried
+again. A version is pinned in every rank before its first byte is written. The thread has mappings of its own, so
+requests go on meanwhile. `checkpoint_schedule` chooses the version, `checkpoints` writes and completes it.
 
-In: what trainers tell at attach (kept in the run directory for a successor), requests. Out: checkpoints;
+In: where trainers want checkpoints (recorded in the run directory for a successor), requests. Out: checkpoints;
 `persist.begin`, `persist.done`, `persist.failed` and `persist.pruned` events.
 """
 
@@ -20,16 +20,23 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from .. import files
-from ..errors import ProtocolError
 from ..events import Events
-from ..intake import Unfit, read_json, typed
+from ..intake import read_json
 from ..snapshot.checkpoint import Origin
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Pin, Version
 from .alarms import Alarms
-from .checkpoints import Checkpoints, Stopped, pin_all, words
-from .turns import FAR_SECONDS, NEAR_SECONDS, Call, Turns, View, counting, view
+from .checkpoint_schedule import (
+    FAR_SECONDS,
+    NEAR_SECONDS,
+    CheckpointCall,
+    CheckpointSchedule,
+    NodeView,
+    taking_part,
+    view,
+)
+from .checkpoints import Checkpoints, WriterStopped, pin_all, words
 
 PATIENCE_SECONDS = 300.0  # for other nodes' files; a network file system may show them a minute late
 _STOP_SECONDS = 5.0  # for the piece that is being written
@@ -50,7 +57,7 @@ class Persister:
         memory: str = "storage.json",
         alarms: Alarms | None = None,
     ) -> None:
-        """`memory` is the file of the run directory in which a successor finds what this one was told."""
+        """`memory` is the file of the run directory that a successor reads."""
         alarms = alarms or Alarms(run_dir)
         self._memory = run_dir / memory
         self._job = job
@@ -59,29 +66,28 @@ class Persister:
         self._storage: Storage | None = None
         self._segments: dict[int, Segment] = {}
         self._inodes: dict[int, int] = {}
-        self._calls: list[Call] = []
-        self._turns = Turns(node)
+        self._calls: list[CheckpointCall] = []
+        self._schedule = CheckpointSchedule(node)
         self._stopping = threading.Event()
         self._checkpoints = Checkpoints(run_dir, node, events, patience, self._stopping, alarms)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # ---- what it is told, on the threads of requests ----
+    # ---- on the threads of requests ----
 
     def adopt(self, paths: Mapping[int, Path]) -> None:
-        """Go on for an SMP that died: with what it was told, its pins let go."""
+        """Continue for an SMP that died: with its storage, its pins released."""
         self._checkpoints.adopted = len(paths)
         for rank, path in paths.items():
             segment = self._map(rank, path)
             for slot in segment.slots():
                 segment.unpin(slot.index, Pin.STORAGE)
-        with suppress(OSError, ValueError):  # else the next attach tells
+        with suppress(OSError, ValueError):  # else the next attach says where
             self._storage = read_json(self._memory, _STORAGE)
             self._start()
 
-    def told(self, rank: int, path: Path, fields: Mapping[str, Any] | None) -> None:
-        """A trainer has attached: `fields` are those of a `Storage`, None for no storage. Raises ProtocolError."""
-        storage = _storage(rank, fields)
+    def attached(self, rank: int, path: Path, storage: Storage | None) -> None:
+        """A trainer has attached; `storage` is where checkpoints go, None for nowhere."""
         with self._lock:
             self._map(rank, path)
             if storage != self._storage:
@@ -92,12 +98,12 @@ class Persister:
                 self._start()
 
     def write_for(self, storage: Storage, paths: Mapping[int, Path]) -> None:
-        """Segments of which nobody attaches, and where their checkpoints go."""
+        """Segments to which no trainer attaches, and where their checkpoints go."""
         with self._lock:
             for rank, path in paths.items():
                 segment = self._map(rank, path)
                 for slot in segment.slots():
-                    segment.unpin(slot.index, Pin.STORAGE)  # of one that was left off
+                    segment.unpin(slot.index, Pin.STORAGE)  # of one that was abandoned
             self._storage = storage
             self._start()
 
@@ -107,7 +113,7 @@ class Persister:
         return self._storage
 
     def let_go(self, ranks: Sequence[int]) -> None:
-        """These ranks' segments are of another size of the job now."""
+        """Release the segments of these ranks: they belong to another size of the job now."""
         with self._lock:
             for item in list(self._checkpoints.unfinished):
                 item.let_go(ranks)
@@ -116,14 +122,14 @@ class Persister:
                 self._inodes.pop(rank, None)
 
     def request(self, reason: str, seconds: float, only_due: bool = False, keep: bool = False) -> dict[str, Any]:
-        """Have the newest version written, and wait for that up to `seconds`. `keep`: retention does not remove it.
+        """Have the newest version written, and wait for it up to `seconds`. `keep`: retention never removes it.
 
         `state` of what is returned: 'done' (with lineage, iteration, path), 'failed' (with reason), 'writing' when the
         time is over, 'nothing' when there is no version, 'off' when the job has no folder for checkpoints.
         """
         if self._storage is None:
             return {"state": "off"}
-        call = Call(reason, only_due, seconds / 2, keep)  # the other half is for writing
+        call = CheckpointCall(reason, only_due, seconds / 2, keep)  # the other half is for writing
         with self._lock:
             self._calls.append(call)
         self._wake.set()
@@ -132,12 +138,12 @@ class Persister:
 
     @property
     def busy(self) -> bool:
-        """Whether something is being written, completed or was called for."""
+        """Whether something is being written or completed, or a call waits."""
         on_its_way = self._checkpoints
         return bool(self._calls or on_its_way.writing or on_its_way.unfinished)  # in the order of a call's passing
 
     def status(self) -> dict[str, Any]:
-        """For people: where, the newest complete checkpoint that is known of, what failed since."""
+        """For people: where, the newest complete checkpoint that is known, what failed since."""
         if self._storage is None:
             return {}
         done, writing = self._checkpoints.done, self._checkpoints.writing
@@ -150,7 +156,7 @@ class Persister:
         }
 
     def stop(self) -> None:
-        """No more; what is being written is left off at its next piece."""
+        """End; what is being written is abandoned at its next piece."""
         self._stopping.set()
         self._wake.set()
         if self._thread is not None:
@@ -182,9 +188,9 @@ class Persister:
         while not self._stopping.is_set():
             try:
                 pause = self._step()
-            except Stopped:
+            except WriterStopped:
                 return
-            except Exception as error:  # the boundary: whatever it is, the next turn is tried anew
+            except Exception as error:  # the boundary: whatever it is, the next checkpoint is tried
                 reason = words(error)
                 if reason != self._checkpoints.failed:
                     self._events.emit("persist.failed", reason=reason)
@@ -197,22 +203,22 @@ class Persister:
     def _step(self) -> float:
         """One look; returns the seconds until the next one."""
         storage = self._storage
-        segments = counting(dict(self._segments), storage.world_size) if storage else {}
+        segments = taking_part(dict(self._segments), storage.world_size) if storage else {}
         if storage is None or not segments:
             self._answer_all("nothing")
             return FAR_SECONDS
         base = Path(storage.folder) / self._job
-        asked = list(self._calls)  # before the look: what comes later asks for what is not seen by this one
+        asked = list(self._calls)  # before the look: a later call asks for what this look does not see
         for item in list(self._checkpoints.unfinished):
             self._checkpoints.complete(storage, base, item)
-        if not (self._turns.come(storage, segments, self._checkpoints.last) or asked):
-            return self._turns.pause
+        if not (self._schedule.may_be_due(storage, segments, self._checkpoints.last) or asked):
+            return self._schedule.pause
         seen = view(segments, storage.world_size)
         origin = Origin(self._job, storage.world_size, next(iter(segments.values())).fingerprint)
         self._checkpoints.look(base, origin, seen)
-        calls: list[Call] = []
+        calls: list[CheckpointCall] = []
         ending = any(call.only_due for call in asked)
-        version = self._turns.due(storage, base, seen, self._checkpoints.last, ending)
+        version = self._schedule.due(storage, base, seen, self._checkpoints.last, ending)
         if version is None:
             version, calls = self._called(asked, storage, base, seen)
         if version is not None:
@@ -220,23 +226,23 @@ class Persister:
             pinned = pin_all(seen, version)
             if len(pinned) < len(seen.segments) and seen.alone:
                 return NEAR_SECONDS  # overwritten since the look, so a newer one is there by now
-            self._checkpoints.begin(version)  # before the calls are taken: `busy` is told without a gap
+            self._checkpoints.begin(version)  # before the calls are taken, so that `busy` has no gap
             for call in calls:
                 self._take(call)
             self._checkpoints.write(base, origin, seen, version, calls, pinned, watched=bool(storage.audits))
             return 0.0
-        return 4 * NEAR_SECONDS if self._calls else self._turns.pause
+        return 4 * NEAR_SECONDS if self._calls else self._schedule.pause
 
     def _called(
-        self, asked: Sequence[Call], storage: Storage, base: Path, seen: View
-    ) -> tuple[Version | None, list[Call]]:
-        """The version that was called for and is to be written now, and by whom; answers those who have it already."""
+        self, asked: Sequence[CheckpointCall], storage: Storage, base: Path, seen: NodeView
+    ) -> tuple[Version | None, list[CheckpointCall]]:
+        """The version to be written for calls, and which calls; answers calls whose version is written already."""
         version: Version | None = None
-        takers: list[Call] = []
+        takers: list[CheckpointCall] = []
         pending, done = {item.version: item for item in self._checkpoints.unfinished}, self._checkpoints.done
         for call in asked:
             known = [*pending, *([done[0]] if done else [])]
-            found = self._turns.called(call, storage, base, seen, known)
+            found = self._schedule.called(call, storage, base, seen, known)
             if found is None:
                 if call.only_due or not seen.held:
                     self._take(call)
@@ -252,7 +258,7 @@ class Persister:
                 takers.append(call)
         return version, takers
 
-    def _take(self, call: Call) -> None:
+    def _take(self, call: CheckpointCall) -> None:
         with self._lock:
             self._calls.remove(call)
 
@@ -261,13 +267,3 @@ class Persister:
             calls, self._calls = self._calls, []
         for call in calls:
             call.answer(state, **facts)
-
-
-def _storage(rank: int, fields: Mapping[str, Any] | None) -> Storage | None:
-    """What a trainer has told, checked. Raises ProtocolError."""
-    if fields is None:
-        return None
-    try:
-        return typed(_STORAGE, fields)
-    except Unfit as error:
-        raise ProtocolError(f"rank {rank}: attach with storage that cannot be used ({error})") from error

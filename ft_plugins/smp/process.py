@@ -1,9 +1,9 @@
 """The snapshot management process: a daemon that outlives training, serves its node's requests, ends in order.
 
-Invariant: one such process a job and node, by two locks that the kernel frees at its death: one in the run directory,
-one beside the segments, which another login's run directory cannot escape. It is no child of training, and ends when it
-is told to, or when nobody has come for its time after the ft-run that it watched was gone. What it does for its
-callers is `owner`'s.
+Invariant: one such process per job and node, by two locks that the kernel releases at its death: one in the run
+directory, one next to the segments, which holds across logins with other run directories. It is not a child of
+training. It ends on request, or when no ft-run has come for its time after the one that it watched was gone. `owner`
+carries out the requests.
 
 In: a command line; connections to a Unix socket. Out: replies; an end that leaves nothing behind.
 """
@@ -24,11 +24,10 @@ from .. import faults
 from ..errors import BusyError, FtError, ProtocolError
 from ..events import Events, file_sink
 from ..snapshot import paths
-from . import descriptors, liveness, protocol
+from . import connections, liveness, protocol
+from .connections import Connections, OpenConnection, RejectedConnections
 from .owner import SnapshotProcess
-from .places import Place, Places
-from .priority import step_back_session
-from .rejected import Rejected
+from .traffic import step_back_session
 
 WATCH_SECONDS = 0.2  # how late a change of the watched process may be noticed
 _LAST_WRITE_SECONDS = 600.0  # how long the end of an orphaned SMP is put off while it still writes to storage
@@ -42,8 +41,8 @@ _LOCAL = "local"  # the address of all connections of this node
 class _Server:
     """Accepts on the Unix socket; a thread per connection, requests serialised by the process's lock.
 
-    No connection is held for liveness: `watch` and `attach` name a process, and that is what is looked at. So any idle
-    connection may make room for a newer one: `client.Client` connects again at its next request.
+    No connection proves liveness: `watch` and `attach` name a process, which is watched. So any idle connection may
+    make room for a newer one: `client.Client` connects again at its next request.
     """
 
     def __init__(self, path: Path, process: SnapshotProcess, events: Events) -> None:
@@ -58,8 +57,8 @@ class _Server:
         self._path = path
         self._process = process
         self._events = events
-        self._rejected = Rejected(events)
-        self._places = Places(descriptors.places(_CONNECTIONS))
+        self._rejected = RejectedConnections(events)
+        self._connections = Connections(connections.places(_CONNECTIONS))
         threading.Thread(target=self._accept, name="smp-accept", daemon=True).start()
 
     def _accept(self) -> None:
@@ -76,36 +75,36 @@ class _Server:
                 connection.close()
                 self._rejected.count(_LOCAL, str(error))
                 continue
-            place = self._places.take(connection, _LOCAL, None)
-            assert place is not None, "it waits until there is one"
+            admitted = self._connections.take(connection, _LOCAL, None)
+            assert admitted is not None, "it waits until there is one"
             try:
-                threading.Thread(target=self._serve, args=(place,), name="smp-serve", daemon=True).start()
+                threading.Thread(target=self._serve, args=(admitted,), name="smp-serve", daemon=True).start()
             except RuntimeError as error:
-                self._places.leave(place)
+                self._connections.leave(admitted)
                 connection.close()
                 self._rejected.count(_LOCAL, f"no thread for its connection ({error})")
                 self._process.ended.wait(_ACCEPT_PAUSE_SECONDS)
 
-    def _serve(self, place: Place) -> None:
-        """Until the other side hangs up, does not fit, or makes room for another."""
-        with place.connection as connection:
+    def _serve(self, admitted: OpenConnection) -> None:
+        """Until the peer hangs up, sends what is malformed, or makes room for another."""
+        with admitted.connection as connection:
             try:
                 idle = select.poll()
                 idle.register(connection, select.POLLIN)
-                while idle.poll() and self._places.begin(place):
+                while idle.poll() and self._connections.begin(admitted):
                     if (request := protocol.receive(connection, time.monotonic() + _FRAME_SECONDS)) is None:
                         break
                     reply = self._answer(request)
                     connection.settimeout(_FRAME_SECONDS)
                     protocol.send(connection, reply)
-                    self._places.rest(place)
+                    self._connections.rest(admitted)
             except (FtError, OSError) as error:  # a malformed frame or a dead peer: its connection ends, nothing else
                 self._rejected.count(_LOCAL, str(error))
             finally:
-                self._places.leave(place)
+                self._connections.leave(admitted)
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply; a refusal also for what fails otherwise than foreseen, whatever the request held."""
+        """The reply; an unforeseen failure is a refusal too."""
         try:
             return self._process.answer(request)
         except Exception as error:
@@ -121,7 +120,7 @@ class _Server:
 def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int, watch: int = 0) -> None:
     """Run until ended in order or orphaned for `orphan_seconds`, process `watch` (0: none) being gone. Writes a byte to
     `ready` once it listens."""
-    descriptors.raise_limit()
+    connections.raise_limit()
     events = Events(node)
     events.subscribe(file_sink(run_dir / "events.jsonl"))
     process = SnapshotProcess(run_dir, job, node, events)
@@ -136,7 +135,7 @@ def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int,
 
 
 def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float) -> None:
-    """Wait for the end in order; while the watched ft-run is gone, no longer than it wanted (else `orphan_seconds`)."""
+    """Wait for the orderly end; once the watched ft-run is gone, no longer than it wanted (else `orphan_seconds`)."""
     orphaned_at = time.monotonic()
     was_alive = bool(process.watched[1])  # it may be gone before the first look
     last_called = False
@@ -165,7 +164,7 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
 
 
 def _wait_exit(pid: int, process: SnapshotProcess) -> None:
-    """Until `pid` is gone, another is watched, or the end."""
+    """Wait until `pid` is gone, another one is watched, or the SMP ends."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -204,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         lock = liveness.acquire(options.run_dir / "smp.lock")
         if lock is None:
-            os._exit(0)  # another SMP was quicker; whoever asked will find that one
+            os._exit(0)  # another SMP was quicker; the caller will find that one
         _detach(options.run_dir)
         owned = _own_memory(options.job, options.node)
     except BusyError as error:
@@ -225,10 +224,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _own_memory(job: str, node: str) -> int | None:
-    """Lock what lies in shared memory for the life of this process; None when the SMP of another run directory has.
+    """Lock this job's shared memory for the life of this process; None if the SMP of another run directory has.
 
     Run directories differ between logins, cron and batch systems, /dev/shm does not: two SMPs with one job would take
-    each other's segments over, and end each other's trainers.
+    each other's segments over, and kill each other's trainers.
     """
     deadline = time.monotonic() + _PREDECESSOR_SECONDS
     while (descriptor := liveness.acquire(paths.lock_of(job, node))) is None and time.monotonic() < deadline:
@@ -237,7 +236,7 @@ def _own_memory(job: str, node: str) -> int | None:
 
 
 def _detach(run_dir: Path) -> None:
-    """Standard input from nowhere, output to the run directory's log."""
+    """Standard input from /dev/null, output to the run directory's log."""
     log = os.open(run_dir / "smp.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a trainer tells the SMP of its node about the job to be protected: facts, from which the exchange plan follows.
+"""The facts about the job to be protected, as a trainer sends them to the SMP of its node; the exchange plan follows.
 
 Invariant: plain values, bounded and checked; written to the run directory as they came, so that another SMP goes on.
 
@@ -13,21 +13,34 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import xxhash
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field
 
 from ..errors import ProtocolError
-from ..intake import Address, Count, Port, Seconds, Text, Unfit, typed
+from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, typed
 from ..redundancy.neighbour import plan_both, plan_neighbours
 from ..redundancy.plan import ExchangePlan, plan_exchange
 from ..redundancy.sections import Extent
 from ..snapshot.shape import Shape
-from ..snapshot.slots import Version
-from .peers import read_maybe
-from .pins import Epoch
+from .agreement import ExchangeEpoch
+from .protocol import MaybeVersion
 
-Maybe = Annotated[Version | None, BeforeValidator(read_maybe)]
 Ranks = Annotated[tuple[Count, ...], Field(min_length=1)]
-Switch = Annotated[bool, Field(strict=True)]
+
+
+def _by_position(kind: type[Any]) -> BeforeValidator:
+    """Reads a dataclass from the list of its values, as `block` writes it."""
+    names = [each.name for each in fields(kind)]
+
+    def named(values: Any) -> Any:
+        if not isinstance(values, (list, tuple)) or len(values) != len(names):
+            raise Unfit(f"expected {', '.join(names)}")
+        return dict(zip(names, values, strict=True))
+
+    return BeforeValidator(named)
+
+
+PackedShape = Annotated[Shape, _by_position(Shape)]
+PackedExtent = Annotated[Extent, _by_position(Extent)]
 
 
 @dataclass(frozen=True)
@@ -35,22 +48,22 @@ class Protection:
     """One incarnation of the job: who stands where, what each rank captures, what the last recovery restored."""
 
     lineage: Count
-    base: Maybe  # restored, or None after a start from the beginning
+    base: MaybeVersion  # restored, or None after a start from the beginning
     nodes: tuple[Text, ...]  # of each rank
     groups: tuple[Ranks, ...]  # sharding groups
-    shapes: tuple[Shape, ...]  # of each rank's segment
+    shapes: tuple[PackedShape, ...]  # of each rank's segment
     losses: Annotated[int, Field(strict=True, ge=0, le=2)]
     position: Count  # of this node
     endpoints: tuple[tuple[Address, Port], ...]  # by position
     interval: Annotated[Count, Field(ge=1)]  # iterations between two versions that are exchanged
     exchange_mbps: Seconds  # megabits per second that this node sends at most; 0: no limit
     detect_seconds: Seconds
-    replicated: tuple[tuple[Extent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
+    replicated: tuple[tuple[PackedExtent, ...], ...] = ()  # of each replica set whose ranks compute parity themselves
     stages: tuple[Ranks, ...] = ()  # pipelines, where each rank's copy is on that of a neighbouring stage
-    both: Switch = False  # parity as well, where there are copies
-    measure: Switch = False  # what the links carry by which copies go is wanted
-    audited: Switch = False  # a version counts only when its replicas were compared and agree
-    counted: Maybe = None  # the newest that counts on any node: kept on all of them until a newer one does
+    both: Flag = False  # parity as well, where there are copies
+    measure: Flag = False  # measure what the links carry that copies use
+    audited: Flag = False  # a version is committed only if its replicas were compared and agree
+    counted: MaybeVersion = None  # the newest version committed on any node: pinned on all until a newer one is
 
     def plan(self) -> ExchangePlan:
         """Who sends what to whom. Raises TopologyError."""
@@ -61,14 +74,14 @@ class Protection:
             return plan_neighbours(self.nodes, self.stages, sizes).exchange()
         return plan_exchange(self.nodes, self.groups, sizes, self.losses, self.replicated)
 
-    def epoch(self) -> Epoch:
-        """What the agreement of the SMPs is about."""
-        return Epoch(self.lineage, self.base, len(self.endpoints), self.interval)
+    def epoch(self) -> ExchangeEpoch:
+        """What the SMPs of this incarnation agree on."""
+        return ExchangeEpoch(self.lineage, self.base, len(self.endpoints), self.interval)
 
     @cached_property
     def digest(self) -> int:
-        """Equal for two incarnations exactly when parity of the one can be decoded by the plan of the other: the names
-        of nodes may differ."""
+        """Equal for two incarnations exactly if parity of one can be decoded by the plan of the other; node names may
+        differ."""
         plan = self.plan()
         shapes = [(shape.nbytes, shape.buckets, shape.layout) for shape in self.shapes]
         facts: tuple[object, ...] = (plan.ranks, self.groups, shapes, self.losses, self.replicated, self.stages)
@@ -88,17 +101,14 @@ class Protection:
     def read(cls, block: Mapping[str, Any]) -> Protection:
         """From plain values. Raises ProtocolError for anything else."""
         try:
-            values = dict(block)
-            values["shapes"] = [dict(zip(_SHAPE, shape, strict=True)) for shape in values["shapes"]]
-            values["replicated"] = [[dict(zip(_EXTENT, e, strict=True)) for e in s] for s in values["replicated"]]
-            found = typed(_ADAPTER, values)
-            found._require_coherent()
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"what protects the job cannot be read: {error}") from error
-        return found
+            protection = typed(cls, block)
+            protection._require_coherent()
+        except Unfit as error:
+            raise ProtocolError(f"the description of the job to be protected cannot be used: {error}") from error
+        return protection
 
     def _require_coherent(self) -> None:
-        """Raises Unfit where ranks or nodes are named that the job does not have."""
+        """Raises Unfit if ranks or nodes are named that the job does not have."""
         count = len(self.nodes)
         named = {rank for ranks in (*self.groups, *self.stages) for rank in ranks}
         if not count or len(self.shapes) != count or not named <= set(range(count)):
@@ -111,7 +121,3 @@ class Protection:
         for extent in (extent for stream in self.replicated for extent in stream):
             if extent.rank >= count or extent.offset + extent.nbytes > self.shapes[extent.rank].data_nbytes:
                 raise Unfit(f"{extent} is in no slot")
-
-
-_ADAPTER = TypeAdapter(Protection)
-_SHAPE, _EXTENT = (tuple(field.name for field in fields(kind)) for kind in (Shape, Extent))

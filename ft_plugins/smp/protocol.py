@@ -1,7 +1,8 @@
 """Messages between trainers, launcher, command line and the SMP of their node.
 
 Invariant: bounded frames of msgpack over a Unix socket that only its owner can open (0600, in a 0700 directory, the
-peer's uid checked by the kernel's word). No pickle; a malformed frame is answered by a close and an event.
+peer's uid checked with the kernel). No pickle; a malformed frame is answered by a close and an event. What the frames
+mean is read by `requests`.
 
     frame   = length (4 bytes, big endian, at most FRAME_LIMIT) | msgpack map: text keys, at most DEPTH deep
     request = {"do": name, ...}      reply = {"ok": true, ...} or {"ok": false, "error": class name, "message": text}
@@ -15,35 +16,34 @@ import struct
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
+from pydantic import BeforeValidator
 
 from .. import errors
 from ..errors import FtError, ProtocolError, printable
+from ..intake import Unfit, shown
+from ..snapshot.slots import Version
 
 FRAME_LIMIT = 1 << 20  # bytes; a status of thousands of slots fits, nothing else comes near
 DEPTH = 32  # maps and lists within each other; fingerprints have the most, a few
-TEXT_LIMIT = 4000  # characters of a text from outside that is passed on
-_NAME_LIMIT = 60  # characters of a name from outside, in a message
-# of a frame before its sender has proved who it is: what a handshake needs, and no lists
+TEXT_LIMIT = 4000  # characters of a text from outside that is forwarded
+_NAME_LIMIT = 60  # characters of a name from outside
+# bounds on a frame before its sender has proved its identity: what a handshake needs, and no lists
 _HANDSHAKE = {"max_str_len": 1024, "max_bin_len": 64, "max_array_len": 0, "max_map_len": 8, "max_ext_len": 0}
-REQUESTS = frozenset({"status", "watch", "fence", "attach", "restore", "shutdown", "end"})
-NODE_REQUESTS = frozenset({"endpoint", "protect", "inventory", "rebuild"})  # about the other nodes
-SIZE_REQUESTS = frozenset({"resize", "former", "spare", "settle"})  # about the job at another size
-STORAGE_REQUESTS = frozenset({"checkpoint"})
-# in the run directory: what the SMP wants a person to see, by what it is about; the lowest rank of the node prints it
+# in the run directory: alarms by topic; the lowest rank of the node prints them
 ALARM = "alarm.json"
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Write one frame. Raises ProtocolError when it is too large, or holds what msgpack cannot."""
+    """Write one frame. Raises ProtocolError if it is too large, or holds what msgpack cannot."""
     payload = pack(message)
     connection.sendall(struct.pack(">I", len(payload)) + payload)
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """The content of a frame. Raises ProtocolError when it is too large, or holds what msgpack cannot."""
+    """The content of a frame. Raises ProtocolError if it is too large, or holds what msgpack cannot."""
     try:
         payload = msgpack.packb(message, use_bin_type=True)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # ValueError: also a surrogate
@@ -54,11 +54,11 @@ def pack(message: dict[str, Any]) -> bytes:
 
 
 def receive(connection: socket.socket, until: float | None = None, limit: int = FRAME_LIMIT) -> dict[str, Any] | None:
-    """Read one frame; None when the peer has closed between frames. Raises ProtocolError for anything else.
+    """Read one frame; None if the peer has closed between frames. Raises ProtocolError for anything else.
 
-    `until` is the moment (monotonic) by which all of it has to be here; TimeoutError where it is not. None: each wait
-    takes what the connection's own timeout allows. `limit` is in bytes; memory is taken for what has come, not for what
-    was announced.
+    `until` is the deadline (monotonic) for all of it; TimeoutError if it is missed. None: each wait takes what the
+    connection's own timeout allows. `limit` is in bytes; memory is allocated for what has arrived, not for what was
+    announced.
     """
     head = _read(connection, 4, until)
     if not head:
@@ -71,7 +71,7 @@ def receive(connection: socket.socket, until: float | None = None, limit: int = 
 
 
 def announced(head: bytes | bytearray, limit: int) -> int:
-    """The length that the first four bytes of a frame announce. Raises ProtocolError for one beyond `limit`."""
+    """The length in the first four bytes of a frame. Raises ProtocolError if it exceeds `limit`."""
     length = int.from_bytes(head, "big")
     if length > limit:
         raise ProtocolError(f"a frame of {length} bytes was announced; the limit is {limit}")
@@ -79,8 +79,8 @@ def announced(head: bytes | bytearray, limit: int) -> int:
 
 
 def unpack(payload: bytes | bytearray | memoryview, proven: bool = True) -> dict[str, Any]:
-    """The message in a frame. Raises ProtocolError for what is no map, has a key that is no text, or is nested deeper
-    than DEPTH; where the sender is not `proven`, also for what no handshake needs."""
+    """The message in a frame. Raises ProtocolError if it is not a map, has a key other than text, or is nested deeper
+    than DEPTH; if the sender is not `proven`, also for what no handshake needs."""
     try:
         bounds = {"max_ext_len": 0} if proven else _HANDSHAKE
         message = msgpack.unpackb(payload, raw=False, strict_map_key=True, **bounds)
@@ -126,19 +126,19 @@ def refusal(error: FtError) -> dict[str, Any]:
 
 
 def raise_refusal(reply: dict[str, Any]) -> None:
-    """Raise the error that a reply carries; does nothing for an ok."""
+    """Raise the error in a reply; do nothing for an ok."""
     if reply.get("ok") is True:
         return
     kind = getattr(errors, str(reply.get("error")), None)
     if not (isinstance(kind, type) and issubclass(kind, FtError)):
         kind = ProtocolError
-    raise kind(legible(reply.get("message", "the SMP refused without saying why")))
+    raise kind(legible(reply.get("message", "the SMP refused without a reason")))
 
 
 def unexpected(error: Exception) -> ProtocolError:
-    """What a request ended with that is not this project's own error: its kind, and the place in the code.
+    """An error that is not this project's own as one: its kind, and the place in the code.
 
-    So that input from outside costs one line of an event, and the line is enough to find the cause.
+    So input from outside costs one line of an event, which is enough to find the cause.
     """
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f" ({Path(each.filename).name}:{each.lineno})" for each in last)
@@ -146,7 +146,7 @@ def unexpected(error: Exception) -> ProtocolError:
 
 
 def legible(text: object, limit: int = TEXT_LIMIT) -> str:
-    """`text` as a log can take it: at most `limit` characters of it, escape codes and the like written out."""
+    """`text` for a log: at most `limit` characters, escape codes written out."""
     whole = str(text)
     return printable(whole if len(whole) <= limit else f"{whole[:limit]}...")
 
@@ -158,22 +158,31 @@ def check_peer(connection: socket.socket) -> None:
         raise ProtocolError(f"rejected connection from uid {uid}; only uid {os.getuid()} is allowed")
 
 
-def field(message: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    """A field of a request. Raises ProtocolError when it is missing or of another type."""
+def number(message: dict[str, Any], name: str, limit: int = 1 << 63) -> int:
+    """An integer field of a frame from 0 to `limit` - 1. Raises ProtocolError for anything else."""
     value = message.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
-        expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
-        raise ProtocolError(f"{_asked(message)}: field '{name}' should be a {expected}, found {type(value).__name__}")
+    if type(value) is not int or not 0 <= value < limit:
+        asked = legible(message.get("do"), _NAME_LIMIT)
+        raise ProtocolError(f"{asked}: field '{name}' should be from 0 to {limit - 1}, found {shown(value)}")
     return value
 
 
-def number(message: dict[str, Any], name: str, limit: int = 1 << 63) -> int:
-    """A field that counts something. Raises ProtocolError when it is missing, no integer, negative or over `limit`."""
-    value = field(message, name, int)
-    if not 0 <= value < limit:
-        raise ProtocolError(f"{_asked(message)}: field '{name}' should be from 0 to {limit - 1}, found {value}")
-    return int(value)
+def packed(version: Version | None) -> list[int] | None:
+    """A version as plain values, for a message or a file."""
+    return [version.lineage, version.iteration] if version is not None else None
 
 
-def _asked(message: dict[str, Any]) -> str:
-    return legible(message.get("do"), _NAME_LIMIT)
+def _version(value: Any) -> Version:
+    if not (isinstance(value, list) and len(value) == 2 and all(type(p) is int and 0 <= p < 1 << 63 for p in value)):
+        raise Unfit("expected a lineage and an iteration")
+    return Version(*value)
+
+
+def maybe_version(value: Any) -> Version | None:
+    """From what `packed` makes. Raises Unfit."""
+    return None if value is None else _version(value)
+
+
+# fields of requests, replies and files that hold what `packed` makes
+PackedVersion = Annotated[Version, BeforeValidator(_version)]
+MaybeVersion = Annotated[Version | None, BeforeValidator(maybe_version)]

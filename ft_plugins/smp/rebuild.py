@@ -1,12 +1,12 @@
-"""Puts a rank's slot back together on this node: fetched from the node that still holds it, or decoded from parity.
+"""Rebuild a rank's slot on this node: fetched from the node that still holds it, or decoded from parity.
 
-Invariant: the slot is DIRTY until every bucket of it fits the digest table that was copied whole when the version was
-exchanged; then it is sealed, and restored like any other. Nothing is guessed: what does not fit is an error. The memory
-that this takes beside the slot is one frame for each of the few threads that read.
+Invariant: the slot is DIRTY until every bucket matches the digest table that was copied whole when the version was
+exchanged; then it is sealed, and restored like any other. A mismatch is an error. The memory needed in addition to the
+slot is one frame for each of the few threads that read.
 
-Each thread takes the next frame and asks all of its sources at once, and for the frame behind it before it waits for
-the first one. One source is received right into the slot, the others are added to it, each after its digest passed. A
-bucket is verified by whoever has filled it up, while it is still in the processor's cache.
+Each thread takes the next frame and sends requests to all of its sources, and those for the frame after it before it
+waits for the first one. One source is received directly into the slot, the others are added to it, each after its
+digest passed. The thread that fills a bucket verifies it, while it is still in the processor's cache.
 
 In: an exchange plan, which positions are lost, a reader per position. Out: a CLEAN slot, the bytes read.
 """
@@ -41,32 +41,32 @@ AHEAD = 2  # frames for which a thread has asked
 Bytes = npt.NDArray[np.uint8]
 
 
-class Line(Protocol):
-    """A way to one SMP, for one thread: answers come in the order in which was asked."""
+class ReadStream(Protocol):
+    """Reads from one SMP, for one thread: answers arrive in the order of the requests."""
 
     def ask_for(self, wanted: Data | Parity) -> None:
-        """Ask, and do not wait."""
+        """Send a request without waiting for its answer."""
         ...
 
     def take(self, into: Bytes) -> None:
-        """Wait for the next answer; its bytes are in `into`, which has their number, after their digest passed."""
+        """Wait for the next answer; its bytes are written to `into`, which has their length, and were verified."""
         ...
 
     def close(self) -> None:
-        """Hang up for good, from any thread: whoever waits for an answer gets an error."""
+        """Hang up for good, from any thread: a thread that waits for an answer gets an error."""
         ...
 
     def release(self) -> None:
-        """The thread that asked is done: give back what the line holds."""
+        """The thread that asked has finished: release what the stream holds."""
         ...
 
 
 class Reader(Protocol):
-    """What the SMP at a position of the plan hands out of a version: another node's over the wire, or our own."""
+    """What the SMP at a position of the plan hands out: another node's memory over the wire, or this one's."""
 
     over_wire: bool
 
-    def line(self) -> Line: ...
+    def stream(self) -> ReadStream: ...
     def copy(self, rank: int, version: Version) -> bytes: ...
     def slot(self, rank: int, version: Version) -> bytes: ...
 
@@ -99,7 +99,7 @@ def decode(
 
 
 def _copy_from_any(plan: ExchangePlan, rank: int, version: Version, readers: Mapping[int, Reader]) -> bytes:
-    """The rank's small state and digest table, from one of those that keep a copy."""
+    """The rank's small state and digest table, from a node that stores a copy."""
     problems = []
     for position in plan.copy_holders(rank):
         if position in readers:
@@ -121,7 +121,7 @@ def _write(
     frames: Iterator[Frame],
     readers: Mapping[int, Reader],
 ) -> int:
-    """Write what `frames` tell into a slot, verify it against the copied digests, and seal it."""
+    """Write `frames` into a slot, verify it against the copied digests, and seal it."""
     small, table = msgpack.unpackb(copy)
     digests = np.frombuffer(table, dtype=np.uint64).copy()
     if len(digests) != segment.shape.digests:
@@ -129,7 +129,7 @@ def _write(
             f"rank {segment.rank}: version {version} has {len(digests)} digests, this segment {segment.shape.digests}: "
             "the state was laid out otherwise"
         )
-    if not any(nbytes for _, nbytes in segment.ranges):  # of a former rank: no trainer has claimed it
+    if not any(nbytes for _, nbytes in segment.ranges):  # of the job at another size: no trainer has claimed it
         segment.ranges = manifest.read(manifest.split(small)[0]).ranges
     index = choose(segment.slots())
     segment.dirty(index, version, token)
@@ -140,7 +140,7 @@ def _write(
             done, _ = wait(running, return_when=FIRST_EXCEPTION)
         finally:
             filling.stop()
-    for thread in done:  # whoever failed by itself; the others because of it
+    for thread in done:  # the one that failed by itself; the others because of it
         thread.result()
     filling.verify_the_rest()
     segment.write_small(index, small)
@@ -151,7 +151,7 @@ def _write(
 
 
 class _Filling:
-    """A slot that is being filled by several threads: what is left to be asked for, written and verified."""
+    """A slot that several threads fill: what is left to be requested, written and verified."""
 
     def __init__(
         self,
@@ -173,36 +173,36 @@ class _Filling:
         self._readers = readers
         self._lock = threading.Lock()
         self._stopped = False
-        self._lines: list[Line] = []
+        self._streams: list[ReadStream] = []
         self._buckets = sorted((offset, nbytes, number) for number, (offset, nbytes) in enumerate(segment.ranges))
         self._starts = [offset for offset, _, _ in self._buckets]
         self._missing = [nbytes for _, nbytes, _ in self._buckets]  # bytes, by place in `_buckets`
         self._verified = [False] * len(self._buckets)
 
     def work(self) -> None:
-        """What each thread does until no frame is left. Raises what a line raises, CorruptSlotError."""
-        lines: dict[int, Line] = {}
+        """Run by each thread until no frame is left. Raises what a stream raises, CorruptSlotError."""
+        streams: dict[int, ReadStream] = {}
         try:
-            self._work(lines)
+            self._work(streams)
         finally:
-            for line in lines.values():
-                line.release()
+            for stream in streams.values():
+                stream.release()
 
-    def _work(self, lines: dict[int, Line]) -> None:
+    def _work(self, streams: dict[int, ReadStream]) -> None:
         scratch: Bytes = np.empty(PAYLOAD_LIMIT, dtype=np.uint8)
         asked: deque[Frame] = deque()
         while True:
             while len(asked) < AHEAD and (frame := self._next()) is not None:
                 for part in frame.parts:
-                    if part.position not in lines:
-                        lines[part.position] = self._line(part.position)
-                    lines[part.position].ask_for(part.wanted)
+                    if part.position not in streams:
+                        streams[part.position] = self._stream_to(part.position)
+                    streams[part.position].ask_for(part.wanted)
                 asked.append(frame)
             if not asked:
                 return
             frame = asked.popleft()
             faults.reach("rebuild.frame", rank=self._rank, at=frame.offset)
-            self._put_together(frame, lines, scratch)
+            self._put_together(frame, streams, scratch)
             for place in self._written(frame):
                 self._verify(place)
 
@@ -210,27 +210,27 @@ class _Filling:
         with self._lock:
             return None if self._stopped else next(self._frames, None)
 
-    def _line(self, position: int) -> Line:
-        line = self._readers[position].line()
+    def _stream_to(self, position: int) -> ReadStream:
+        stream = self._readers[position].stream()
         with self._lock:
-            self._lines.append(line)
-        return line
+            self._streams.append(stream)
+        return stream
 
-    def _put_together(self, frame: Frame, lines: Mapping[int, Line], scratch: Bytes) -> None:
-        """Receive the parts, in the order in which they were asked for, and add them up in the slot."""
+    def _put_together(self, frame: Frame, streams: Mapping[int, ReadStream], scratch: Bytes) -> None:
+        """Receive the parts, in the order of their requests, and add them up in the slot."""
         target = self._data[frame.offset : frame.offset + frame.nbytes]
         target[::PAGE].max()  # a page that is read first is mapped with its neighbours, for a quarter of the price
         if frame.has_base:
-            lines[frame.parts[0].position].take(target)
+            streams[frame.parts[0].position].take(target)
         else:
             target.fill(0)
         for part in frame.parts[frame.has_base :]:
             nbytes = part.wanted.nbytes
-            lines[part.position].take(scratch[:nbytes])
+            streams[part.position].take(scratch[:nbytes])
             _add(target[part.at : part.at + nbytes], scratch[:nbytes], part.factor)
 
     def _written(self, frame: Frame) -> list[int]:
-        """Count the frame; the buckets, by place, of which nothing is missing any more."""
+        """Count the frame; the buckets, by index, that are full now."""
         full = []
         with self._lock:
             self.wire_bytes += sum(p.wanted.nbytes for p in frame.parts if self._readers[p.position].over_wire)
@@ -253,14 +253,14 @@ class _Filling:
             return
         if xxhash.xxh3_64_intdigest(self._data[offset : offset + nbytes].data) != int(self._digests[number]):
             raise CorruptSlotError(
-                f"rank {self._rank}: bucket {number} of slot {self._index}, put together for version {self._version}, "
+                f"rank {self._rank}: bucket {number} of slot {self._index}, rebuilt for version {self._version}, "
                 "does not match its digest"
             )
         self._verified[place] = True
 
     def verify_the_rest(self) -> None:
         """Verify the buckets that no frame has filled up: those without bytes, and parity that is to be computed again
-        because nobody has it whole. Raises CorruptSlotError."""
+        because no node has it whole. Raises CorruptSlotError."""
         for place, done in enumerate(self._verified):
             offset, nbytes, number = self._buckets[place]
             if offset >= self._captured and 0 < self._missing[place] == nbytes:
@@ -269,12 +269,12 @@ class _Filling:
                 self._verify(place)
 
     def stop(self) -> None:
-        """Nothing more is read; threads that wait for an answer get an error."""
+        """Stop reading; threads that wait for an answer get an error."""
         with self._lock:
             self._stopped = True
-            lines = list(self._lines)
-        for line in lines:
-            line.close()
+            streams = list(self._streams)
+        for stream in streams:
+            stream.close()
 
 
 def _add(target: Bytes, part: Bytes, factor: int) -> None:

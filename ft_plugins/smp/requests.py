@@ -1,53 +1,259 @@
-"""Requests to an SMP as types: every field is there, of its kind and within its range, or a ProtocolError says which is
-not.
+"""Requests to an SMP as types, each read from its message in this one place.
 
-In: a message of `protocol`, a map of plain values. Out: frozen dataclasses, numbers of seconds.
+Invariant: what `local` and `peer` return is complete, every field of its type and within its range. Anything else is a
+ProtocolError that names the request and the field, before any of it is used.
+
+In: messages of `protocol`, maps of plain values. Out: frozen dataclasses; times in seconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 
 from ..errors import ProtocolError
-from ..intake import Address, Count, Port, Seconds, Unfit, typed
-from ..snapshot.slots import Version
-from .peers import read_version
+from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, parsed, require_shallow, shown
+from ..snapshot.retention import Storage
+from ..snapshot.shape import Shape
+from .agreement import NodeReport
+from .protection import Protection
+from .protocol import MaybeVersion, PackedVersion, maybe_version, packed
+from .wire import PAYLOAD_LIMIT
 
-Endpoint = tuple[Address, Port]
-Key = tuple[Count, Count, Count]  # section, stripe, which
+_SHAPE = {each.name for each in fields(Shape)}
+_REPORT = [each.name for each in fields(NodeReport)]
+
+
+def _exact(shape: Any) -> Any:
+    """A shape names all of its fields and no others."""
+    if not isinstance(shape, dict) or set(shape) != _SHAPE:
+        raise Unfit(f"expected {', '.join(sorted(_SHAPE))}")
+    return shape
+
+
+def _coherent(shape: Shape) -> Shape:
+    if shape.parity_nbytes > shape.nbytes:
+        raise Unfit(f"{shape.parity_nbytes} bytes of parity in {shape.nbytes}")
+    return shape
+
+
+def _plain(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """A fingerprint as a segment's header returns it. Raises ValueError for more than plain values."""
+    require_shallow(fingerprint)
+    try:
+        return dict(json.loads(json.dumps(fingerprint)))
+    except TypeError as error:
+        raise Unfit(str(error)) from error
+
+
+def _report(value: Any) -> NodeReport:
+    """From what `packed_report` makes."""
+    if not isinstance(value, list) or len(value) != len(_REPORT) or type(value[0]) is not int:
+        raise Unfit(f"expected {', '.join(_REPORT)}")
+    return NodeReport(value[0], *map(maybe_version, value[1:]))
+
+
+HostPort = tuple[Address, Port]
+Key = tuple[Count, Count, Count]  # of a parity block: section, stripe, 0 for P or 1 for Q
+Rank = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+Token = Annotated[int, Field(strict=True)]
 Exponent = Annotated[int, Field(strict=True, ge=0, lt=255)]
-OfVersion = Annotated[Version, BeforeValidator(read_version)]
+FrameBytes = Annotated[int, Field(strict=True, ge=0, le=PAYLOAD_LIMIT)]
+OneShape = Annotated[Shape, BeforeValidator(_exact), AfterValidator(_coherent)]
+Fingerprint = Annotated[dict[str, Any], AfterValidator(_plain)]
+OfJob = Annotated[Protection, BeforeValidator(Protection.read)]
+ENDPOINTS = TypeAdapter(tuple[HostPort, ...])
 
-T = TypeVar("T")
+
+# ---- of this node's trainers, ft-run and command line ----
 
 
 @dataclass(frozen=True)
-class Rebuild:
-    """What it takes to put a slot back together: the node that has it whole, or who holds what lay at each position."""
+class WithoutFields:
+    """`status`, `fence`, `end`, `inventory` and `previous_sizes`: what they ask for is in the name."""
 
-    version: OfVersion
+
+@dataclass(frozen=True)
+class WatchProcess:
+    """The SMP is not orphaned while `pid` lives. A trainer that is stopped for `detect_seconds` is lost."""
+
+    pid: Count
+    detect_seconds: Seconds
+    orphan_seconds: Seconds | None = None  # None: as before
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """A request of one rank of the incarnation with `token`."""
+
+    rank: Rank
+    token: Token
+
+
+@dataclass(frozen=True)
+class Attach(OfRank):
+    """Create or find this rank's segment. `fresh`: what belongs to another job is dropped."""
+
+    shape: OneShape
+    fingerprint: Fingerprint
+    pid: Count
+    fresh: Flag
+    world_size: Rank = 0
+    storage: Storage | None = None
+
+
+@dataclass(frozen=True)
+class Restore(OfRank):
+    """Open a lineage, growing from `base`, for this rank's segment."""
+
+    lineage: Count
+    base: MaybeVersion = None
+
+
+@dataclass(frozen=True)
+class Shutdown(OfRank):
+    """This rank has ended in order."""
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Listen for other nodes' SMPs."""
+
+    address: Address
+    secret_file: Text
+    encrypt: Flag
+
+
+@dataclass(frozen=True)
+class Protect(OfRank):
+    """Protect the job from now on."""
+
+    protection: OfJob
+
+
+@dataclass(frozen=True)
+class RebuildSlot(OfRank):
+    """Rebuild this rank's slot of `version`: from the node at `source`, or, if that is None, from parity.
+
+    `holders` are (position, address, port) of the nodes that can be read, `lost` the positions that cannot.
+    `previous`: the slot becomes one of the job at the size that `protection` describes, with that job's `fingerprint`.
+    """
+
+    version: PackedVersion
+    protection: OfJob
     holders: tuple[tuple[Count, Address, Port], ...]
     lost: tuple[Count, ...]
-    source: Endpoint | None = None
+    source: HostPort | None = None
+    previous: Flag = False
+    fingerprint: Fingerprint = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Begin:
-    """A sender asks what of its part is here: for which nodes of which sections, of which ranks."""
+class Resize(OfRank):
+    """The job has `world_size` ranks now."""
 
-    version: OfVersion
+    world_size: Rank
+
+
+@dataclass(frozen=True)
+class AskSpare(OfRank):
+    """Ask `node` at `where`, which has no part in the job, for its state of previous sizes of the job."""
+
+    world_size: Rank
+    node: Text
+    where: HostPort
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Settle(OfRank):
+    """Of state of previous sizes, keep only `version` of `world_size` ranks; nothing, if it is None. `spares` are
+    released when the job is safe without their state."""
+
+    world_size: Rank
+    spares: tuple[HostPort, ...]
+    version: MaybeVersion = None
+
+
+@dataclass(frozen=True)
+class WriteCheckpoint:
+    """Write the newest version to storage, or what was due anyway; `keep`: retention never removes it."""
+
+    reason: Text
+    seconds: Seconds
+    only_due: Flag
+    keep: Flag = False
+
+
+LOCAL: Mapping[str, type[Any]] = {
+    "status": WithoutFields, "watch": WatchProcess, "fence": WithoutFields, "attach": Attach, "restore": Restore,
+    "shutdown": Shutdown, "end": WithoutFields, "endpoint": Listen, "protect": Protect, "inventory": WithoutFields,
+    "rebuild": RebuildSlot, "resize": Resize, "previous_sizes": WithoutFields, "spare": AskSpare, "settle": Settle,
+    "checkpoint": WriteCheckpoint,
+}  # fmt: skip
+
+
+def local(message: Mapping[str, Any]) -> Any:
+    """A request of this node's own processes. Raises ProtocolError."""
+    return _read(message, "do", LOCAL, "request")
+
+
+# ---- of other nodes' SMPs ----
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Only how fast the payload arrived matters."""
+
+
+@dataclass(frozen=True)
+class SpareState:
+    """What does `node`, which has no part in the job of `world_size` ranks, hold of it at previous sizes?"""
+
+    node: Text
+    world_size: Count
+
+
+@dataclass(frozen=True)
+class ReleaseSpare:
+    """The job goes on in `lineage`: drop what is older."""
+
+    lineage: Count
+
+
+@dataclass(frozen=True)
+class OfEpoch:
+    """A request within the exchange of one lineage."""
+
+    epoch: Count
+
+
+@dataclass(frozen=True)
+class Heartbeat(OfEpoch):
+    """The node at `position` is alive, and this is its state."""
+
+    position: Count
+    report: Annotated[NodeReport, BeforeValidator(_report)]
+
+
+@dataclass(frozen=True)
+class BeginLane(OfEpoch):
+    """What of the sender's part is here already: for which (section, node of the section), of which ranks' copies?"""
+
+    version: PackedVersion
     nodes: tuple[tuple[Count, Count], ...]
     ranks: tuple[Count, ...]
 
 
 @dataclass(frozen=True)
-class Take:
+class TakeFrame(OfEpoch):
     """A frame of a node's data for a parity block."""
 
-    version: OfVersion
+    version: PackedVersion
     key: Key
     node: Count
     at: Count
@@ -55,55 +261,95 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Copy:
+class TakeCopy(OfEpoch):
     """A part of a rank's copy."""
 
-    version: OfVersion
+    version: PackedVersion
     rank: Count
     at: Count
     total: Count
 
 
 @dataclass(frozen=True)
-class ReadWhole:
-    """A copy, or small state and digests of a slot, from `offset` on."""
+class CompareReplicas(OfEpoch):
+    """Compare replicas: the payload holds digests to check."""
 
-    version: OfVersion
+    version: PackedVersion
+
+
+@dataclass(frozen=True)
+class ReadData:
+    """Bytes of the data in a rank's slot."""
+
+    version: PackedVersion
     rank: Count
-    offset: Count
+    at: Count
+    nbytes: FrameBytes
 
 
 @dataclass(frozen=True)
 class ReadParity:
     """Bytes of a parity block."""
 
-    version: OfVersion
+    version: PackedVersion
     key: Key
+    at: Count
+    nbytes: FrameBytes
 
 
-REBUILD, BEGIN, TAKE, COPY = TypeAdapter(Rebuild), TypeAdapter(Begin), TypeAdapter(Take), TypeAdapter(Copy)
-READ_WHOLE, READ_PARITY = TypeAdapter(ReadWhole), TypeAdapter(ReadParity)
-ADDRESS = TypeAdapter(Address)
-VERSION, ENDPOINT, ENDPOINTS = TypeAdapter(OfVersion), TypeAdapter(Endpoint), TypeAdapter(tuple[Endpoint, ...])
-_SECONDS = TypeAdapter(Seconds)
+@dataclass(frozen=True)
+class ReadCopy:
+    """The copy of a rank that is stored here, from `offset` on."""
+
+    version: PackedVersion
+    rank: Count
+    offset: Count
 
 
-def read(adapter: TypeAdapter[T], message: dict[str, Any]) -> T:
-    """The fields of a request. Raises ProtocolError."""
-    try:
-        return typed(adapter, message)
-    except Unfit as error:
-        raise ProtocolError(f"{message.get('do')}: {error}") from error
+@dataclass(frozen=True)
+class ReadSlot:
+    """Small state and digests in a rank's slot, from `offset` on."""
+
+    version: PackedVersion
+    rank: Count
+    offset: Count
 
 
-def field(adapter: TypeAdapter[T], message: dict[str, Any], name: str) -> T:
-    """One field of a request. Raises ProtocolError."""
-    try:
-        return typed(adapter, message.get(name))
-    except Unfit as error:
-        raise ProtocolError(f"{message.get('do')}: field '{name}': {error}") from error
+_PEER: Mapping[str, type[Any]] = {
+    "probe": Probe, "spare": SpareState, "release": ReleaseSpare, "heartbeat": Heartbeat, "begin": BeginLane,
+    "take": TakeFrame, "copy": TakeCopy, "check": CompareReplicas,
+}  # fmt: skip
+_READ: Mapping[str, type[Any]] = {"data": ReadData, "parity": ReadParity, "copy": ReadCopy, "slot": ReadSlot}
 
 
-def seconds(message: dict[str, Any], name: str) -> float:
-    """A field that says how long. Raises ProtocolError."""
-    return field(_SECONDS, message, name)
+def peer(message: Mapping[str, Any]) -> Any:
+    """A request of another node's SMP. Raises ProtocolError."""
+    if message.get("do") == "read":
+        return _read(message, "what", _READ, "read")
+    return _read(message, "do", _PEER, "request between SMPs")
+
+
+def _read(message: Mapping[str, Any], key: str, kinds: Mapping[str, type[Any]], what: str) -> Any:
+    name = message.get(key)
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ProtocolError(f"unknown {what}: {shown(name)}; known are {sorted(kinds)}")
+    return parsed(kind, message, str(name))
+
+
+# ---- replies ----
+
+
+@dataclass(frozen=True)
+class HeartbeatReply:
+    """The coordinator's decision, and the positions that it has not heard from."""
+
+    exchange: MaybeVersion
+    committed: MaybeVersion
+    lost: tuple[Count, ...]
+
+
+def packed_report(report: NodeReport) -> list[Any]:
+    """A report as plain values, for a message."""
+    versions = (report.exchange, report.missed, report.encoded, report.committed)
+    return [report.begun, *map(packed, versions)]

@@ -1,11 +1,11 @@
-"""Take connections and have each prove that it knows the job's secret, all of them in one thread.
+"""Accept connections and have each prove that it knows the job's secret, all of them in one thread.
 
 Invariant: before its proof a connection costs a descriptor, HANDSHAKE_LIMIT bytes, PATIENCE_SECONDS and no thread. At
 most CONNECTIONS of them are open at a time, ADDRESS_CONNECTIONS of one address (`crowd_of`). One more closes the oldest
 (that of the same address, or of the address with the most), so silent connections keep no peer out. A peer whose
 connection was closed for another connects again (`wire.Peer`).
 
-In: a listening socket. Out: connections with their channel, for whoever serves them; counts of all others.
+In: a listening socket. Out: connections with their channel, for the server; counts of all others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 
 from ..errors import FtError, ProtocolError
 from . import protocol
-from .channel import HANDSHAKE_LIMIT, Channel, Who
-from .channel import Server as Handshake
-from .rejected import Rejected
+from .channel import HANDSHAKE_LIMIT, Channel, ServerHandshake, Who
+from .connections import RejectedConnections
 
 CONNECTIONS = 64
 ADDRESS_CONNECTIONS = 8
@@ -37,7 +36,7 @@ Proven = Callable[[socket.socket, str, Channel], None]
 
 
 def crowd_of(address: str) -> str:
-    """Whom connections from an address are counted with: its own, or all of an IPv6 network."""
+    """The group that an address belongs to when connections are counted: itself, or its IPv6 network."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -56,7 +55,7 @@ class _Stranger:
     connection: socket.socket
     address: str
     until: float  # monotonic
-    handshake: Handshake
+    handshake: ServerHandshake
     received: bytearray = field(default_factory=bytearray)
     challenged: bool = False
 
@@ -93,7 +92,7 @@ class Unproven:
     """The connections of one listening socket, until each has proved itself or is closed."""
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, me: Who, proven: Proven, rejected: Rejected, name: str
+        self, listener: socket.socket, secret: bytes, me: Who, proven: Proven, rejected: RejectedConnections, name: str
     ) -> None:
         """`proven` gets a blocking socket, its address and its channel, in this object's thread: it must not wait."""
         self._listener = listener
@@ -159,7 +158,7 @@ class Unproven:
         elif len(self._strangers) >= CONNECTIONS:
             self._make_room(None)
         until = time.monotonic() + PATIENCE_SECONDS
-        stranger = _Stranger(connection, address, until, Handshake(self._secret, self._me))
+        stranger = _Stranger(connection, address, until, ServerHandshake(self._secret, self._me))
         self._strangers[stranger] = None
         self._selector.register(connection, selectors.EVENT_READ, stranger)
 
@@ -176,7 +175,7 @@ class Unproven:
     def _step(self, stranger: _Stranger) -> None:
         try:
             channel = stranger.step()
-        except Exception as error:  # whatever it was sent: this thread is all that lets peers in
+        except Exception as error:  # any error: only this thread admits peers
             known = isinstance(error, (FtError, OSError))
             self._reject(stranger, str(error) if known else str(protocol.unexpected(error)))
             return

@@ -1,14 +1,14 @@
 """Connections between SMPs of different nodes: TCP, authenticated both ways by the job's secret, bounded frames.
 
-Invariant: nobody without the secret gets an answer beyond a nonce and a proof, no frame is longer than its bound,
-nothing is unpickled, every wait is bounded. What is handed on is what the other side sent, whole and in its order,
-whatever stands between: each message and each payload is a unit of the connection's channel (`channel`), and follows
-the bytes of the one before without a copy where nothing is encrypted.
+Invariant: without the secret a peer gets no answer beyond a nonce and a proof; no frame is longer than its bound,
+nothing is unpickled, every wait is bounded. What is delivered is what the other side sent, whole and in order, across
+any relay: each message and each payload is a unit of the connection's channel (`channel`), sent without a copy if
+nothing is encrypted.
 
-    connection = handshake (`channel`) | server's first frame: it has let the client in | requests and replies
+    connection = handshake (`channel`) | server's first frame: the client is admitted | requests and replies
     frame      = length of the message (4 bytes) | message, tag | payload, tag (if the message announces its `bytes`)
 
-In: requests by name. Out: replies; a `ProtocolError` for whatever does not fit.
+In: requests by name. Out: replies; a `ProtocolError` for anything malformed.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ import numpy.typing as npt
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events
 from ..intake import read_bytes
-from . import descriptors, protocol, unproven
-from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, Client, Who
-from .places import Place, Places
-from .rejected import Rejected
+from . import connections, protocol, unproven
+from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, ClientHandshake, Who
+from .connections import Connections, OpenConnection, RejectedConnections
 
 PURPOSE = "smp"  # of these connections, among all of a job
 PAYLOAD_LIMIT = 1 << 20  # bytes of one frame
 SECRET_LIMIT = 4096
-_CONNECTIONS = 4096  # whose other side has proved itself
+_CONNECTIONS = 4096  # whose peer has proved itself
 _OTHERS = 512 + unproven.CONNECTIONS  # connections that the SMP has besides: those of its own node, and unproven ones
-# A connection without a request for so long is closed: its other side may be without power, or a relay that holds it. A
-# living peer connects again. As for the launcher's connections.
+# A connection without a request for so long is closed: its peer may be without power, or a relay may hold it open. A
+# living peer connects again. The same for the launcher's connections.
 IDLE_SECONDS = 120.0
-PART_SECONDS = 120.0  # for a length, message or payload to pass: a reader may wait for other nodes between two replies
-# where nothing is sent: probes of the kernel after so many seconds, so far apart, so many
+PART_SECONDS = 120.0  # for a length, message or payload: a reader may wait for other nodes between two replies
+# on an idle connection, the kernel probes after so many seconds, so far apart, so many times
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _AGAIN_SECONDS = (0.02, 1.0)  # pause before a handshake that was cut off is tried again: the first, the longest
 
@@ -83,8 +82,8 @@ class Link:
     """A connection whose two ends have proved who they are. One thread sends at a time, and one receives."""
 
     def __init__(self, connection: socket.socket, channel: Channel, seconds: float = math.inf) -> None:
-        """`seconds` are for each part of a frame, on a socket that blocks for no longer; else the socket's timeout is
-        all."""
+        """`seconds` bound each part of a frame, on a socket that blocks for no longer; else only the socket's timeout
+        does."""
         self._connection = connection
         self._seconds = seconds
         self._seal = channel.sealer.seal
@@ -106,7 +105,7 @@ class Link:
             _check_time(left, until, self._seconds)
 
     def receive(self) -> tuple[dict[str, Any], Bytes] | None:
-        """Read one frame with its payload; None when the peer has closed between frames. Raises ProtocolError,
+        """Read one frame with its payload; None if the peer has closed between frames. Raises ProtocolError,
         OSError."""
         message = self.message()
         if message is None or "bytes" not in message:
@@ -153,14 +152,14 @@ def _fill(connection: socket.socket, seconds: float, *parts: bytearray | memoryv
 
 
 def _check_time(left: list[memoryview], until: float, seconds: float) -> None:
-    """Raises TimeoutError where there is something left to do, but no time."""
+    """Raises TimeoutError if something is left to do after the deadline."""
     if left and time.monotonic() >= until:
         raise TimeoutError(f"a part of a frame was not through within {seconds:g} s")
 
 
 def limit_in_kernel(connection: socket.socket, seconds: float) -> None:
-    """Have every wait of a blocking socket end after `seconds`, with BlockingIOError where nothing has passed. Unlike
-    the timeout of a socket of Python's, it costs no further calls of the system."""
+    """Have every wait of a blocking socket end after `seconds`, with BlockingIOError if nothing has passed. Unlike the
+    timeout of a Python socket, it costs no further system calls."""
     whole, micros = divmod(math.ceil(1e6 * seconds), 1_000_000)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, micros))
@@ -194,8 +193,8 @@ class Peer:
         """One request; its reply and payload. Raises ProtocolError, or what the peer refused with. After an error of
         the connection the next request makes a new one.
 
-        A peer closes connections that have been idle: a request on one that was there already, and ended without a byte
-        of a reply, is sent once more on a new one. Requests between SMPs may be carried out twice (`Answers`).
+        A peer closes connections that have been idle: a request on an existing one that ends without a byte of a reply
+        is sent once more on a new one. Requests between SMPs may be carried out twice (`PeerRequests`).
         """
         with self._lock:
             try:
@@ -228,10 +227,10 @@ class Peer:
         return self._link.receive()
 
     def _connect(self) -> Link:
-        """A connection on which both sides have proved who they are, in the time of one answer. `close` reaches it from
-        its first moment.
+        """A connection on which both sides have proved who they are, in the time of one answer. `close` ends it at any
+        stage.
 
-        One that was cut off before it was let in is tried again: it may have had to make room for others.
+        One that was cut off before it was admitted is tried again: it may have had to make room for others.
         """
         until = time.monotonic() + self._timeout
         pause, longest = _AGAIN_SECONDS
@@ -249,12 +248,12 @@ class Peer:
             pause = min(2 * pause, longest)
 
     def _introduce(self, until: float) -> Link:
-        """Call, prove, and wait until it is let in. Raises ConnectionResetError where the peer hangs up before."""
+        """Connect, prove, and wait to be admitted. Raises ConnectionResetError if the peer hangs up before that."""
         connection = self._call()
         _until_answered(connection, until)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(self._timeout)
-        handshake = Client(self._secret, self._me)
+        handshake = ClientHandshake(self._secret, self._me)
         protocol.send(connection, handshake.hello())
         answer, channel = handshake.answer(_expected(protocol.receive(connection, until, HANDSHAKE_LIMIT)))
         if self._node not in ("", channel.node):
@@ -297,7 +296,7 @@ class Peer:
 
 
 def _until_answered(connection: socket.socket, until: float) -> None:
-    """Wait for a call to be answered. Raises OSError."""
+    """Wait until a connection is established. Raises OSError."""
     poller = select.poll()
     poller.register(connection, select.POLLOUT)
     if not poller.poll(1000 * max(0.0, until - time.monotonic())):
@@ -307,7 +306,7 @@ def _until_answered(connection: socket.socket, until: float) -> None:
 
 
 def _watch(connection: socket.socket) -> None:
-    """Have the kernel bound every wait for the other side, and notice when that is gone. Raises OSError."""
+    """Have the kernel bound every wait for the peer, and notice when it is gone. Raises OSError."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {**_KEEPALIVE, "TCP_USER_TIMEOUT": int(1000 * PART_SECONDS)}.items():
@@ -330,7 +329,7 @@ class Server:
         self._handle = handle
         self._events = events
         self._closing = False
-        self._places = Places(descriptors.places(_CONNECTIONS, _OTHERS))
+        self._connections = Connections(connections.places(_CONNECTIONS, _OTHERS))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -343,33 +342,33 @@ class Server:
             ) from error
         listener.listen(512)
         self.endpoint: tuple[str, int] = (address, int(listener.getsockname()[1]))
-        self._rejected = Rejected(events)
+        self._rejected = RejectedConnections(events)
         self._unproven = unproven.Unproven(listener, secret, me, self._let_in, self._rejected, "smp-peers")
 
     def _let_in(self, connection: socket.socket, address: str, channel: Channel) -> None:
-        """Have a thread serve a connection that has proved itself."""
-        place = self._places.take(connection, channel.node)
-        if place is None:
+        """Start a thread that serves a connection that has proved itself."""
+        admitted = self._connections.take(connection, channel.node)
+        if admitted is None:
             connection.close()
             self._rejected.count(address, f"node {channel.node}: as many connections are busy as there may be")
             return
         try:
-            threading.Thread(target=self._serve, args=(place, channel), name="smp-peer", daemon=True).start()
+            threading.Thread(target=self._serve, args=(admitted, channel), name="smp-peer", daemon=True).start()
         except RuntimeError as error:
-            self._places.leave(place)
+            self._connections.leave(admitted)
             connection.close()
             self._rejected.count(address, f"node {channel.node}: no thread for its connection ({error})")
 
-    def _serve(self, place: Place, channel: Channel) -> None:
-        """Until the other side hangs up, is idle for too long or does not fit, or makes room for another."""
-        with place.connection as connection:
+    def _serve(self, admitted: OpenConnection, channel: Channel) -> None:
+        """Until the peer hangs up, is idle for too long, sends what is malformed, or makes room for another."""
+        with admitted.connection as connection:
             try:
                 _watch(connection)
                 link = Link(connection, channel, PART_SECONDS)
                 link.send({"ok": True})
                 idle = select.poll()
                 idle.register(connection, select.POLLIN)
-                while not self._closing and idle.poll(1000 * IDLE_SECONDS) and self._places.begin(place):
+                while not self._closing and idle.poll(1000 * IDLE_SECONDS) and self._connections.begin(admitted):
                     if (found := link.receive()) is None:
                         break
                     message, payload = found
@@ -378,7 +377,7 @@ class Server:
                     except FtError as error:
                         reply, data = protocol.refusal(error), None
                     link.send({"ok": True, **reply}, data)
-                    self._places.rest(place)
+                    self._connections.rest(admitted)
             except Exception as error:  # malformed, a dead peer, or a request of another shape: this connection ends
                 known = isinstance(error, (FtError, OSError))
                 reason = protocol.legible(error) if known else str(protocol.unexpected(error))
@@ -386,7 +385,7 @@ class Server:
                     reason = f"nothing of a frame passed within {PART_SECONDS:g} s"
                 self._events.emit("peer.hangup", peer=channel.node, reason=reason)
             finally:
-                self._places.leave(place)
+                self._connections.leave(admitted)
 
     def __enter__(self) -> Server:
         return self

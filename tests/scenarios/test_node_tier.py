@@ -129,10 +129,10 @@ def job(
 POINTS = [
     "exchange.frame@hit=1",  # the first frame of the first version
     "exchange.frame@hit=20",  # in the middle of a later one
-    "vault.xored@hit=1",
-    "vault.xored@hit=13",
-    "vault.seal.before@hit=1",  # all is here, nothing is sealed
-    "vault.seal.before@hit=3",
+    "parity_store.xored@hit=1",
+    "parity_store.xored@hit=13",
+    "parity_store.seal.before@hit=1",  # all is here, nothing is sealed
+    "parity_store.seal.before@hit=3",
 ]
 
 
@@ -185,7 +185,7 @@ def test_a_node_lost_at_a_point_of_the_exchange_leaves_the_version_that_counted_
     story.end()
 
 
-@pytest.mark.parametrize("point", ["rebuild.frame@hit=4", "vault.xored@hit=2"], ids=["decode", "redundancy"])
+@pytest.mark.parametrize("point", ["rebuild.frame@hit=4", "parity_store.xored@hit=2"], ids=["decode", "redundancy"])
 def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job: Callable[..., Job], point: str) -> None:
     story = job()
     for name in ("n0", "n1", "n2"):
@@ -218,7 +218,7 @@ def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: C
 
 @pytest.mark.parametrize(
     ("point", "replicated"),
-    [("vault.xored@hit=21", False), ("exchange.check@hit=8", True), ("vault.seal.before@hit=4", True)],
+    [("parity_store.xored@hit=21", False), ("exchange.check@hit=8", True), ("parity_store.seal.before@hit=4", True)],
 )
 def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_right(
     job: Callable[..., Job], point: str, replicated: bool

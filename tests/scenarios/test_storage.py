@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.smp.client import Client, newest_common
+from ft_plugins.smp.client import Client
+from ft_plugins.smp.status import newest_common
 from ft_plugins.snapshot import checkpoint
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import (

@@ -15,7 +15,8 @@ from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import ConfigError, DivergedError
 from ft_plugins.session import Session, attach
-from ft_plugins.smp.client import Client, marks_in, newest_common
+from ft_plugins.smp.client import Client
+from ft_plugins.smp.status import marks_in, newest_common
 from ft_plugins.snapshot.paths import remove
 from ft_plugins.snapshot.slots import SLOTS, Mark, Version
 from ft_plugins.systems.carried import CarryingHost

@@ -29,9 +29,9 @@ from ...errors import FtError, ProtocolError
 from ...events import Events
 from ...intake import Count, read_json
 from ...snapshot.segment import Segment
-from .. import liveness, protocol
+from .. import liveness
 from ..node import NodeTier
-from ..requests import ENDPOINTS
+from ..requests import ENDPOINTS, ReleaseSpare, SpareState
 from ..wire import Peer
 from .context import ResizeContext
 
@@ -52,17 +52,17 @@ class SpareServer:
         self._node = node
         self._smp = smp
 
-    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The reply to `spare` or `release`. Raises ProtocolError."""
+    def answer(self, request: SpareState | ReleaseSpare) -> dict[str, Any]:
+        """The reply to a request. Raises ProtocolError."""
         with self._smp.lock:
             alive = [rank for rank, segment in self._smp.segments.items() if _has_trainer(segment)]
             if alive:
                 return {"busy": sorted(alive)}
-            if message["do"] == "spare":
-                if (wanted := protocol.field(message, "node", str)) != self._node:
-                    raise ProtocolError(f"this is node {self._node}; the request is for node {wanted}")
-                return self._report(protocol.number(message, "world_size"))
-            return self._release(protocol.number(message, "lineage"))
+            if isinstance(request, ReleaseSpare):
+                return self._release(request.lineage)
+            if request.node != self._node:
+                raise ProtocolError(f"this is node {self._node}; the request is for node {request.node}")
+            return self._report(request.world_size)
 
     def _report(self, world_size: int) -> dict[str, Any]:
         smp = self._smp

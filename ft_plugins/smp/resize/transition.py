@@ -79,7 +79,7 @@ class ResizeTransition:
 
     def _safe_version(self) -> Version | None:
         """A version of this incarnation that makes the job safe without its state of previous sizes."""
-        return self._smp.tier.counted if self._protected else self._oldest_where_all_have_two()
+        return self._smp.tier.committed if self._protected else self._oldest_where_all_have_two()
 
     def _oldest_where_all_have_two(self) -> Version | None:
         """The oldest version of this incarnation, if every rank of this node has a newer one as well."""

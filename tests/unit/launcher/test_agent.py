@@ -25,7 +25,8 @@ from ft_plugins.errors import BudgetError, BusyError, ConfigError
 from ft_plugins.launcher.launch import Outcome, launch
 from ft_plugins.launcher.watcher import Job
 from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client, newest_common
+from ft_plugins.smp.client import Client
+from ft_plugins.smp.status import newest_common
 from ft_plugins.snapshot import paths
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.paths import path_of

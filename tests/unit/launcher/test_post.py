@@ -19,7 +19,7 @@ from ft_plugins.events import Event, Events
 from ft_plugins.launcher import endpoint, line
 from ft_plugins.launcher.endpoint import Endpoint
 from ft_plugins.launcher.line import Credentials, ForeignError, Line
-from ft_plugins.launcher.post import _OF_ONE_ADDRESS, _PROOF_SECONDS, _SHORT_SECONDS, _UNREAD_SECONDS, Post
+from ft_plugins.launcher.post import _OF_ONE_ADDRESS, _PROOF_SECONDS, _SHORT_SECONDS, _UNREAD_SECONDS, PeerPort
 from ft_plugins.smp.channel import Channel
 
 WAIT = 60.0
@@ -47,7 +47,7 @@ class Running:
         events.subscribe(self.reports.append)
         self.gone: list[int] = []
         listener = endpoint.listen_anywhere("127.0.0.1")
-        self.post = Post(listener, US, reply, self.gone.append, tick, events)
+        self.post = PeerPort(listener, US, reply, self.gone.append, tick, events)
         self.place = f"127.0.0.1:{self.post.port}"
 
     def call(self) -> socket.socket:

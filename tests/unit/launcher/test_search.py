@@ -15,8 +15,8 @@ from ft_plugins.launcher import endpoint
 from ft_plugins.launcher.gathering import Place, Roster
 from ft_plugins.launcher.line import Credentials
 from ft_plugins.launcher.memory import Memory
-from ft_plugins.launcher.post import Post
-from ft_plugins.launcher.requests import Lead
+from ft_plugins.launcher.node_messages import Lead
+from ft_plugins.launcher.post import PeerPort
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.launcher.search import Search
 from ft_plugins.launcher.station import Identity, Station
@@ -33,7 +33,7 @@ class Node:
     station: Station
     memory: Memory
     search: Search
-    port: Post
+    port: PeerPort
 
     @property
     def endpoint(self) -> str:
@@ -56,7 +56,7 @@ def make() -> Iterator[Callable[..., list[Node]]]:
             station, memory = Station(Identity(run, name, f"token-{name}", end), RULES, silence), Memory("job", None)
             memory.keep(Roster(1, tuple(Place(*pair) for pair in zip(names, ends, strict=True))))
             us = Credentials(SECRET, run, name)
-            port = Post(listener, us, station.answer, station.gone, station.tick, Events())
+            port = PeerPort(listener, us, station.answer, station.gone, station.tick, Events())
             found.append(Node(station, memory, Search(station, memory, [], REACH, us), port))
         made.extend(found)
         return found

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError
 from ft_plugins.recovery.plan import NodeFacts, RankFacts, RecoveryPlan, Way, choose_source, counted, plan_recovery
 from ft_plugins.redundancy.plan import plan_exchange
-from ft_plugins.smp.pins import Directive, Epoch, Report, decide
+from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide
 from ft_plugins.snapshot.slots import Pin, Slot, SlotState, Version, choose, may_pin, slots_for, void
 
 DIGEST = 77
@@ -95,7 +95,7 @@ class Node:
     base: Version | None = None
     counted_before: Version | None = None
     counted: Version | None = None
-    directive: Directive = field(default_factory=Directive)
+    directive: ExchangeDecision = field(default_factory=ExchangeDecision)
     missed: Version | None = None
     running: Version | None = None
     done: set[int] = field(default_factory=set)
@@ -115,7 +115,7 @@ class Node:
     def start_smp(self) -> None:
         """An SMP that knows what stands in headers and in the run directory."""
         self.suspend()
-        self.directive, self.missed = Directive(), None
+        self.directive, self.missed = ExchangeDecision(), None
         kept = self.file is not None and self.file in self.vault.clean()
         kept = kept and all(self.file and memory.pinned(self.file, Pin.NODE) for memory in self.ranks.values())
         self.counted = self.file if kept else None
@@ -138,22 +138,22 @@ class Node:
             self.file = counts
         self.start_smp()
 
-    def report(self, lineage: int) -> Report:
+    def report(self, lineage: int) -> NodeReport:
         begun = [s.version.iteration for memory in self.ranks.values() for s in memory.slots
                  if s.version and s.version.lineage == lineage]  # fmt: skip
         ready = self.running is not None and not self.done and self.running in self.vault.clean()
-        return Report(
+        return NodeReport(
             max(begun, default=0), self.running, self.missed, self.running if ready else None, self.counted
         )
 
-    def follow(self, directive: Directive) -> None:
-        if directive.counts is not None and directive.counts != self.counted:
-            self._count(directive.counts)
+    def follow(self, directive: ExchangeDecision) -> None:
+        if directive.committed is not None and directive.committed != self.counted:
+            self._count(directive.committed)
         version = directive.exchange
         if version != self.directive.exchange:
             self.running, self.missed = None, None
             left = version is not None and self.base is not None and version > self.base
-            left = left and self.base not in (directive.counts, self.counted, self.counted_before)
+            left = left and self.base not in (directive.committed, self.counted, self.counted_before)
             for memory in self.ranks.values():
                 memory.unpin(Pin.SOURCE, but=[version])
                 if left:
@@ -214,7 +214,7 @@ class Job:
         self.base: Version | None = None
         self.safe: Version | None = None  # counts, and was complete on every node
         self.floor: Version | None = None  # nothing older will do, with the nodes that are lost
-        self.before, self.heard = Directive(), dict[int, Report]()
+        self.before, self.heard = ExchangeDecision(), dict[int, NodeReport]()
         self.restored: list[Version | None] = []
         self.begun_anew = False  # a recovery from nothing died after a rank's segment had changed
         self.recover()
@@ -243,7 +243,7 @@ class Job:
     def beat(self, node: Node, deaf: bool) -> None:
         position = self.nodes.index(node)
         self.heard[position] = node.report(self.lineage)
-        epoch = Epoch(self.lineage, self.base, len(self.nodes), self.interval)
+        epoch = ExchangeEpoch(self.lineage, self.base, len(self.nodes), self.interval)
         self.before = decide(epoch, self.before, self.heard)
         if not deaf:
             node.follow(self.before)
@@ -259,7 +259,7 @@ class Job:
     def replace_smp(self, node: Node) -> None:
         node.start_smp()
         if node is self.nodes[0]:
-            self.before, self.heard = Directive(), {}
+            self.before, self.heard = ExchangeDecision(), {}
 
     def complete(self, version: Version) -> bool:
         """Slots and parity of it, on every node."""
@@ -313,7 +313,7 @@ class Job:
     def recover(self) -> None:
         """Until one recovery is through."""
         for _ in range(50):
-            self.before, self.heard = Directive(), {}
+            self.before, self.heard = ExchangeDecision(), {}
             for position, node in enumerate(self.nodes):
                 node.suspend()
                 for rank in self.plan.ranks[position]:

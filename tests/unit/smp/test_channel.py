@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.smp.channel import TAG, Channel, Client, Server, Who
+from ft_plugins.smp.channel import TAG, Channel, ClientHandshake, ServerHandshake, Who
 
 SECRET = b"sixteen bytes or more"
 CLIENT = Who("smp", "gpt", "a")
@@ -19,7 +19,7 @@ SERVER = Who("smp", "gpt", "b")
 def meet(
     client: Who = CLIENT, server: Who = SERVER, secret: bytes = SECRET, other: bytes = SECRET
 ) -> tuple[Channel, Channel]:
-    calling, called = Client(secret, client), Server(other, server)
+    calling, called = ClientHandshake(secret, client), ServerHandshake(other, server)
     answer, near = calling.answer(called.challenge(calling.hello()))
     return near, called.finish(answer)
 
@@ -39,7 +39,7 @@ def test_what_one_side_seals_the_other_opens(encrypt: bool) -> None:
 def test_a_side_without_the_secret_is_found_out_by_either() -> None:
     with pytest.raises(ProtocolError, match="does not know the secret"):
         meet(other=b"another secret, as long")
-    calling, called = Client(b"another secret, as long", CLIENT), Server(SECRET, SERVER)
+    calling, called = ClientHandshake(b"another secret, as long", CLIENT), ServerHandshake(SECRET, SERVER)
     called.challenge(calling.hello())
     with pytest.raises(ProtocolError, match="does not know the secret"):
         called.finish({"proof": bytes(32)})
@@ -55,8 +55,9 @@ def test_two_that_mean_different_things_do_not_agree(server: Who) -> None:
 
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_a_side_that_differs_in_encryption_is_named_and_its_word_cannot_be_changed(encrypt: bool) -> None:
-    def begun() -> tuple[Client, Server]:
-        return Client(SECRET, replace(CLIENT, encrypt=encrypt)), Server(SECRET, replace(SERVER, encrypt=not encrypt))
+    def begun() -> tuple[ClientHandshake, ServerHandshake]:
+        client = ClientHandshake(SECRET, replace(CLIENT, encrypt=encrypt))
+        return client, ServerHandshake(SECRET, replace(SERVER, encrypt=not encrypt))
 
     calling, called = begun()
     challenge = called.challenge(calling.hello())
@@ -70,22 +71,22 @@ def test_a_side_that_differs_in_encryption_is_named_and_its_word_cannot_be_chang
 
 
 def test_a_proof_is_worth_nothing_in_the_other_direction_or_a_second_time() -> None:
-    calling, called = Client(SECRET, CLIENT), Server(SECRET, SERVER)
+    calling, called = ClientHandshake(SECRET, CLIENT), ServerHandshake(SECRET, SERVER)
     challenge = called.challenge(calling.hello())
     with pytest.raises(ProtocolError):
         called.finish({"proof": challenge["proof"]})
     answer, _ = calling.answer(challenge)
-    again = Server(SECRET, SERVER)
+    again = ServerHandshake(SECRET, SERVER)
     again.challenge(calling.hello())
     with pytest.raises(ProtocolError):
         again.finish(answer)
 
 
 def test_a_node_cannot_be_renamed_on_the_way() -> None:
-    calling, called = Client(SECRET, CLIENT), Server(SECRET, SERVER)
+    calling, called = ClientHandshake(SECRET, CLIENT), ServerHandshake(SECRET, SERVER)
     with pytest.raises(ProtocolError):
         calling.answer({**called.challenge(calling.hello()), "node": "c"})
-    calling, called = Client(SECRET, CLIENT), Server(SECRET, SERVER)
+    calling, called = ClientHandshake(SECRET, CLIENT), ServerHandshake(SECRET, SERVER)
     with pytest.raises(ProtocolError):
         calling.answer(called.challenge({**calling.hello(), "node": "c"}))
 
@@ -131,4 +132,4 @@ def test_a_unit_cannot_be_returned_to_its_sender() -> None:
 )
 def test_a_malformed_hello_is_the_projects_own_error(hello: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="handshake"):
-        Server(SECRET, SERVER).challenge(hello)
+        ServerHandshake(SECRET, SERVER).challenge(hello)

@@ -34,6 +34,7 @@ from ft_plugins.smp.alarms import Alarms
 from ft_plugins.smp.checkpoints import Checkpoints
 from ft_plugins.smp.owner import SnapshotProcess
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.requests import ReleaseSpare
 from ft_plugins.smp.wire import read_secret
 from ft_plugins.snapshot import checkpoint, paths, retention
 from ft_plugins.snapshot.checkpoint import Origin
@@ -142,11 +143,11 @@ def use_everything(job: str, run_dir: Path, secret: Path) -> None:
     try:
         where = smp.listen()
         assert smp.ask("fence")["ok"]
-        for name in ("inventory", "status", "former"):
+        for name in ("inventory", "status", "previous_sizes"):
             smp.ask(name)
         if where["ok"]:
             smp.ask("protect", protection=smp.protection(where).block())
-        smp.process._spare_server.answer({"do": "release", "lineage": 0})
+        smp.process._spare_server.answer(ReleaseSpare(0))
     finally:
         smp.close()
     Watcher(Job(Config(), job, NODE, run_dir), Events()).lost(1)
@@ -252,9 +253,9 @@ def test_a_request_that_lacks_a_field_or_holds_another_kind_is_refused(
         {"do": "restore", "lineage": 1, "base": version},
         {"do": "watch", "pid": 1, "detect_seconds": 5.0, "orphan_seconds": 5.0},
         {"do": "rebuild", "version": version, "protection": block, "source": own, "holders": [], "lost": [1],
-         "former": False, "fingerprint": {}},
+         "previous": False, "fingerprint": {}},
         {"do": "rebuild", "version": version, "protection": block, "source": None, "holders": [[0, *own]], "lost": [1],
-         "former": True, "fingerprint": {"job": 1}},
+         "previous": True, "fingerprint": {"job": 1}},
         {"do": "spare", "world_size": 2, "node": "m", "where": own, "seconds": 0.0},
         {"do": "settle", "world_size": 2, "version": version, "spares": [own]},
         {"do": "resize", "world_size": 2},
@@ -274,7 +275,7 @@ def test_what_another_node_sends_is_answered_or_refused(smp: Smp, source: random
         {"do": "read", "what": "data", **version, "rank": 0, "at": 0, "nbytes": 10},
         {"do": "read", "what": "parity", **version, "key": [0, 0, 0], "at": 0, "nbytes": 10},
         {"do": "read", "what": "slot", **version, "rank": 0, "offset": 0},
-        {"do": "beat", "epoch": 1, "position": 0, "report": [1, None, None, None, None]},
+        {"do": "heartbeat", "epoch": 1, "position": 0, "report": [1, None, None, None, None]},
         {"do": "begin", **version, "nodes": [[0, 0]], "ranks": [0]},
         {"do": "take", **version, "key": [0, 0, 0], "node": 0, "at": 0, "exponent": 0},
         {"do": "copy", **version, "rank": 0, "at": 0, "total": 10},
@@ -283,7 +284,7 @@ def test_what_another_node_sends_is_answered_or_refused(smp: Smp, source: random
         {"do": "release", "lineage": 0},
     ]
     with suppress(FtError):
-        smp.process._tier._answers.handle(altered(source.choice(sent), source), np.zeros(16, dtype=np.uint8))
+        smp.process._tier._requests.handle(altered(source.choice(sent), source), np.zeros(16, dtype=np.uint8))
 
 
 # ---- shared memory that others can write to ----

@@ -20,9 +20,11 @@ import torch
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.inventory import Inventory, Item, Role
-from ft_plugins.smp import checks, protocol
+from ft_plugins.smp import protocol
+from ft_plugins.smp import replica_checks as checks
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.requests import RebuildSlot
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.double import gathered, told, with_parity
@@ -183,10 +185,10 @@ class Cluster:
         self._make(position)
 
     def rebuild(self, position: int, version: Version) -> None:
-        holders = [[at, *where] for at, where in enumerate(self._endpoints()) if at != position]
-        request = {"version": [version.lineage, version.iteration], "holders": holders, "lost": [position]}
+        holders = tuple((at, *where) for at, where in enumerate(self._endpoints()) if at != position)
+        protection = replace(self.told, nodes=self._nodes())
         for rank in self.ranks(position):
-            self.tiers[position].rebuild(rank, 0, replace(self.told, nodes=self._nodes()), request)
+            self.tiers[position].rebuild(RebuildSlot(rank, 0, version, protection, holders, (position,)))
 
     def end(self) -> None:
         for tier in self.tiers:

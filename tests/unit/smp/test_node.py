@@ -30,7 +30,9 @@ from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
 from ft_plugins.smp.channel import Who
 from ft_plugins.smp.node import NodeTier
+from ft_plugins.smp.node_driver import NodeDriver
 from ft_plugins.smp.protection import Protection
+from ft_plugins.smp.requests import RebuildSlot
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.wire import PURPOSE, Peer
 from ft_plugins.snapshot.paths import path_of, remove, vault_of
@@ -181,9 +183,13 @@ class Cluster:
     def rebuild(self, node: Node, rank: int, version: Version, lost: tuple[int, ...]) -> None:
         names = tuple(self.nodes[r // PER_NODE].name for r in range(len(self.shapes)))
         told = replace(self.protection, nodes=names, endpoints=tuple(n.endpoint for n in self.nodes))
-        holders = [[n.position, *n.endpoint] for n in self.nodes if n.position not in lost]
-        request = {"version": [version.lineage, version.iteration], "holders": holders, "lost": list(lost)}
-        node.tier.rebuild(rank, 7, told, request)
+        holders = tuple((n.position, *n.endpoint) for n in self.nodes if n.position not in lost)
+        node.tier.rebuild(RebuildSlot(rank, 7, version, told, holders, tuple(lost)))
+
+
+def driver_of(node: Node) -> NodeDriver:
+    assert node.tier._driver is not None
+    return node.tier._driver
 
 
 def wait(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
@@ -239,7 +245,7 @@ def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(
     job = cluster(3, mbps=0)
     job.protect()
     job.train(1, 2)
-    job.protection = replace(job.protection, exchange_mbps=8.0)  # a second for each MB: the next one takes seconds
+    job.protection = replace(job.protection, exchange_mbps=0.8)  # ten seconds for each MB: not done meanwhile
     job.protect(2, Version(1, 2))
     wait(lambda: all(node.tier.status()["exchange"] == [2, 3] for node in job.nodes))
     for node in job.nodes:
@@ -300,7 +306,7 @@ def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(
 ) -> None:
     job = cluster(3)
     job.protect(4)
-    job.nodes[silent].tier._stop.set()  # nothing is heard of it any more; its connections stay open
+    driver_of(job.nodes[silent])._stop.set()  # nothing is heard of it any more; its connections stay open
     others = [node for node in job.nodes if node.position != silent]
     files = [node.run_dir / "lost.json" for node in others]
     wait(lambda: all(file.exists() for file in files), 10 * DETECT)
@@ -325,7 +331,7 @@ def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(
 
     monkeypatch.setattr(files, "write_json", full)
     job.protect(4)
-    job.nodes[1].tier._stop.set()
+    driver_of(job.nodes[1])._stop.set()
     wait((job.nodes[0].run_dir / "lost.json").exists, 10 * DETECT)
     assert len(refused) == 2
     assert [event.fields["lost"] for event in job.nodes[0].seen if event.name == "node.lost"] == [["node n1"]]
@@ -405,7 +411,7 @@ def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: C
     with pytest.raises(ProtocolError, match="unknown request"):
         peer.ask("format-the-disk")
     job.nodes[0].tier.suspend()
-    with pytest.raises(ProtocolError, match="does not gather"):
+    with pytest.raises(ProtocolError, match="does not store parity now"):
         peer.ask("begin", version=[5, 1], epoch=5, nodes=[], ranks=[])
     peer.close()
     assert vault_of(job.job, "n0").exists(), "and what was kept is still there"
@@ -574,9 +580,8 @@ def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
     def full(path: Path, value: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    for module in ("node", "alarms"):
-        monkeypatch.setattr(f"ft_plugins.smp.{module}.written", full)
-    job.nodes[0].tier._tell("replicas", "replica.differs", "ranks 0 and 2")
+    monkeypatch.setattr(files, "write_json", full)
+    job.nodes[0].tier._alarms.say("replicas", "replica.differs: ranks 0 and 2")
     job.train(1, 2)
     assert not [event for node in job.nodes for event in node.seen if event.name in ("peer.silent", "node.lost")]
 
@@ -588,7 +593,7 @@ def test_what_goes_by_a_rate_is_divided_among_ranks_by_what_they_send(cluster: C
     job.train(1, 1)
     for node in job.nodes:
         sizes = {rank: job.shapes[rank].nbytes for rank in node.segments}
-        shares = {rank: pacer._state.rate_share for rank, pacer in node.tier._pace.pacers.items()}
+        shares = {rank: pacer._state.rate_share for rank, pacer in driver_of(node).pace.pacers.items()}
         assert shares == {rank: BY_RATE * size / sum(sizes.values()) for rank, size in sizes.items()}
 
 

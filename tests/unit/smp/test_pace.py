@@ -36,7 +36,7 @@ def test_the_distance_is_between_the_last_two_that_counted_in_one_lineage() -> N
     assert pace.iterations is None
     seen = []
     for version in (Version(1, 3), Version(1, 5), Version(2, 5), Version(2, 9)):
-        pace.counted(version)
+        pace.committed(version)
         seen.append(pace.iterations)
     assert seen == [3, 2, 2, 4], "a recovery is no distance"
     assert Pace(1, None).iterations is None
@@ -47,7 +47,7 @@ def test_rarer_is_said_once_when_it_lasts_and_taken_back_when_it_is_over() -> No
     told = []
     for distance in (3, 5, 6, 2, 6, 6, 20, 6, 6, 2, 2, 2):
         at += distance
-        told.append((pace.counted(Version(1, at)), pace.rarer))
+        told.append((pace.committed(Version(1, at)), pace.rarer))
     usual, rare = (False, False), (False, True)
     assert told == [*[usual] * 6, (True, True), rare, rare, rare, rare, (True, False)], "6 is more than twice 2, and 1"
 
@@ -56,8 +56,8 @@ def test_that_nothing_counts_any_more_is_said_once_and_taken_back_when_something
     pace = paced(2)
     told = [pace.captured(Version(1, at)) for at in (1, 15, 31, 32, 33)]
     assert told == [False, False, False, True, False], "three times twice as planned and 1, and a profile's iterations"
-    assert not any(pace.counted(Version(1, 40 + 2 * number)) for number in range(3)), "one was far"
-    assert pace.counted(Version(1, 46)) and not pace.rarer
+    assert not any(pace.committed(Version(1, 40 + 2 * number)) for number in range(3)), "one was far"
+    assert pace.committed(Version(1, 46)) and not pace.rarer
 
 
 @pytest.mark.parametrize("last", [None, Version(1, 90)])
@@ -76,7 +76,7 @@ def test_what_went_in_bubbles_is_told_of_the_last_versions() -> None:
     for at in range(1, 30):
         pacer._state.inside_bytes += 97 if at < 20 else 30
         pacer._state.late_bytes += 3 if at < 20 else 70
-        pace.counted(Version(1, 2 * at))
+        pace.committed(Version(1, 2 * at))
         told = pace.share_in_bubbles
         assert told == pace.status()["share_in_bubbles"]
         if at in (18, 29):  # eight versions of one kind
@@ -93,7 +93,7 @@ def test_what_begins_at_a_late_iteration_waits_from_there() -> None:
 
 def test_without_a_plan_nothing_is_rarer_than_it() -> None:
     pace = paced(0)
-    assert not any(pace.counted(Version(1, 100 * number)) for number in range(1, 9))
+    assert not any(pace.committed(Version(1, 100 * number)) for number in range(1, 9))
     nothing = dict.fromkeys(("in_bubbles", "late", "by_rate", "taken", "offered"), 0)
     assert pace.fields() == {"iterations": 100, "planned": None, **nothing}
 
@@ -122,7 +122,7 @@ def test_of_a_plan_that_is_given_up_nothing_is_rarer_any_more() -> None:
         assert pace.captured(Version(1, 40))
         (pacer,) = pace.pacers.values()
         pacer._gate.plan(0, 0.0)
-        assert not (pace.counted(Version(1, 41)) if counts else pace.captured(Version(1, 41)))
+        assert not (pace.committed(Version(1, 41)) if counts else pace.captured(Version(1, 41)))
         assert not pace.rarer and "rarer" not in in_words(pace.status())
 
 
@@ -131,6 +131,6 @@ def test_what_a_person_is_told_of_a_change() -> None:
     assert pace.captured(Version(1, 40))
     assert pace.words().startswith("none in 40 iterations, planned 2: a lost node costs so many more")
     for at in (41, 43, 45, 47):
-        pace.counted(Version(1, at))
+        pace.committed(Version(1, at))
         pace.captured(Version(1, at + 2))
     assert not pace.rarer and pace.words() == "every 2 iterations, planned 2"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import xxhash
 from ft_plugins import faults
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events, file_sink, read
-from ft_plugins.smp import liveness, turns
+from ft_plugins.smp import liveness, requests
+from ft_plugins.smp.checkpoint_schedule import REQUEST
 from ft_plugins.smp.client import ensure
 from ft_plugins.smp.notices import Notices
 from ft_plugins.smp.persister import Persister
@@ -102,7 +104,7 @@ class Host:
 
     def told(self, storage: Storage | None) -> None:
         for number, rank in self.ranks.items():
-            self.persister.told(number, rank.path, asdict(storage) if storage else None)
+            self.persister.attached(number, rank.path, storage)
 
     def capture(self, *iterations: int) -> None:
         for rank in self.ranks.values():
@@ -397,7 +399,7 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
     node.train()
     outcome: dict[str, Any] = {}
     seconds = SECONDS if verdict else 1.0
-    asking = threading.Thread(target=lambda: outcome.update(node.persister.request(turns.REQUEST, seconds)))
+    asking = threading.Thread(target=lambda: outcome.update(node.persister.request(REQUEST, seconds)))
     begun = time.monotonic()
     asking.start()
     if verdict:
@@ -582,13 +584,12 @@ def test_a_checkpoint_of_another_job_in_its_place_is_left_alone(
         {"folder": None},
     ],
 )
-def test_a_malformed_word_of_a_trainer_is_refused(
-    host: Callable[..., Host], storage: Storage, fields: dict[str, Any]
-) -> None:
-    node = host()
-    with pytest.raises(ProtocolError):
-        node.persister.told(0, node.ranks[0].path, {**asdict(storage), **fields})
-    assert node.persister.status() == {}
+def test_a_trainer_s_malformed_description_of_its_storage_is_refused(storage: Storage, fields: dict[str, Any]) -> None:
+    shape = {each.name: 1 for each in dataclass_fields(Shape)}
+    attach = {"rank": 0, "token": 1, "shape": shape, "fingerprint": {}, "pid": 1, "fresh": False}
+    assert requests.local({"do": "attach", **attach, "storage": asdict(storage)}).storage == storage
+    with pytest.raises(ProtocolError, match="attach: storage"):
+        requests.local({"do": "attach", **attach, "storage": {**asdict(storage), **fields}})
 
 
 def test_told_of_no_storage_any_more_it_stops(host: Callable[..., Host], storage: Storage, base: Path) -> None:
@@ -668,7 +669,7 @@ def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_bot
             rank.segment.owner = own
         node.told(replace(storage, interval=0))
         node.capture(3, 4)
-    asking = threading.Thread(target=lambda: outcome.update(second.persister.request(turns.REQUEST, 3 * SECONDS)))
+    asking = threading.Thread(target=lambda: outcome.update(second.persister.request(REQUEST, 3 * SECONDS)))
     asking.start()
     iteration, deadline = 4, time.monotonic() + 2 * SECONDS
     while not outcome and time.monotonic() < deadline:

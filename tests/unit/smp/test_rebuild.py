@@ -20,7 +20,7 @@ from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeEr
 from ft_plugins.smp import channel, protocol, rebuild
 from ft_plugins.smp.channel import TAG, Who
 from ft_plugins.smp.frames import Data, Parity
-from ft_plugins.smp.peers import Ahead
+from ft_plugins.smp.readers import PipelinedPeer
 from ft_plugins.smp.wire import PAYLOAD_LIMIT, Link, Peer
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import NOT_COMPUTED, Segment, create
@@ -64,7 +64,7 @@ class Memory:
 
     copy = slot
 
-    def line(self) -> Memory.Line:
+    def stream(self) -> Memory.Line:
         self.made.append(Memory.Line(self))
         return self.made[-1]
 
@@ -162,7 +162,7 @@ class Answering:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
         ours, self.theirs = socket.socketpair()
         me = Who("smp", "a-job", "here", encrypt)
-        client, server = channel.Client(SECRET, me), channel.Server(SECRET, me)
+        client, server = channel.ClientHandshake(SECRET, me), channel.ServerHandshake(SECRET, me)
         proof, near = client.answer(server.challenge(client.hello()))
         self.link = Link(self.theirs, server.finish(proof))
 
@@ -171,7 +171,7 @@ class Answering:
             return Link(ours, near)
 
         monkeypatch.setattr(Peer, "_connect", connect)
-        self.line = Ahead(("127.0.0.1", 1), me, SECRET, 1.0)
+        self.line = PipelinedPeer(("127.0.0.1", 1), me, SECRET, 1.0)
 
     def answer(self, payload: bytes) -> None:
         self.link.send({"ok": True}, np.frombuffer(payload, dtype=np.uint8))

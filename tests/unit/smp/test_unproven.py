@@ -22,7 +22,7 @@ import msgpack
 import pytest
 
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import channel, descriptors, unproven
+from ft_plugins.smp import channel, connections, unproven
 from ft_plugins.smp.channel import Who
 from ft_plugins.smp.wire import Peer, Server
 
@@ -59,7 +59,7 @@ def node() -> Iterator[Node]:
 def stranger(node: Node) -> Iterator[Callable[..., socket.socket]]:
     """Connections to the node, from any address of loopback."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors.raise_limit()
+    connections.raise_limit()
     with contextlib.ExitStack() as stack:
 
         def make(address: str = "127.0.0.1", said: bytes = b"") -> socket.socket:
@@ -147,7 +147,7 @@ def test_what_strangers_send_takes_no_memory(node: Node, stranger: Callable[...,
     assert node.answers()
 
 
-HELLO = channel.Client(SECRET, HERE).hello()
+HELLO = channel.ClientHandshake(SECRET, HERE).hello()
 HOSTILE: dict[str, Any] = {
     "no map": [1],
     "nested": {"purpose": {"a": {"b": {}}}},
@@ -180,7 +180,7 @@ def test_whatever_a_handshake_ends_with_the_thread_that_lets_peers_in_goes_on(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(channel.Server, "challenge", fail)
+        patched.setattr(channel.ServerHandshake, "challenge", fail)
         said = msgpack.packb(HELLO)
         stranger(said=announced(len(said), said))
         reason = str(*node.events.get(timeout=SECONDS).fields["reasons"])

@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import BudgetError, ConfigError, FencedError, ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp import channel, rejected, unproven, wire
+from ft_plugins.smp import channel, connections, unproven, wire
 from ft_plugins.smp.channel import TAG, Channel, Who
 from ft_plugins.smp.frames import Data
-from ft_plugins.smp.peers import Ahead
 from ft_plugins.smp.protocol import FRAME_LIMIT
+from ft_plugins.smp.readers import PipelinedPeer
 from ft_plugins.smp.wire import PAYLOAD_LIMIT, SECRET_LIMIT, Bytes, Peer, Server, read_secret
 from ft_plugins.snapshot.slots import Version
 
@@ -104,7 +104,7 @@ class Known:
 
 def begun(connection: socket.socket, me: Who = HERE, secret: bytes = SECRET) -> tuple[bytes, Channel]:
     """The client's proof, which is not sent yet, and its channel."""
-    client = channel.Client(secret, me)
+    client = channel.ClientHandshake(secret, me)
     connection.sendall(frame(client.hello()))
     answer, made = client.answer(read(connection))
     return frame(answer), made
@@ -122,7 +122,7 @@ def introduced(endpoint: tuple[str, int], me: Who = HERE) -> Known:
 
 def shake(connection: socket.socket, secret: bytes = SECRET) -> Known:
     """The server's half of the handshake."""
-    server = channel.Server(secret, THERE)
+    server = channel.ServerHandshake(secret, THERE)
     connection.sendall(frame(server.challenge(read(connection))))
     known = Known(connection, server.finish(read(connection)))
     known.say({"ok": True})
@@ -168,7 +168,7 @@ class Node:
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
     made: list[Node] = []
-    monkeypatch.setattr(wire, "Rejected", lambda events: rejected.Rejected(events, every=0))
+    monkeypatch.setattr(wire, "RejectedConnections", lambda events: connections.RejectedConnections(events, every=0))
 
     def make(*args: Any, **kwargs: Any) -> Node:
         made.append(Node(*args, **kwargs))
@@ -339,7 +339,7 @@ def test_who_does_not_know_the_secret_gets_no_answer_on_either_side(
         peer(there.endpoint, secret=SECRET[::-1]).ask("echo", value="mine")
     assert not there.asked and "hung up before it had proved" in there.rejected()
     with connect(there.endpoint) as connection:  # one who does not check us, and lies
-        connection.sendall(frame(channel.Client(SECRET[::-1], HERE).hello()))
+        connection.sendall(frame(channel.ClientHandshake(SECRET[::-1], HERE).hello()))
         read(connection)
         connection.sendall(frame({"proof": b"x" * 32}))
         assert ended(connection) and not there.asked
@@ -354,7 +354,7 @@ def test_a_server_that_does_not_know_the_secret_is_told_nothing(
     def impostor(connection: socket.socket) -> None:
         hello = read(connection)
         heard.put(hello)
-        connection.sendall(frame(channel.Server(b"a guess of it", THERE).challenge(hello)))
+        connection.sendall(frame(channel.ServerHandshake(b"a guess of it", THERE).challenge(hello)))
         heard.put(read(connection))
 
     with pytest.raises(ProtocolError, match="does not know the secret"):
@@ -373,7 +373,7 @@ def test_a_peer_of_another_job_or_protocol_is_not_let_in(
     reason = there.rejected()
     assert "expected 'a-job', found 'another-job'" in reason or "expected 'smp', found 'rendezvous'" in reason
     with connect(there.endpoint) as connection:
-        connection.sendall(frame(channel.Client(SECRET, other).hello()))
+        connection.sendall(frame(channel.ClientHandshake(SECRET, other).hello()))
         assert ended(connection), "not even a nonce"
     assert not there.asked
 
@@ -403,14 +403,14 @@ def test_a_node_that_is_not_the_expected_one_is_asked_nothing(
 def test_a_nonce_of_another_length_is_refused(node: Callable[..., Node], length: int) -> None:
     there = node()
     with connect(there.endpoint) as connection:
-        connection.sendall(frame({**channel.Client(SECRET, HERE).hello(), "nonce": b"x" * length}))
+        connection.sendall(frame({**channel.ClientHandshake(SECRET, HERE).hello(), "nonce": b"x" * length}))
         assert ended(connection) and "nonce" in there.rejected()
 
 
 def test_what_was_said_once_opens_no_second_connection(node: Callable[..., Node]) -> None:
     """Somebody has recorded a whole handshake and says the same again, and tries the server's own proof."""
     there = node()
-    client = channel.Client(SECRET, HERE)
+    client = channel.ClientHandshake(SECRET, HERE)
     hello = frame(client.hello())
     with connect(there.endpoint) as recorded:
         recorded.sendall(hello)
@@ -463,7 +463,7 @@ def test_a_recorded_server_is_not_believed_a_second_time(
 
 def test_each_connection_has_nonces_of_its_own(node: Callable[..., Node]) -> None:
     there, seen = node(), set()
-    hello = frame(channel.Client(SECRET, HERE).hello())
+    hello = frame(channel.ClientHandshake(SECRET, HERE).hello())
     for _ in range(20):
         with connect(there.endpoint) as connection:
             connection.sendall(hello)
@@ -475,7 +475,7 @@ def test_a_request_in_place_of_a_proof_is_not_carried_out(node: Callable[..., No
     there = node()
     for instead in ({"do": "echo"}, {"proof": b""}, {"proof": "text"}, {"proof": None}, {}):
         with connect(there.endpoint) as connection:
-            connection.sendall(frame(channel.Client(SECRET, HERE).hello()))
+            connection.sendall(frame(channel.ClientHandshake(SECRET, HERE).hello()))
             read(connection)
             connection.sendall(frame(instead))
             assert ended(connection) and there.rejected()
@@ -571,7 +571,7 @@ def ended_unread(connection: socket.socket) -> bool:
 
 
 def test_a_line_connects_again_too(impatient: Node) -> None:
-    line = Ahead(impatient.endpoint, HERE, SECRET, SECONDS)
+    line = PipelinedPeer(impatient.endpoint, HERE, SECRET, SECONDS)
     wanted, into = Data(0, Version(1, 2), 0, 0), np.empty(0, dtype=np.uint8)
     for _ in range(2):
         line.ask_for(wanted)
@@ -618,8 +618,8 @@ def test_one_that_drips_a_frame_or_reads_no_reply_is_hung_up_on(impatient: Node)
 
 def test_the_kernel_looks_after_a_peer_that_is_gone(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
     served: queue.Queue[socket.socket] = queue.Queue()
-    real = wire.Places.take
-    monkeypatch.setattr(wire.Places, "take", lambda places, *args: served.put(args[0]) or real(places, *args))
+    real = wire.Connections.take
+    monkeypatch.setattr(wire.Connections, "take", lambda places, *args: served.put(args[0]) or real(places, *args))
     with introduced(node().endpoint).connection:
         connection = served.get(timeout=SECONDS)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -831,7 +831,7 @@ def hasty(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> Node:
     return node()
 
 
-HELLO = frame(channel.Client(SECRET, HERE).hello())
+HELLO = frame(channel.ClientHandshake(SECRET, HERE).hello())
 
 
 @pytest.mark.parametrize("said", [b"", b"\0\0", HELLO], ids=["", "half", "hello"])
@@ -973,7 +973,7 @@ def test_nothing_is_asked_after_hanging_up(played: Callable[..., tuple[str, int]
         hello = read(connection)
         called.set()
         assert closed.wait(SECONDS)
-        connection.sendall(frame(channel.Server(SECRET, THERE).challenge(hello)))
+        connection.sendall(frame(channel.ServerHandshake(SECRET, THERE).challenge(hello)))
         heard.put(read(connection))
 
     one = peer(played(slow_to_shake))

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from ft_plugins.report.comparison import RunRecord, compare_runs
 from ft_plugins.smp import liveness
-from ft_plugins.smp.client import Client, newest_common
+from ft_plugins.smp.client import Client
+from ft_plugins.smp.status import newest_common
 from ft_plugins.snapshot.paths import segments_of
 from ft_plugins.snapshot.slots import Version
 from ft_plugins.testing.display import LineDisplay, display_on

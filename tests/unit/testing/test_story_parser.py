@@ -44,7 +44,7 @@ flags  --reft-redundancy raim6
 flags  --reft-exchange-mbps 80
 store  every 3 iterations
 fault  n2 persist.file@rank=5,iteration=6:stop;attach.before:kill
-fault  s  vault.xored@hit=2:stop
+fault  s  parity_store.xored@hit=2:stop
 runs   with all configurations
 
 when   version 2 is committed on every node
@@ -85,7 +85,7 @@ def test_every_kind_of_line_is_understood() -> None:
     assert story.store == 3 and story.all_configurations
     assert story.faults == {
         "n2": "persist.file@rank=5,iteration=6:stop;attach.before:kill",
-        "s": "vault.xored@hit=2:stop",
+        "s": "parity_store.xored@hit=2:stop",
     }
     assert story.lines == (
         VersionCommitted(2), SmpStopped("n2"), Captured("n0", 5), CheckpointNotStored(6), Lose("n2", Fate.KILL),

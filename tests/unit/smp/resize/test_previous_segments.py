@@ -12,7 +12,7 @@ import pytest
 from ft_plugins.events import Events
 from ft_plugins.smp.frames import Data
 from ft_plugins.smp.owner import SnapshotProcess
-from ft_plugins.smp.peers import Local
+from ft_plugins.smp.readers import LocalReader
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
@@ -140,7 +140,7 @@ def test_the_segment_read_last_is_unmapped_when_it_is_dropped(job: str) -> None:
     own = {3: segment(job, 3, 16, Version(1, 1))}
     previous = PreviousSegments(job, NODE)
     previous.switch(own, 12)
-    memory = Local({}, previous, lambda: None)
+    memory = LocalReader({}, previous, lambda: None)
     assert memory.read(Data(3, Version(1, 1), 0, 8)).tolist() == [1] * 8
     mapped = f"ftp-{job}@"
     assert mapped in Path("/proc/self/maps").read_text()
@@ -155,8 +155,8 @@ def test_a_version_that_another_incarnation_committed_does_not_remove_them(job: 
     process.token = 5
     process.answer({"do": "resize", "rank": 0, "token": 5, "world_size": 2})
     tier = process._tier
-    tier._told, tier.token = SimpleNamespace(nodes=("a", "b")), 4  # type: ignore[assignment]
-    tier._kept.counted = Version(2, 7)
+    tier._protection, tier.token = SimpleNamespace(nodes=("a", "b")), 4  # type: ignore[assignment]
+    tier._pinned.committed = Version(2, 7)
     process.look_at_trainers()
     assert files(job) == {"n0-r0of1"}
     tier.token, stop = 5, process._previous_storage.stop

@@ -113,7 +113,7 @@ class Job:
     def fetch(self, rank: int, version: Version) -> None:
         self.member.ask(
             "rebuild", rank=rank, version=[version.lineage, version.iteration], protection=self.protection.block(),
-            source=list(self.where), holders=[], lost=[], former=True, fingerprint={"job": 1},
+            source=list(self.where), holders=[], lost=[], previous=True, fingerprint={"job": 1},
         )  # fmt: skip
 
     def end(self) -> None:
@@ -140,18 +140,18 @@ def until(holds: Callable[[], bool]) -> None:
 def commit(pair: Job, version: Version) -> None:
     """A version of the job at its current size is committed on the member."""
     tier = pair.member.process._tier
-    tier._told, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
-    tier._kept.counted, pair.member.process._transition._world_size = version, 4
+    tier._protection, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
+    tier._pinned.committed, pair.member.process._transition._world_size = version, 4
     pair.member.process.look_at_trainers()
 
 
 def test_it_reports_its_state_of_the_previous_size_and_protects_nothing_more(pair: Job) -> None:
-    assert pair.outside.process._tier._thread is not None
+    assert pair.outside.process._tier.protecting
     told = pair.spare()
     assert told["sizes"] == [[6, [[rank, [0, 0], 1, 5, False, [[1, 4], [1, 5]]] for rank in (4, 5)]]]
     assert (told["fingerprints"], told["position"], told["lineage"]) == ([[6, {"job": 1}]], 2, 1)
     assert told["plan"] == pair.protection.digest and told["protection"]["nodes"] == list(NAMES)
-    assert pair.outside.process._tier._thread is None, "nothing of that incarnation is committed from now on"
+    assert not pair.outside.process._tier.protecting, "nothing of that incarnation is committed from now on"
     assert len(segments_of(pair.job, "n2")) == 2, "and nothing is lost"
 
 
@@ -161,7 +161,7 @@ def test_its_slot_is_fetched_into_a_previous_segment_and_verified_bit_for_bit(pa
     found = Segment(previous_path_of(pair.job, "n0", 4, 6))
     [slot] = [slot for slot in found.slots() if slot.state is SlotState.CLEAN]
     assert slot.version == V5 and (found.data(slot.index) == data(4, V5)).all()
-    assert [4, [0, 0], 0, 0, False, [[1, 5]]] in pair.member.ask("former")["sizes"][0][1]
+    assert [4, [0, 0], 0, 0, False, [[1, 5]]] in pair.member.ask("previous_sizes")["sizes"][0][1]
 
 
 def test_a_damaged_slot_is_refused_and_leaves_no_partial_version(pair: Job) -> None:
@@ -170,13 +170,13 @@ def test_a_damaged_slot_is_refused_and_leaves_no_partial_version(pair: Job) -> N
     damaged.data(1)[60_000] ^= 1
     with pytest.raises(FtError, match="does not match its digest"):
         pair.fetch(5, V5)
-    assert 5 not in [entry[0] for entry in pair.member.ask("former")["sizes"][0][1] if entry[5]]
+    assert 5 not in [entry[0] for entry in pair.member.ask("previous_sizes")["sizes"][0][1] if entry[5]]
 
 
 def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
     busy = pair.outside.process._segments[5]
     busy.owner = (1, liveness.started(1))
-    assert pair.spare() == {"busy": [5]} and pair.outside.process._tier._thread is not None
+    assert pair.spare() == {"busy": [5]} and pair.outside.process._tier.protecting
     pair.member.process._spare_client._release([pair.where], 2, 5.0)
     assert len(segments_of(pair.job, "n2")) == 2
 

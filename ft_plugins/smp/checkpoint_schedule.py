@@ -1,11 +1,11 @@
-"""Whether a checkpoint's turn is near, and which version is called for: what the persister's thread asks at each look.
+"""Decide which version to write to storage, and when: whether a checkpoint is due, and which version a call gets.
 
-Invariant: no version is chosen that the ranks of this node do not all hold. Of a job on one node that is the newest.
-Of several nodes all choose the same: while the job trains, a version that was named before it existed; when nothing
-moves any more, the newest in what all nodes offer (`retention`). Where replicas are compared a version waits for its
-verdict while the job trains: those that agreed go first, and those that differed are never chosen.
+Invariant: a version is chosen only if all ranks of this node hold it. A job on one node takes the newest. Several nodes
+all choose the same: while the job trains, a version that was announced before it existed; once it has stopped, the
+newest that all nodes offer (`retention`). If replicas are compared, a version waits for its verdict while the job
+trains: those whose replicas agreed go first, and those whose replicas differed are never chosen.
 
-In: a `View` of this node at a moment, notices of other nodes. Out: versions; seconds until the next look.
+In: a `NodeView` of this node at a moment, notices of other nodes. Out: versions; seconds until the next look.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from ..snapshot.slots import Mark, Version, in_order, marks_of, may_pin
 from . import liveness
 from .notices import Notices
 
-NEAR_SECONDS, FAR_SECONDS = 0.005, 0.1  # between two looks, when a turn is near and when it is not
+NEAR_SECONDS, FAR_SECONDS = 0.005, 0.1  # between two looks, when a checkpoint is due soon and when not
 _NEAR_ITERATIONS = 8
 _NOTICE_SECONDS = 1.0  # between two looks at what other nodes want
-_OFFER_SECONDS = 10.0  # for other nodes to say what they hold; then this one goes by what it holds itself
-_PACE_SECONDS = 10.0  # over which the pace of training is taken
-_MEASURED_SECONDS = 1.0  # of a pace by which something is named ahead
-REQUEST = "request"  # the reason of a call that a person has made
+_OFFER_SECONDS = 10.0  # for other nodes to offer what they hold; then this one chooses alone
+_PACE_SECONDS = 10.0  # over which the pace of training is measured
+_MEASURED_SECONDS = 1.0  # of measuring before a version is announced
+REQUEST = "request"  # the reason of a person's call
 
 
 @dataclass(eq=False)
-class Call:
-    """Somebody wants the newest version in storage, or what was due anyway (`only_due`), because of `reason`, and there
-    for good (`keep`)."""
+class CheckpointCall:
+    """A request to have the newest version in storage, or what was due anyway (`only_due`), because of `reason`, and
+    never to remove it (`keep`)."""
 
     reason: str
     only_due: bool = False
     patience: float = 0.0  # seconds for the verdict on a version while the job trains
     keep: bool = False
     began: float = field(default_factory=time.monotonic)
-    target: Version | None = None  # that was named ahead
+    target: Version | None = None  # that was announced
     offered: bool = False
     outcome: dict[str, Any] | None = None
     over: threading.Event = field(default_factory=threading.Event)
 
     def answer(self, state: str, **facts: Any) -> None:
-        """It is over: whoever waits goes on."""
+        """End the call: its waiter goes on."""
         self.outcome = {"state": state, **facts}
         self.over.set()
 
 
 @dataclass(frozen=True)
-class View:
-    """The ranks of this node that count, and the versions that all of them hold and whose replicas are not known to
-    differ. `marks`: what any rank knows of replicas; `good`: of which every rank knows the verdict, and it is good."""
+class NodeView:
+    """The ranks of this node that take part, and the versions that all of them hold and whose replicas are not known to
+    differ. `marks`: the verdicts that any rank knows; `good`: versions of which every rank knows a good verdict."""
 
     segments: Mapping[int, Segment]
     held: frozenset[Version]
@@ -85,30 +85,30 @@ class View:
         return min(segment.completed for segment in self.segments.values())
 
 
-def counting(segments: Mapping[int, Segment], world_size: int) -> dict[int, Segment]:
-    """The ranks that count: all of the job where all are here; else those of the incarnation that runs or ran last,
-    and before any rank of one has attached all that are here."""
+def taking_part(segments: Mapping[int, Segment], world_size: int) -> dict[int, Segment]:
+    """The ranks that take part: all of the job if all are here; else those of the incarnation that runs or ran last,
+    and before any rank of one has attached, all that are here."""
     whole = {rank: segment for rank, segment in sorted(segments.items()) if rank < world_size}
     attached = {rank: segment for rank, segment in whole.items() if segment.attached}
     return whole if len(whole) == world_size else attached or whole
 
 
-def view(segments: Mapping[int, Segment], world_size: int) -> View:
-    """What there is now of `segments`, those that count; a version that may be about to be overwritten is not held."""
-    found = [segment.slots() for segment in segments.values()]
-    marks = marks_of((slot.version, slot.mark) for slots in found for slot in slots)
+def view(segments: Mapping[int, Segment], world_size: int) -> NodeView:
+    """The state of `segments`, those that take part; a version that may be about to be overwritten is not held."""
+    all_slots = [segment.slots() for segment in segments.values()]
+    marks = marks_of((slot.version, slot.mark) for slots in all_slots for slot in slots)
     versions = (
         {slot.version for slot in slots if slot.version is not None and may_pin(slots, slot.version) is not None}
-        for slots in found
+        for slots in all_slots
     )
     held = frozenset(v for v in set.intersection(*versions) if marks.get(v) is not Mark.DIFFERING)
-    heard = [{slot.version for slot in slots if slot.mark} for slots in found]
+    heard = [{slot.version for slot in slots if slot.mark} for slots in all_slots]
     good = frozenset(v for v in held if marks.get(v, Mark.NONE).preferred and all(v in each for each in heard))
-    return View(segments, held, len(segments) == world_size, marks, good)
+    return NodeView(segments, held, len(segments) == world_size, marks, good)
 
 
-class Turns:
-    """When and what, for one node. Guards the pace of training and what is known of other nodes' wishes."""
+class CheckpointSchedule:
+    """The schedule of one node. Guards the pace of training and what other nodes are known to want."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -119,10 +119,10 @@ class Turns:
         self._settled: tuple[frozenset[Version], Version] | None = None  # what was held then, what was agreed on
         self.pause = FAR_SECONDS
 
-    def come(self, storage: Storage, segments: Mapping[int, Segment], last: Version | None) -> bool:
-        """Whether a turn may have come, so that it is worth to look at the slots; sets `pause` until the next question.
+    def may_be_due(self, storage: Storage, segments: Mapping[int, Segment], last: Version | None) -> bool:
+        """Whether a checkpoint may be due, so that the slots are worth a look; sets `pause` until the next call.
 
-        Shorter when a turn is near; a job that stands still is asked less and less often. `last`: as for `due`.
+        Shorter if one is due soon; a job that stands still is looked at less and less often. `last`: as for `due`.
         """
         now, completed = time.monotonic(), min(segment.completed for segment in segments.values())
         if completed < self._pace[1] or now - self._pace[0] > _PACE_SECONDS:
@@ -143,27 +143,27 @@ class Turns:
         return missed or turn is not None and turn <= completed
 
     def _rate(self, now: float, completed: int, over: float) -> float | None:
-        """Iterations per second of late; None before they were watched for `over` seconds."""
+        """Recent iterations per second; None before they were watched for `over` seconds."""
         began, first = self._pace
         return (completed - first) / (now - began) if now - began > over else None
 
     def due(
-        self, storage: Storage, folder: Path, seen: View, last: Version | None, ending: bool = False
+        self, storage: Storage, folder: Path, seen: NodeView, last: Version | None, ending: bool = False
     ) -> Version | None:
-        """The version whose turn it is, newer than `last`. `ending`: no verdict is waited for any more."""
+        """The version that is due, newer than `last`. `ending`: do not wait for a verdict any more."""
         if not seen.opened:
             return None
         wanted = None if seen.alone else self._heard(folder, seen)
         good = seen.good if storage.audits else None
-        found = retention.due(seen.held, storage, last, wanted, seen.alone, good)
-        if found is None and ending and not seen.moving:
-            found = retention.due(seen.held, storage, last, wanted, seen.alone)
-        return found
+        version = retention.due(seen.held, storage, last, wanted, seen.alone, good)
+        if version is None and ending and not seen.moving:
+            version = retention.due(seen.held, storage, last, wanted, seen.alone)
+        return version
 
     def called(
-        self, call: Call, storage: Storage, folder: Path, seen: View, known: Collection[Version]
+        self, call: CheckpointCall, storage: Storage, folder: Path, seen: NodeView, known: Collection[Version]
     ) -> Version | None:
-        """The version that `call` is to have; None as long as there is none. `known` are written or complete."""
+        """The version that `call` gets; None as long as there is none. `known` are written or complete."""
         if call.only_due:
             return max(known, default=None)
         if seen.alone:
@@ -175,26 +175,26 @@ class Turns:
             return self._named(call, storage, folder, seen, known)
         return self._agreed(call, storage, folder, seen)
 
-    def _best(self, storage: Storage, seen: View) -> Version | None:
-        """The newest version, by what is known of its replicas where they are compared."""
+    def _best(self, storage: Storage, seen: NodeView) -> Version | None:
+        """The newest version, preferring good verdicts if replicas are compared."""
         return next(iter(in_order(seen.held, seen.marks if storage.audits else {})), None)
 
-    def _heard(self, folder: Path, seen: View) -> Version | None:
-        """The version that a node wants by name, if it is of the present lineage."""
+    def _heard(self, folder: Path, seen: NodeView) -> Version | None:
+        """The version that a node has announced, if it is of the present lineage."""
         now = time.monotonic()
         if now - self._heard_at > _NOTICE_SECONDS:
             self._heard_at, self._wanted = now, Notices(folder, self._node).wanted()
         return self._wanted if self._wanted is not None and self._wanted.lineage == seen.lineage else None
 
     def _named(
-        self, call: Call, storage: Storage, folder: Path, seen: View, known: Collection[Version]
+        self, call: CheckpointCall, storage: Storage, folder: Path, seen: NodeView, known: Collection[Version]
     ) -> Version | None:
         """The version that all nodes write while the job trains."""
         if call.target in known:
             return call.target
         if call.target is not None and call.target not in seen.held and seen.held and max(seen.held) > call.target:
             Notices(folder, self._node).have(call.target)
-            call.target = self._wanted = None  # overwritten before it was seen, here or there: another one
+            call.target = self._wanted = None  # overwritten before it was seen, on some node: another one
         if call.target is None:
             heard = self._heard(folder, seen)
             rate = self._rate(time.monotonic(), seen.completed, _MEASURED_SECONDS)
@@ -206,8 +206,8 @@ class Turns:
             call.target = self._wanted = heard
         return call.target if call.target in (seen.good if storage.audits else seen.held) else None
 
-    def _agreed(self, call: Call, storage: Storage, folder: Path, seen: View) -> Version | None:
-        """The version that all nodes write when nothing moves any more. It stays agreed on as long as nothing moves."""
+    def _agreed(self, call: CheckpointCall, storage: Storage, folder: Path, seen: NodeView) -> Version | None:
+        """The version that all nodes write once the job has stopped. It stays the same as long as nothing moves."""
         if self._settled is not None and self._settled[0] == seen.held:
             return self._settled[1]
         notices = Notices(folder, self._node)

@@ -1,12 +1,49 @@
-"""What links carry: counted over enough of time, for each target together, and by all nodes alike."""
+"""Exchange traffic stays behind training; links are measured over enough of time, for each target together."""
 
 from __future__ import annotations
+
+import os
+import threading
 
 import pytest
 
 from ft_plugins.recovery.nodes import links_of
-from ft_plugins.smp import probe
+from ft_plugins.smp import traffic
 from ft_plugins.smp.wire import PAYLOAD_LIMIT
+
+
+def _niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_one_thread_steps_back_and_the_others_stay() -> None:
+    before, found = _niceness(), []
+
+    def work() -> None:
+        traffic.step_back()
+        found.append(_niceness())
+        traffic.step_back()
+        found.append(_niceness())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [min(before + traffic.NICE, 19)] * 2
+    assert _niceness() == before
+
+
+def test_who_has_stepped_back_further_stays_there() -> None:
+    found = []
+
+    def work() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        traffic.step_back()
+        found.append(_niceness())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [19]
 
 
 class Wire:
@@ -27,14 +64,14 @@ class Wire:
 @pytest.mark.parametrize("speed", [1e4, 1e6, 1e8, 1e10])
 def test_a_link_is_measured_as_it_is_whatever_it_carries(speed: float) -> None:
     wire = Wire(speed)
-    assert probe.rate(wire.send, 0.25, wire.clock) == pytest.approx(speed)
+    assert traffic.rate(wire.send, 0.25, wire.clock) == pytest.approx(speed)
     assert wire.now <= 2 * 0.25 + 2 * max(wire.sent) / speed, "growing, counting, and a frame of each that is long"
     assert max(wire.sent) == (PAYLOAD_LIMIT if speed >= 1e8 else 64 << 10)
 
 
 def test_the_way_through_both_processes_belongs_to_it() -> None:
     wire = Wire(1e9, latency=PAYLOAD_LIMIT / 1e9)
-    assert probe.rate(wire.send, 0.25, wire.clock) == pytest.approx(0.5e9)
+    assert traffic.rate(wire.send, 0.25, wire.clock) == pytest.approx(0.5e9)
 
 
 def test_a_link_carries_what_goes_out_or_comes_in_whichever_is_more() -> None:

@@ -1,7 +1,7 @@
-"""The agreement on what counts, carried out by nodes that lag, repeat themselves, forget and are replaced.
+"""The agreement on the committed version, between nodes that lag, repeat themselves, forget and are replaced.
 
-`decide` is the code under test. Around it stands a job in miniature: ranks that capture as the fence lets them, slots
-and vaults that keep what is pinned, SMPs that report, hear and follow, and whose memory of what they were told ends
+`decide` and `step` are the code under test. Around them is a job in miniature: ranks that capture as the fence lets
+them, slots and parity stores that keep what is pinned, SMPs that report, receive answers and act, and whose state ends
 with them. Schedules are random; what must hold is checked after every single step.
 """
 
@@ -17,7 +17,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.smp.pins import Directive, Epoch, Report, decide
+from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide
+from ft_plugins.smp.node_step import (
+    Committed,
+    CommitVersion,
+    Event,
+    HeartbeatAnswered,
+    HeartbeatDue,
+    NodeState,
+    Observation,
+    SealChecked,
+    SendHeartbeat,
+    StartExchange,
+    Switched,
+    SwitchExchange,
+    step,
+)
 from ft_plugins.snapshot.slots import SLOTS, Pin, Slot, SlotState, Version, choose, may_pin, slots_for
 
 RANKS_PER_NODE = 2
@@ -30,11 +45,11 @@ def v(iteration: int, lineage: int = 1) -> Version:
     return Version(lineage, iteration)
 
 
-FRESH = Epoch(1, None, 3, 4)
-RESTORED = Epoch(2, v(10), 3, 4)
+FRESH = ExchangeEpoch(1, None, 3, 4)
+RESTORED = ExchangeEpoch(2, v(10), 3, 4)
 
 
-def all_of(*reports: Report) -> dict[int, Report]:
+def all_of(*reports: NodeReport) -> dict[int, NodeReport]:
     return dict(enumerate(reports))
 
 
@@ -44,104 +59,107 @@ def all_of(*reports: Report) -> dict[int, Report]:
 )
 def test_the_next_turn_that_no_rank_has_begun_is_named(begun: tuple[int, ...], interval: int, named: int) -> None:
     epoch = replace(FRESH, interval=interval)
-    assert decide(epoch, Directive(), all_of(*map(Report, begun))) == Directive(v(named), None)
+    assert decide(epoch, ExchangeDecision(), all_of(*map(NodeReport, begun))) == ExchangeDecision(v(named), None)
 
 
 def test_nothing_is_named_before_every_node_was_heard() -> None:
-    assert decide(FRESH, Directive(), {0: Report(3), 2: Report(3)}) == Directive()
+    assert decide(FRESH, ExchangeDecision(), {0: NodeReport(3), 2: NodeReport(3)}) == ExchangeDecision()
 
 
 def test_a_version_counts_when_the_last_node_has_encoded_it_and_the_next_one_is_named() -> None:
-    now = Directive(v(4), None)
-    ready, busy = Report(6, v(4), encoded=v(4)), Report(6, v(4))
+    now = ExchangeDecision(v(4), None)
+    ready, busy = NodeReport(6, v(4), encoded=v(4)), NodeReport(6, v(4))
     assert decide(FRESH, now, all_of(ready, ready, busy)) == now
-    assert decide(FRESH, now, all_of(ready, ready, ready)) == Directive(v(8), v(4))
+    assert decide(FRESH, now, all_of(ready, ready, ready)) == ExchangeDecision(v(8), v(4))
 
 
 def test_what_another_version_has_encoded_does_not_help() -> None:
-    now = Directive(v(8), v(4))
-    before = Report(9, v(8), encoded=v(4), counted=v(4))
+    now = ExchangeDecision(v(8), v(4))
+    before = NodeReport(9, v(8), encoded=v(4), committed=v(4))
     assert decide(FRESH, now, all_of(before, before, before)) == now
 
 
 def test_a_version_that_one_node_missed_is_given_up_for_a_later_one_and_what_counted_still_does() -> None:
-    now = Directive(v(8), v(4))
-    ready, missed = Report(9, v(8), encoded=v(8), counted=v(4)), Report(11, None, missed=v(8), counted=v(4))
+    now = ExchangeDecision(v(8), v(4))
+    ready, missed = NodeReport(9, v(8), encoded=v(8), committed=v(4)), NodeReport(11, None, missed=v(8), committed=v(4))
     after = decide(FRESH, now, all_of(ready, missed, ready))
-    assert after == Directive(v(12), v(4))
+    assert after == ExchangeDecision(v(12), v(4))
     assert decide(FRESH, after, all_of(ready, missed, ready)) == after, "an old report does not end the next one"
 
 
 def test_what_was_missed_before_or_is_still_being_said_of_it_does_not_end_what_is_exchanged_now() -> None:
-    now = Directive(v(12), v(4))
-    late = all_of(Report(13, v(8), counted=v(4)), Report(13, v(8), missed=v(8), counted=v(4)), Report(12, v(8)))
+    now = ExchangeDecision(v(12), v(4))
+    behind = NodeReport(13, v(8), committed=v(4))
+    late = all_of(behind, replace(behind, missed=v(8)), NodeReport(12, v(8)))
     assert decide(FRESH, now, late) == now
 
 
 def test_a_missed_version_is_not_named_again_however_little_has_begun() -> None:
-    missed = Report(3, None, missed=v(8))
-    assert decide(FRESH, Directive(v(8)), all_of(missed, missed, missed)).exchange == v(12)
+    missed = NodeReport(3, None, missed=v(8))
+    assert decide(FRESH, ExchangeDecision(v(8)), all_of(missed, missed, missed)).exchange == v(12)
 
 
 def test_one_who_decides_anew_goes_on_from_reports_alone() -> None:
-    running = Report(9, v(8), counted=v(4))
-    assert decide(FRESH, Directive(), {1: running}) == Directive(v(8), v(4))
-    replaced = Report(9, counted=v(4))
-    assert decide(FRESH, Directive(), all_of(replaced, running, running)) == Directive(v(8), v(4))
-    ahead = Report(9, v(12), counted=v(8))
-    assert decide(FRESH, Directive(), all_of(replaced, running, ahead)) == Directive(v(12), v(8))
+    running = NodeReport(9, v(8), committed=v(4))
+    assert decide(FRESH, ExchangeDecision(), {1: running}) == ExchangeDecision(v(8), v(4))
+    replaced = NodeReport(9, committed=v(4))
+    assert decide(FRESH, ExchangeDecision(), all_of(replaced, running, running)) == ExchangeDecision(v(8), v(4))
+    ahead = NodeReport(9, v(12), committed=v(8))
+    assert decide(FRESH, ExchangeDecision(), all_of(replaced, running, ahead)) == ExchangeDecision(v(12), v(8))
 
 
 def test_the_restored_version_comes_first_and_until_it_counts_on_every_node() -> None:
-    kept, fresh = Report(0, counted=v(10)), Report(0)
-    named = decide(RESTORED, Directive(), all_of(kept, fresh, kept))
-    assert named == Directive(v(10), v(10)), "kept where it still is, sent to who lost it"
-    busy = all_of(Report(14, v(10), counted=v(10)), Report(14, v(10)), Report(15, v(10), encoded=v(10), counted=v(10)))
+    kept, fresh = NodeReport(0, committed=v(10)), NodeReport(0)
+    named = decide(RESTORED, ExchangeDecision(), all_of(kept, fresh, kept))
+    assert named == ExchangeDecision(v(10), v(10)), "kept where it still is, sent to who lost it"
+    ready = NodeReport(15, v(10), encoded=v(10), committed=v(10))
+    busy = all_of(NodeReport(14, v(10), committed=v(10)), NodeReport(14, v(10)), ready)
     assert decide(RESTORED, named, busy) == named, "however long it takes"
-    settled = Report(15, v(10), encoded=v(10), counted=v(10))
-    assert decide(RESTORED, named, all_of(settled, settled, settled)) == Directive(v(16, 2), v(10))
+    settled = NodeReport(15, v(10), encoded=v(10), committed=v(10))
+    assert decide(RESTORED, named, all_of(settled, settled, settled)) == ExchangeDecision(v(16, 2), v(10))
 
 
 def test_a_restored_version_that_counted_nowhere_does_when_all_have_encoded_it() -> None:
-    older = Report(0, counted=v(4))
-    named = decide(RESTORED, Directive(), all_of(older, older, older))
-    assert named == Directive(v(10), v(4))
-    ready = Report(11, v(10), encoded=v(10), counted=v(4))
+    older = NodeReport(0, committed=v(4))
+    named = decide(RESTORED, ExchangeDecision(), all_of(older, older, older))
+    assert named == ExchangeDecision(v(10), v(4))
+    ready = NodeReport(11, v(10), encoded=v(10), committed=v(4))
     assert decide(RESTORED, named, all_of(ready, ready, older)) == named
     counts = decide(RESTORED, named, all_of(ready, ready, ready))
-    assert counts == Directive(v(10), v(10)), "and is not left before all have it pinned"
-    settled = replace(ready, counted=v(10))
+    assert counts == ExchangeDecision(v(10), v(10)), "and is not left before all have it pinned"
+    settled = replace(ready, committed=v(10))
     assert decide(RESTORED, counts, all_of(settled, ready, settled)) == counts
-    assert decide(RESTORED, counts, all_of(settled, settled, settled)) == Directive(v(12, 2), v(10))
+    assert decide(RESTORED, counts, all_of(settled, settled, settled)) == ExchangeDecision(v(12, 2), v(10))
 
 
 def test_training_that_has_begun_nothing_since_it_was_restored_is_named_the_next_turn() -> None:
-    settled = Report(0, counted=v(10))
-    assert decide(RESTORED, Directive(), all_of(settled, settled, settled)) == Directive(v(12, 2), v(10))
+    settled = NodeReport(0, committed=v(10))
+    assert decide(RESTORED, ExchangeDecision(), all_of(settled, settled, settled)) == ExchangeDecision(v(12, 2), v(10))
 
 
 def test_a_restored_version_that_a_node_cannot_send_is_left_so_that_a_newer_one_can_be() -> None:
-    kept, overwritten = Report(13, v(10), counted=v(10)), Report(13, missed=v(10))
-    assert decide(RESTORED, Directive(v(10), v(10)), all_of(kept, overwritten, kept)) == Directive(v(16, 2), v(10))
+    kept, overwritten = NodeReport(13, v(10), committed=v(10)), NodeReport(13, missed=v(10))
+    after = decide(RESTORED, ExchangeDecision(v(10), v(10)), all_of(kept, overwritten, kept))
+    assert after == ExchangeDecision(v(16, 2), v(10))
 
 
 def test_what_is_named_after_a_recovery_is_of_the_new_lineage() -> None:
-    epoch = Epoch(5, None, 1, 3)
-    assert decide(epoch, Directive(), {0: Report(0)}) == Directive(v(3, 5), None)
+    epoch = ExchangeEpoch(5, None, 1, 3)
+    assert decide(epoch, ExchangeDecision(), {0: NodeReport(0)}) == ExchangeDecision(v(3, 5), None)
 
 
 iterations = st.integers(0, 12)
 
 
 @st.composite
-def reports(draw: st.DrawFn) -> dict[int, Report]:
+def reports(draw: st.DrawFn) -> dict[int, NodeReport]:
     """Anything that nodes may say, as long as nobody has encoded or missed what no rank has begun."""
     found = {}
     for position in range(3):
         if draw(st.integers(0, 5)):
             begun = draw(iterations)
             past = st.none() | st.builds(v, st.integers(1, max(1, begun)))
-            found[position] = Report(
+            found[position] = NodeReport(
                 begun, draw(st.none() | st.builds(v, iterations)), draw(past), draw(past), draw(past)
             )
     return found
@@ -149,22 +167,22 @@ def reports(draw: st.DrawFn) -> dict[int, Report]:
 
 @settings(max_examples=400, deadline=None)
 @given(
-    st.builds(Directive, st.none() | st.builds(v, iterations), st.none() | st.builds(v, iterations)),
+    st.builds(ExchangeDecision, st.none() | st.builds(v, iterations), st.none() | st.builds(v, iterations)),
     reports(),
     st.integers(1, 4),
 )
 def test_whatever_is_reported_nothing_is_taken_back_and_nothing_counts_by_hearsay(
-    before: Directive, heard: dict[int, Report], interval: int
+    before: ExchangeDecision, heard: dict[int, NodeReport], interval: int
 ) -> None:
-    after = decide(Epoch(1, None, 3, interval), before, heard)
-    known = [before.counts, *(report.counted for report in heard.values())]
+    after = decide(ExchangeEpoch(1, None, 3, interval), before, heard)
+    known = [before.committed, *(report.committed for report in heard.values())]
     newest = max((version for version in known if version), default=None)
-    assert newest is None or after.counts is not None and after.counts >= newest
-    if after.counts != newest:
-        assert len(heard) == 3 and {report.encoded for report in heard.values()} == {after.counts}
+    assert newest is None or after.committed is not None and after.committed >= newest
+    if after.committed != newest:
+        assert len(heard) == 3 and {report.encoded for report in heard.values()} == {after.committed}
     begun = max((report.begun for report in heard.values()), default=0)
-    if after.exchange is not None and after.counts is not None and after.counts.iteration <= begun:
-        assert after.exchange > after.counts
+    if after.exchange is not None and after.committed is not None and after.committed.iteration <= begun:
+        assert after.exchange > after.committed
     if len(heard) == 3:
         assert after.exchange is not None, "there is always a version to wait for"
     known = [before.exchange, *(report.exchange for report in heard.values())]
@@ -218,100 +236,110 @@ class Request:
     """A report on its way to position 0."""
 
     position: int
-    report: Report
+    report: NodeReport
 
 
 @dataclass
 class Node:
-    """The segments and the vault of a node, and its SMP, which may be replaced."""
+    """The segments and the parity store of a node, and its SMP, which may be replaced. Carries out `step`'s actions."""
 
     position: int
     others: int
     ranks: list[Slots]
-    vault: Slots
-    directive: Directive = field(default_factory=Directive)
-    missed: Version | None = None
-    counted: Version | None = None
-    running: Version | None = None  # is being sent
+    store: Slots
+    state: NodeState
+    committed: Version | None = None
     done: dict[int, bool] = field(default_factory=dict)  # by target, as far as the sender knows
-    gathering: Version | None = None
+    receiving: Version | None = None
     taken: set[int] = field(default_factory=set)
     waiting: Request | None = None
-    answer: Directive | None = None
+    answer: ExchangeDecision | None = None
 
-    def start(self) -> None:
-        """An SMP that knows nothing but what pins and vault show."""
-        self.directive, self.missed, self.running, self.done = Directive(), None, None, {}
-        self.gathering, self.taken, self.waiting, self.answer = None, set(), None, None
-        kept = set.intersection(*(rank.pinned(Pin.NODE) for rank in self.ranks)) & self.vault.pinned(Pin.NODE)
-        self.counted = max(kept & self.vault.clean(), default=None)
+    def start(self, epoch: ExchangeEpoch) -> None:
+        """An SMP that knows nothing but what pins and parity store show."""
+        self.state, self.done = NodeState(epoch, self.position, False, 30.0, 0.0), {}
+        self.receiving, self.taken, self.waiting, self.answer = None, set(), None, None
+        kept = set.intersection(*(rank.pinned(Pin.NODE) for rank in self.ranks)) & self.store.pinned(Pin.NODE)
+        self.committed = max(kept & self.store.clean(), default=None)
 
-    def report(self, lineage: int) -> Report:
-        begun = max(
-            (
-                s.version.iteration
-                for rank in self.ranks
-                for s in rank.slots
-                if s.version and s.version.lineage == lineage
-            ),
-            default=0,
-        )
-        ready = self.running is not None and all(self.done.values()) and self.running in self.vault.clean()
-        return Report(begun, self.running, self.missed, self.running if ready else None, self.counted)
+    @property
+    def running(self) -> Version | None:
+        """What is being sent."""
+        return self.state.sending
 
-    def follow(self, directive: Directive) -> None:
-        if directive.counts is not None and directive.counts != self.counted:
-            self._count(directive.counts)
-        if directive.exchange != self.directive.exchange:
-            self.running, self.done, self.missed = None, {}, None
-            for rank in self.ranks:
-                rank.unpin(Pin.SOURCE, but=[directive.exchange])  # what an SMP before had pinned is still wanted
-            if directive.exchange is not None:
-                self._gather(directive.exchange)
-        self.directive = directive
+    def report(self) -> NodeReport:
+        slots = [slot.version for rank in self.ranks for slot in rank.slots if slot.version]
+        begun = max((each.iteration for each in slots if each.lineage == self.state.epoch.lineage), default=0)
+        complete = self.running is not None and all(self.done.values()) and self.running in self.store.clean()
+        (heartbeat,) = self._feed(HeartbeatDue(Observation(begun, self.committed, self.running, complete)))
+        return heartbeat.report
 
-    def _count(self, version: Version) -> None:
-        if version not in self.vault.clean():
+    def follow(self, decision: ExchangeDecision) -> None:
+        self._feed(HeartbeatAnswered(0.0, decision))
+
+    def _feed(self, event: Event) -> list[SendHeartbeat]:
+        events, heartbeats = [event], []
+        while events:
+            self.state, actions = step(self.state, events.pop(0))
+            for action in actions:
+                match action:
+                    case SendHeartbeat():
+                        heartbeats.append(action)
+                    case CommitVersion(version):
+                        self._commit(version)
+                        events += [Committed(version)] if self.committed == version else []
+                    case SwitchExchange(decision):
+                        self.done = {}
+                        for rank in self.ranks:
+                            rank.unpin(Pin.SOURCE, but=[decision.exchange])  # what an SMP before had pinned is wanted
+                        if decision.exchange is not None:
+                            self._receive(decision.exchange)
+                        events.append(Switched(decision))
+                    case StartExchange():
+                        self.done = {target: False for target in range(self.others + 1) if target != self.position}
+        return heartbeats
+
+    def _commit(self, version: Version) -> None:
+        if version not in self.store.clean():
             return
         for rank in self.ranks:
             assert rank.pin(version, Pin.NODE), f"node {self.position} has encoded {version}, and has not kept it"
         for rank in self.ranks:
             rank.unpin(Pin.NODE, but=[version])
-        assert self.vault.pin(version, Pin.NODE)
-        self.vault.unpin(Pin.NODE, but=[version])
-        assert self.counted is None or version > self.counted, "what counts on a node never goes back"
-        self.counted = version
+        assert self.store.pin(version, Pin.NODE)
+        self.store.unpin(Pin.NODE, but=[version])
+        assert self.committed is None or version > self.committed, "what counts on a node never goes back"
+        self.committed = version
 
-    def _gather(self, version: Version) -> None:
-        if version in self.vault.clean() or self.gathering == version:
+    def _receive(self, version: Version) -> None:
+        if version in self.store.clean() or self.receiving == version:
             return
-        self.gathering, self.taken = version, set()
-        self.vault.write(version)
+        self.receiving, self.taken = version, set()
+        self.store.write(version)
 
     def poll(self) -> None:
-        version = self.directive.exchange
-        if version is None or self.running is not None or self.missed == version:
-            return
+        version = self.state.awaited
+        if version is not None:
+            self._feed(SealChecked(self._sealed(version)))
+
+    def _sealed(self, version: Version) -> bool | None:
         for rank in self.ranks:
             if rank.pin(version, Pin.SOURCE):
                 continue
             newest = max((slot.version for slot in rank.slots if slot.version), default=version)
             coming = any(slot.version == version and slot.state is SlotState.DIRTY for slot in rank.slots)
-            if newest > version and not coming:
-                self.missed = version
-            return
-        self.running = version
-        self.done = {target: False for target in range(self.others + 1) if target != self.position}
+            return None if newest > version and not coming else False
+        return True
 
     def take(self, version: Version, source: int) -> bool:
         """Whether all of `source` is here then."""
-        if self.gathering == version:
+        if self.receiving == version:
             self.taken.add(source)
             if len(self.taken) == self.others:
-                self.vault.seal(version)
-                self.gathering = None
+                self.store.seal(version)
+                self.receiving = None
             return True
-        return version in self.vault.clean()
+        return version in self.store.clean()
 
 
 class Job:
@@ -321,14 +349,15 @@ class Job:
         self.random = random
         self.interval = interval
         slots = slots_for(Pin.NODE, Pin.SOURCE)
+        fresh = NodeState(ExchangeEpoch(0, None, nodes, interval), 0, False, 30.0, 0.0)
         self.nodes = [
-            Node(position, nodes - 1, [Slots(slots) for _ in range(RANKS_PER_NODE)], Slots(2))
+            Node(position, nodes - 1, [Slots(slots) for _ in range(RANKS_PER_NODE)], Slots(2), fresh)
             for position in range(nodes)
         ]
         self.flying: list[Request] = []
-        self.before, self.heard = Directive(), dict[int, Report]()
+        self.before, self.heard = ExchangeDecision(), dict[int, NodeReport]()
         self.encoded: dict[Version, set[int]] = defaultdict(set)  # who has ever reported it
-        self.counts: set[Version] = set()  # what has ever counted
+        self.committed: set[Version] = set()  # what has ever counted
         self.again: set[int] = set()  # who has reported that the restored version counts there
         self.settled = False  # a node has followed: what counts is complete on every node, and is kept
         self.base: Version | None = None
@@ -358,12 +387,12 @@ class Job:
 
     # -- the agreement --
 
-    def epoch(self) -> Epoch:
-        return Epoch(self.lineage, self.base, len(self.nodes), self.interval)
+    def epoch(self) -> ExchangeEpoch:
+        return ExchangeEpoch(self.lineage, self.base, len(self.nodes), self.interval)
 
-    def beat(self, node: Node) -> None:
+    def heartbeat(self, node: Node) -> None:
         """The SMP sends its report; an answer that it still waited for is given up."""
-        node.waiting, node.answer = Request(node.position, node.report(self.lineage)), None
+        node.waiting, node.answer = Request(node.position, node.report()), None
         if node.position == 0:
             self.decide(node.waiting)  # a call
         else:
@@ -373,16 +402,17 @@ class Job:
         self.heard[request.position] = request.report
         if request.report.encoded:
             self.encoded[request.report.encoded].add(request.position)
-        if request.report.counted == self.base:
+        if request.report.committed == self.base:
             self.again.add(request.position)
         directive = decide(self.epoch(), self.before, self.heard)
         if self.base is not None and directive.exchange not in (None, self.base):
             assert self.again == set(range(len(self.nodes))), "the restored version is left before it counts everywhere"
-        if self.before.counts is not None:
-            assert directive.counts is not None and directive.counts >= self.before.counts, "what counts went back"
-        if directive.counts is not None and directive.counts not in self.counts:
-            assert self.encoded[directive.counts] == set(range(len(self.nodes))), f"{directive.counts} counts too early"
-            self.counts.add(directive.counts)
+        version = directive.committed
+        if self.before.committed is not None:
+            assert version is not None and version >= self.before.committed, "what counts went back"
+        if version is not None and version not in self.committed:
+            assert self.encoded[version] == set(range(len(self.nodes))), f"{version} counts too early"
+            self.committed.add(version)
         self.before = directive
         node = self.nodes[request.position]
         if node.waiting is request:
@@ -398,24 +428,25 @@ class Job:
             source.done[target.position] = target.take(source.running, source.position)
 
     def replace_smp(self, node: Node) -> None:
-        node.start()
+        node.start(self.epoch())
         if node.position == 0:
-            self.before, self.heard, self.flying = Directive(), {}, []
+            self.before, self.heard, self.flying = ExchangeDecision(), {}, []
 
     def recover(self, base: Version | None, lost: Iterable[int]) -> None:
         """A new incarnation. The `lost` nodes are fresh, `base` has been put back together there."""
         self.lineage += 1
         self.base = base
-        kept = max((node.counted for node in self.nodes if node.counted and node.position not in lost), default=None)
+        left = [node for node in self.nodes if node.position not in lost]
+        kept = max((node.committed for node in left if node.committed), default=None)
         for node in self.nodes:
             if node.position in lost:
                 assert base is not None
-                node.vault = Slots(2)
+                node.store = Slots(2)
                 for rank in node.ranks:
                     rank.slots = Slots(len(rank.slots)).slots
                     rank.write(base)
                     rank.seal(base)
-            node.vault.void_after(base)
+            node.store.void_after(base)
             for rank in node.ranks:
                 rank.void_after(base)
                 for version in filter(None, (base, kept)):
@@ -423,10 +454,10 @@ class Job:
                 rank.unpin(Pin.SOURCE)
                 rank.unpin(Pin.NODE, but=[base, kept])
                 assert base is None or base in rank.pinned(Pin.NODE), "what is restored is newest, or pinned"
-            if kept is not None and node.vault.pin(kept, Pin.NODE):
-                node.vault.unpin(Pin.NODE, but=[kept])
-            node.start()
-        self.before, self.heard, self.flying = Directive(), {}, []
+            if kept is not None and node.store.pin(kept, Pin.NODE):
+                node.store.unpin(Pin.NODE, but=[kept])
+            node.start(self.epoch())
+        self.before, self.heard, self.flying = ExchangeDecision(), {}, []
         self.sealed = {who: base.iteration if base else 0 for who, _ in self.ranks()}
         self.encoded = defaultdict(set)
         self.again = set()
@@ -437,10 +468,10 @@ class Job:
     def complete(self) -> set[Version]:
         """What every node has, slots and parity."""
         slots = set.intersection(*(rank.clean() for _, rank in self.ranks()))
-        return slots & set.intersection(*(node.vault.clean() for node in self.nodes))
+        return slots & set.intersection(*(node.store.clean() for node in self.nodes))
 
     def _settled(self) -> bool:
-        return bool(self.complete() & {node.counted for node in self.nodes})
+        return bool(self.complete() & {node.committed for node in self.nodes})
 
     def check(self) -> None:
         restorable = set.intersection(*(rank.clean() for _, rank in self.ranks()))
@@ -459,9 +490,9 @@ class Job:
             case "train":
                 for who, _ in self.random.choices(self.ranks(), k=2 * len(self.ranks())):
                     self.train(who)
-            case "beat":
+            case "heartbeat":
                 for node in some:
-                    self.beat(node)
+                    self.heartbeat(node)
             case "deliver" | "late" | "again" if self.flying:
                 at = 0 if what == "deliver" else self.random.randrange(len(self.flying))
                 self.decide(self.flying[at] if what == "again" else self.flying.pop(at))
@@ -485,7 +516,7 @@ class Job:
     def calm(self) -> None:
         """Everyone reports, hears and follows in time; an iteration goes by."""
         for node in self.nodes:
-            self.beat(node)
+            self.heartbeat(node)
             while self.flying:
                 self.decide(self.flying.pop(0))
             self.hear(node)
@@ -505,15 +536,16 @@ class Job:
 
 def disturbed(random: Random) -> dict[str, float]:
     """How often what happens, in a schedule of its own: nodes that are quick or slow, replaced often or never."""
-    often = {name: random.choice([1, 2, 6]) for name in ("beat", "hear", "poll", "send")}
+    often = {name: random.choice([1, 2, 6]) for name in ("heartbeat", "hear", "poll", "send")}
     training = {"train": random.choice([0.1, 0.3, 1])}
-    network = {"deliver": 3 * often["beat"], "late": random.choice([0, 0.5, 2]), "again": random.choice([0, 0.5, 2])}
+    late, again = random.choice([0, 0.5, 2]), random.choice([0, 0.5, 2])
+    network = {"deliver": 3 * often["heartbeat"], "late": late, "again": again}
     rare = {name: random.choice([0, 0, 0.05, 0.3]) for name in ("replace", "replace first")}
     return {**often, **training, **network, **rare}
 
 
 def newest(job: Job) -> Version:
-    return max(job.counts, default=Version(0, 0))
+    return max(job.committed, default=Version(0, 0))
 
 
 def until_newer(job: Job) -> None:
@@ -522,7 +554,7 @@ def until_newer(job: Job) -> None:
     # what was named may lie an interval ahead, or has been missed and the one after it does; then reports go round
     for _ in range(2 * job.interval + 6):
         job.calm()
-        counted = {node.counted for node in job.nodes}
+        counted = {node.committed for node in job.nodes}
         if len(counted) == 1 and counted != {None} and min(c for c in counted if c) > before:
             return
     raise AssertionError(f"nothing newer than {before} counts: {job.before}, {job.heard}")
@@ -562,7 +594,7 @@ def test_after_a_recovery_the_restored_version_counts_again_before_anything_newe
         there = [node for node in job.nodes if node.position not in lost]
         common = set.intersection(*(rank.clean() for node in there for rank in node.ranks))
         if lost:
-            common &= set.intersection(*(node.vault.clean() for node in there))
+            common &= set.intersection(*(node.store.clean() for node in there))
         if common:
             job.recover(max(common), lost)
             job.check()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ft_plugins.smp import liveness
-from ft_plugins.smp.signals import Signal, signal
+from ft_plugins.smp.status import Signal, signal
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Version

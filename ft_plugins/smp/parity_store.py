@@ -1,12 +1,12 @@
-"""What a node keeps for the others: parity of their slots and whole copies of their small state, two versions of it.
+"""Store parity of other nodes' slots and whole copies of their small state, two versions of it.
 
-Invariant: a version is CLEAN here only when every frame of every source has been XORed in exactly once, every copy is
-whole, and the parity that this node's ranks have computed themselves was made of what the other nodes have captured.
-What came of each source is counted (its cursor): a frame that was taken already is passed over, one that comes too
-early is not taken, so a broken transfer goes on where it stopped. The cursors live with this process alone: parity that
-an SMP which died had begun is discarded, its sources send again.
+Invariant: a version is CLEAN here only if every frame of every source has been XORed in exactly once, every copy is
+whole, and the parity that this node's ranks computed themselves was made from what the other nodes captured. A cursor
+counts what each source has delivered: a frame that was taken already is skipped, one that comes too early is not taken,
+so a broken transfer resumes where it stopped. Cursors live with this process alone: parity that a dead SMP had begun is
+discarded, and its sources send again.
 
-It lies in a segment of its own, with two slots: one version counts, the next one is being gathered.
+It is a segment of its own with two slots: one holds the committed version, the other receives the next one.
 
     slot = header | digest of each MiB of parity | copies (msgpack: rank -> small state, digest table) | parity
 
@@ -45,17 +45,17 @@ Key = tuple[int, int, int]  # section, stripe, 0 for P or 1 for Q
 
 
 def shape_of(plan: ExchangePlan, position: int, shapes: Sequence[Shape], layout: int) -> Shape:
-    """The segment that the node at `position` needs; `shapes` are those of all ranks, `layout` a digest of the plan."""
+    """The segment that the node at `position` needs; `shapes` are those of all ranks, `layout` is the plan's digest."""
     nbytes = plan.parity_bytes(position)
     copies = sum(shapes[r].small_nbytes + 8 * shapes[r].digests + _COPY_OVERHEAD for r in plan.copies_on(position))
     return Shape(nbytes, copies + _COPY_OVERHEAD, -(-nbytes // BUCKET), layout, VERSIONS)
 
 
-class Vault:
-    """The vault of one node. Guards its segment and the version that is being gathered."""
+class ParityStore:
+    """The parity store of one node. Guards its segment and the version that it receives."""
 
     def __init__(self, path: Path, plan: ExchangePlan, position: int, shape: Shape) -> None:
-        """Claim the memory, or find what is there already. Raises BudgetError, SegmentError."""
+        """Claim the memory, or adopt what is there. Raises BudgetError, SegmentError."""
         from ..redundancy import kernels  # here: numba takes a second to import, which only these SMPs pay
 
         self._add = kernels.scale_xor_into
@@ -65,21 +65,21 @@ class Vault:
         self._position = position
         try:
             self._segment = Segment(path)
-            found = self._segment.shape
-            same = replace(found, small_nbytes=shape.small_nbytes) == shape and self._segment.rank == position
-            if not same or found.small_nbytes < shape.small_nbytes:
+            own = self._segment.shape
+            same = replace(own, small_nbytes=shape.small_nbytes) == shape and self._segment.rank == position
+            if not same or own.small_nbytes < shape.small_nbytes:
                 raise SegmentError(f"{path} was laid out for another plan or position")
         except SegmentError:
             path.unlink(missing_ok=True)
             segments.create(path, shape, position, {})
             self._segment = Segment(path)
-        starts = range(0, shape.nbytes, BUCKET)  # each time: whoever made the segment may have died over it
+        starts = range(0, shape.nbytes, BUCKET)  # always: the SMP that made the segment may have died over it
         self._segment.ranges = [(start, min(BUCKET, shape.nbytes - start)) for start in starts]
         self._closed = False
         self._areas = {(area.section, area.stripe, area.which): area for area in plan.areas[position]}
         self._lock = threading.Lock()
         self._area_locks = {key: threading.Lock() for key in self._areas}
-        self._version: Version | None = None  # that is being gathered
+        self._version: Version | None = None  # that is being received
         self._index = -1
         self._taken: dict[tuple[Key, int], int] = {}  # bytes taken of each source, by area and node of the section
         self._wanted: dict[tuple[Key, int], int] = {}
@@ -88,7 +88,7 @@ class Vault:
         self._copies: dict[int, bytearray] = {}
         self._whole: set[int] = set()  # ranks whose copy is whole
         self._computed = any(plan.parts[rank] for rank in plan.ranks[position])  # by this node's ranks
-        self._alike = False
+        self._agreed = False
         self._exponents: dict[tuple[Key, int], int] = {}  # by which each source is multiplied
         for send in plan.gathered_on(position):
             source = (send.area.section, send.area.stripe, send.area.which), send.node
@@ -105,15 +105,15 @@ class Vault:
         """Bytes claimed."""
         return self._segment.shape.total
 
-    # ---- gathering ----
+    # ---- receiving ----
 
     def begin(self, version: Version) -> None:
-        """Gather `version` from now on, from nothing, unless it is complete here or is being gathered already.
+        """Receive `version` from now on, from its beginning, unless it is complete here or being received already.
 
-        Quick, however large the vault is: each frame clears what it is the first to come to.
+        Takes the same time for any size: each frame clears what it is the first to reach.
         """
         with ExitStack() as frames:
-            for lock in self._area_locks.values():  # none of the version before is being XORed in any more
+            for lock in self._area_locks.values():  # no frame of the previous version is being XORed in any more
                 frames.enter_context(lock)
             frames.enter_context(self._lock)
             if self._version == version or version in self.versions():
@@ -126,19 +126,19 @@ class Vault:
             self._cleared = dict.fromkeys(self._areas, 0)
             self._copies = {}
             self._whole = set()
-            self._alike = not self._computed
+            self._agreed = not self._computed
             self._seal_if_complete()
 
-    def alike(self, version: Version) -> None:
-        """The replicas from which this node's ranks have computed parity are equal to what others have captured."""
+    def replicas_agree(self, version: Version) -> None:
+        """The replicas from which this node's ranks computed parity equal what other nodes captured."""
         with self._lock:
             if version == self._version:
-                self._alike = True
+                self._agreed = True
                 self._seal_if_complete()
 
     def taken(self, version: Version, node_sections: Sequence[tuple[int, int]]) -> list[list[int]] | None:
-        """How far each transfer of a sender has come, as [section, stripe, which, node, bytes]; `node_sections` are the
-        (section, node of the section) that it sends for. None when `version` is neither gathered nor complete here."""
+        """The progress of each transfer of a sender, as [section, stripe, which, node, bytes]; `node_sections` are the
+        (section, node of the section) that it sends for. None if `version` is neither received nor complete here."""
         with self._lock:
             complete = version in self.versions()
             if not complete and version != self._version:
@@ -154,7 +154,7 @@ class Vault:
             return [rank for rank in ranks if rank in whole]
 
     def take(self, version: Version, key: Key, node: int, at: int, exponent: int, frame: Bytes) -> int:
-        """XOR a frame into the parity block `key`, at byte `at` of it; returns how many bytes are taken by then.
+        """XOR a frame into the parity block `key`, at byte `at` of it; returns how many bytes have been taken by then.
 
         Raises ProtocolError for a frame that this plan does not have.
         """
@@ -171,19 +171,19 @@ class Vault:
                 if version != self._version:
                     if version in self.versions():
                         return self._wanted[key, node]
-                    raise ProtocolError(f"version {version} is not gathered here (any more)")
+                    raise ProtocolError(f"version {version} is not received here (any more)")
                 done, index = self._taken[key, node], self._index
-            if at != done:  # it came twice, or too early
+            if at != done:  # it arrived twice, or too early
                 return done
             parity = self._segment.data(index)[area.offset : area.offset + area.nbytes]
             if at + len(frame) > self._cleared[key]:
                 parity[self._cleared[key] : at + len(frame)] = 0
                 self._cleared[key] = at + len(frame)
             self._add(parity[at : at + len(frame)], frame, power(exponent))
-            faults.reach("vault.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
+            faults.reach("parity_store.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
             with self._lock:
                 if version != self._version:
-                    raise ProtocolError(f"version {version} is not gathered here any more")
+                    raise ProtocolError(f"version {version} is not received here any more")
                 self._taken[key, node] = done = at + len(frame)
                 if done == self._wanted[key, node]:
                     self._open.discard((key, node))
@@ -200,7 +200,7 @@ class Vault:
             if version != self._version:
                 if version in self.versions():
                     return total
-                raise ProtocolError(f"version {version} is not gathered here (any more)")
+                raise ProtocolError(f"version {version} is not received here (any more)")
             if at + len(part) > total:
                 raise ProtocolError(f"{len(part)} bytes at {at} of rank {rank}'s copy, of which {total} were announced")
             held = self._copies.setdefault(rank, bytearray())
@@ -212,9 +212,9 @@ class Vault:
             return len(held)
 
     def _seal_if_complete(self) -> None:
-        """Digests of the parity, then the seal. Called with the lock held."""
+        """Write the digests of the parity, then seal. Called with the lock held."""
         version = self._version
-        if version is None or self._open or self._whole != self._copied or not self._alike:
+        if version is None or self._open or self._whole != self._copied or not self._agreed:
             return
         data, table = self._segment.data(self._index), self._segment.digests(self._index)
         for key, area in self._areas.items():  # beyond the end of the longest source
@@ -223,7 +223,7 @@ class Vault:
             table[number] = xxhash.xxh3_64_intdigest(data[offset : offset + nbytes].data)
         small = msgpack.packb({rank: bytes(copy) for rank, copy in self._copies.items()})
         self._segment.write_small(self._index, small)
-        faults.reach("vault.seal.before", iteration=version.iteration, position=self._position)
+        faults.reach("parity_store.seal.before", iteration=version.iteration, position=self._position)
         self._segment.seal(self._index, version, 0, small, table)
         self._version = None
         self._copies = {}
@@ -234,8 +234,8 @@ class Vault:
         """The versions that are complete here."""
         return tuple(s.version for s in self._segment.slots() if s.state is SlotState.CLEAN and s.version)
 
-    def keep(self, version: Version) -> None:
-        """This version counts: it is kept until another one does."""
+    def pin(self, version: Version) -> None:
+        """This version is committed: it stays until another one is."""
         with self._lock:
             for slot in self._segment.slots():
                 if slot.state is SlotState.CLEAN and slot.version == version:
@@ -244,7 +244,7 @@ class Vault:
                     self._segment.unpin(slot.index, Pin.NODE)
 
     def void_after(self, base: Version | None) -> None:
-        """A recovery went back to `base` (None: to the beginning): what is newer can no longer be used."""
+        """A recovery went back to `base` (None: to the beginning): newer versions are void."""
         with self._lock:
             for slot in self._segment.slots():
                 if slot.state is SlotState.CLEAN and slot.version and (base is None or slot.version > base):
@@ -261,7 +261,7 @@ class Vault:
         return self._segment.data(index)[area.offset + at : area.offset + at + nbytes]
 
     def copy(self, version: Version, rank: int) -> bytes:
-        """The copy of a rank. Raises SegmentError when it is not here."""
+        """The copy of a rank. Raises SegmentError if it is not here."""
         held: dict[int, Any] = msgpack.unpackb(self._segment.small(self._index_of(version)), strict_map_key=False)
         if rank not in held:
             raise SegmentError(f"node position {self._position} holds no copy of rank {rank}")
@@ -282,7 +282,7 @@ class Vault:
                 raise SegmentError(f"parity bucket {number} of slot {index} does not match its digest")
 
     def pause(self) -> None:
-        """Gather nothing any more: when this returns, no frame is being XORed in. What is complete can be read."""
+        """Stop receiving: when this returns, no frame is being XORed in. Complete versions can be read."""
         with ExitStack() as frames:
             for lock in self._area_locks.values():
                 frames.enter_context(lock)
@@ -290,7 +290,7 @@ class Vault:
             self._version = None
 
     def close(self) -> None:
-        """Unmap; what is in memory stays. Idempotent."""
+        """Unmap; the memory stays. Idempotent."""
         if not self._closed:
             self._closed = True
             self.pause()

@@ -1,7 +1,7 @@
-"""Whether replicas are equal: digests of what one rank has made parity from, against what another rank has captured.
+"""Compare replicas: digests of the bytes that one rank made parity from, against what another rank captured.
 
-Invariant: bytes are compared where both sides are sealed captures of one version, and only while the slot is pinned; a
-difference is silent corruption of one of the two replicas, and parity that was made from them is of no use.
+Invariant: bytes are compared only if both sides are sealed captures of one version, and while the slot is pinned. A
+difference means silent corruption of one of the two replicas; parity made from them is useless.
 
     payload = for each check 4 words of 8 bytes: rank that captured the bytes, offset and bytes in its slot, digest
 
@@ -37,33 +37,33 @@ class Difference:
     check: Check
 
     def __str__(self) -> str:
-        found = self.check
+        keeper, source = self.check.keeper, self.check.source
         return (
-            f"ranks {found.keeper} and {found.source.rank} should hold the same bytes, but differ in version "
-            f"{self.version}: within {found.source.nbytes} bytes at {found.source.offset} of the share of rank "
-            f"{found.source.rank}, bucket {found.bucket} of rank {found.keeper}; one of the two replicas is corrupt"
+            f"ranks {keeper} and {source.rank} should hold the same bytes, but differ in version {self.version}: "
+            f"within {source.nbytes} bytes at {source.offset} of the share of rank {source.rank}, bucket "
+            f"{self.check.bucket} of rank {keeper}; one of the two replicas is corrupt"
         )
 
 
 def by_target(plan: ExchangePlan, ranks: Sequence[int], segments: Mapping[int, Segment]) -> dict[int, list[Check]]:
-    """The checks of `ranks`, by the position that holds the other side. Raises ProtocolError when a slot is laid out
-    otherwise than the plan has it."""
-    found: dict[int, list[Check]] = {}
+    """The checks of `ranks`, by the position that holds the other side. Raises ProtocolError if the layout of a slot
+    differs from the plan's."""
+    checks: dict[int, list[Check]] = {}
     for rank in ranks:
         count = 0
         for check in plan.checks(rank, segments[rank].ranges):
-            found.setdefault(plan.position_of_rank[check.source.rank], []).append(check)
+            checks.setdefault(plan.position_of_rank[check.source.rank], []).append(check)
             count += 1
         if count != segments[rank].shape.checks:
             raise ProtocolError(
                 f"rank {rank}: its slots have {segments[rank].shape.checks} digests of what parity is made from, the "
                 f"plan has {count}: trainer and SMP do not agree on who stands where"
             )
-    return found
+    return checks
 
 
 def batches(checks: Sequence[Check]) -> Iterator[Sequence[Check]]:
-    """The checks in order, as many at a time as one payload takes."""
+    """The checks in order, split so that each batch fits one payload."""
     first, nbytes = 0, 0
     for place, check in enumerate(checks):
         if place > first and (place - first == CHECKS or nbytes + check.source.nbytes > SOURCE_BYTES):
@@ -75,15 +75,15 @@ def batches(checks: Sequence[Check]) -> Iterator[Sequence[Check]]:
 
 
 def payload(checks: Sequence[Check], tables: Mapping[int, npt.NDArray[np.uint64]]) -> Bytes:
-    """What is asked of the other side; `tables` are the digest tables of the keepers."""
+    """The request to the other side; `tables` are the digest tables of the keepers."""
     words = [(c.source.rank, c.source.offset, c.source.nbytes, int(tables[c.keeper][c.entry])) for c in checks]
     return np.array(words, dtype="<u8").reshape(-1).view(np.uint8)
 
 
 def differing(segments: Mapping[int, Segment], version: Version, asked: Bytes) -> list[int] | None:
-    """Which checks of a payload find other bytes here; None while `version` is not pinned here.
+    """Which checks of a payload differ from the bytes here; None while `version` is not pinned here.
 
-    Raises ProtocolError for a payload that no plan has.
+    Raises ProtocolError for a payload that fits no plan.
     """
     if len(asked) % (8 * _WORDS) or len(asked) > 8 * _WORDS * CHECKS:
         raise ProtocolError(f"{len(asked)} bytes are no checks; expected at most {CHECKS} of {8 * _WORDS} bytes")
@@ -94,21 +94,21 @@ def differing(segments: Mapping[int, Segment], version: Version, asked: Bytes) -
         if rank not in segments or offset + nbytes > segments[rank].shape.data_nbytes:
             raise ProtocolError(f"{nbytes} bytes at {offset} of rank {rank} are not in slots of this node")
     ranks = {entry[0] for entry in entries}
-    kept = {rank: _pinned(segments[rank], version) for rank in ranks}
-    found = []
+    pinned = {rank: _pinned(segments[rank], version) for rank in ranks}
+    differ = []
     for place, (rank, offset, nbytes, digest) in enumerate(entries):
-        index = kept[rank]
+        index = pinned[rank]
         if index is None:
             return None
         area = segments[rank].data(index)[offset : offset + nbytes]
         if xxhash.xxh3_64_intdigest(area.data) != digest:
-            found.append(place)
-    given_up = any(_pinned(segments[rank], version) != kept[rank] for rank in ranks)  # while it was looked at
-    return None if given_up else found
+            differ.append(place)
+    given_up = any(_pinned(segments[rank], version) != pinned[rank] for rank in ranks)  # while it was looked at
+    return None if given_up else differ
 
 
 def _pinned(segment: Segment, version: Version) -> int | None:
-    """The slot that holds `version`, if it is kept."""
+    """The slot that holds `version`, if it is pinned."""
     for index in range(segment.shape.slots):
         if segment.pins(index):
             slot = segment.slot(index)

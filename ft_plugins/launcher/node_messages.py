@@ -1,11 +1,11 @@
-"""What nodes ask each other at their ports, and what they reply: the fields of each, bounded.
+"""Requests and replies between the launchers of a job's nodes, as types with bounded fields.
 
-    meet    who are you, whom do you follow? With `lead`: I lead, if you look for one.
+    meet    who are you, and which lead do you follow? With `lead`: I lead, if you are looking for one.
     elect   may `lead` lead its generation?
-    apply, look, serve, leave, finish    of nodes to their lead, see `Gathering`
+    apply, look, serve, leave, finish    from nodes to their lead, see `Gathering`
     close   the rendezvous is over
 
-A request is a map of its fields and `do`, its name.
+A request is a map of its fields and its name, `do`. `intake.parsed` reads it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .bounds import Count, Flag, Name, Reason, Seen, Token, Where
+from ..intake import Flag
+from .bounds import Count, Name, Reason, Seen, Token, Where
 from .gathering import Application, Phase, Roster
 
 Message = dict[str, Any]
@@ -22,7 +23,7 @@ REQUEST_LIMIT = 8 << 10  # bytes; the longest one names an endpoint or two, and 
 
 @dataclass(frozen=True)
 class Lead:
-    """A node that leads the rendezvous, or did. `round` and `complete` tell how far it was when it said so."""
+    """A node that leads the rendezvous, or did. `round` and `complete` are its progress when it sent this."""
 
     node: Name
     token: Token
@@ -37,7 +38,7 @@ class Lead:
 
     @property
     def standing(self) -> tuple[int, bool, int, str]:
-        """The greater one stays when two leads meet."""
+        """When two leads meet, the one with the greater standing stays."""
         return (self.round, self.complete, self.generation, self.token)
 
 
@@ -46,7 +47,7 @@ class Lead:
 
 @dataclass(frozen=True)
 class Meet:
-    """Who are you, and whom do you follow?"""
+    """Who are you, and which lead do you follow?"""
 
     lead: Lead | None = None
 
@@ -68,7 +69,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Leave:
-    """This process does not wait any more."""
+    """This process no longer waits."""
 
     token: Token
 
@@ -83,7 +84,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Look:
-    """How does the round stand? `round`: the newest one that the process knows to be complete."""
+    """What is the state of the round? `round`: the newest one that the process knows to be complete."""
 
     token: Token
     round: Seen = 0
@@ -114,7 +115,7 @@ OF_LEADS = {"apply": Apply, "look": Look, "serve": Serve, "finish": Finish}
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a node says of itself."""
+    """The state of a node."""
 
     node: Name
     token: Token
@@ -143,10 +144,10 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class View:
-    """How the round stands for one process: `rank`, `size` and `store` where it was chosen, `roster` where the round is
-    complete and it did not know. `missing` are of the last round. `opened`, `trained`: see `Proposal`. `first` is the
-    global rank of the process's first worker, `workers` the number of all."""
+class RoundView:
+    """The round as one process sees it: `rank`, `size` and `store` if it was chosen, `roster` if the round is complete
+    and the process did not know. `missing` are nodes of the last round. `opened`, `trained`: see `Proposal`. `first` is
+    the global rank of the process's first worker, `workers` the number of all."""
 
     phase: Phase
     round: Count
@@ -169,7 +170,7 @@ class View:
 
 @dataclass(frozen=True)
 class Answered:
-    """What every reply says: why the rendezvous is over, if it is; `moved`: the one asked leads no more."""
+    """Part of every reply: why the rendezvous is over, if it is; `moved`: the node asked no longer leads."""
 
     closed: Reason = ""
     in_order: Flag = False

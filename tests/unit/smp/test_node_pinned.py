@@ -16,8 +16,10 @@ import pytest
 import xxhash
 
 from ft_plugins.events import Event, Events
+from ft_plugins.smp import node_step
+from ft_plugins.smp.agreement import NodeReport
 from ft_plugins.smp.node import NodeTier
-from ft_plugins.smp.pins import Directive
+from ft_plugins.smp.node_driver import NodeDriver
 from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.snapshot.paths import path_of, remove
@@ -79,13 +81,26 @@ class Node:
     def die_and_be_replaced(self) -> None:
         """The SMP ends where it stands, with all its pins; the watcher starts another one."""
         dead = self.tier
-        dead._stop.set()
-        assert dead._thread is not None and dead._server is not None
-        dead._thread.join(SECONDS)
-        if dead._exchange is not None:
-            dead._exchange.stop()
+        driver = self.driver
+        driver._stop.set()
+        assert driver._thread is not None and dead._server is not None
+        driver._thread.join(SECONDS)
+        if driver._exchange is not None:
+            driver._exchange.stop()
         dead._server.close()
         self.tier = self._start()
+
+    @property
+    def driver(self) -> NodeDriver:
+        assert self.tier._driver is not None
+        return self.tier._driver
+
+    def encoded(self) -> Version | None:
+        """The version of which the node would report now that it is complete on its side."""
+        due = node_step.HeartbeatDue(self.driver._observe())
+        (heartbeat,) = node_step.step(self.driver._state, due)[1]
+        assert isinstance(heartbeat, node_step.SendHeartbeat)
+        return heartbeat.report.encoded
 
     def close(self) -> None:
         self.tier.close()
@@ -187,8 +202,9 @@ def test_an_smp_that_is_replaced_while_iterations_pass_goes_on_with_the_version_
     job.write(2, 5)
     node = job.nodes[1]
     node.die_and_be_replaced()
-    wait(lambda: node.begun(1) == 2 or node.tier._missed is not None or job.nodes[0].status("exchange") != [1, 1])
-    assert node.begun(1) == 2 and node.tier._missed is None and job.nodes[0].status("exchange") == [1, 1]
+    missed = lambda: node.driver._state.missed  # noqa: E731
+    wait(lambda: node.begun(1) == 2 or missed() is not None or job.nodes[0].status("exchange") != [1, 1])
+    assert node.begun(1) == 2 and missed() is None and job.nodes[0].status("exchange") == [1, 1]
 
 
 def test_a_restored_version_does_not_count_before_every_node_has_it(make: Callable[..., Job]) -> None:
@@ -201,7 +217,7 @@ def test_a_restored_version_does_not_count_before_every_node_has_it(make: Callab
         node.tier.suspend()
     job.write(2, 4)
     slow = job.nodes[2]
-    slow.tier._answers.begin = lambda vault, message: {"wait": True}  # type: ignore[method-assign]  # it takes nothing yet
+    slow.tier._requests.begin = lambda store, request: {"wait": True}  # type: ignore[method-assign]  # it takes nothing yet
     job.protect(2, Version(1, 4))
     wait(lambda: all(Version(1, 4) in node.whole() for node in job.nodes[:2]))
     assert Version(1, 4) not in slow.whole() and job.whole() == {Version(1, 1)}
@@ -237,19 +253,20 @@ def test_what_counts_on_one_node_is_kept_by_the_one_that_had_not_heard_of_it(mak
     job.counts(1)
     job.waits_for(2)
     first, deaf = job.nodes
-    follow = deaf.tier._follow
+    send = deaf.driver._send
 
-    def not_heard(directive: Directive) -> None:
-        if directive.counts != Version(1, 2):
-            follow(directive)
+    def not_heard(report: NodeReport) -> node_step.Event:
+        event = send(report)
+        if isinstance(event, node_step.HeartbeatAnswered) and event.decision.committed == Version(1, 2):
+            return node_step.HeartbeatUnanswered(event.now, "lost on the way")
+        return event
 
-    deaf.tier._follow = not_heard  # type: ignore[method-assign]
+    deaf.driver._send = not_heard  # type: ignore[method-assign]
     job.write(2, 2)
     wait(lambda: first.status("counts") == [1, 2])
     job.write(3, 4)
     for node in job.nodes:
         node.tier.suspend()
-    deaf.tier._follow = follow  # type: ignore[method-assign]
     assert Version(1, 2) in job.whole()
     job.protect(2, Version(1, 4), HELD_BACK)
     deaf.die_and_be_replaced()
@@ -267,7 +284,7 @@ def test_what_is_complete_on_two_nodes_of_three_does_not_count_however_often_an_
     job.protect()
     job.counts(1)
     slow = job.nodes[2]
-    slow.tier._answers.begin = lambda vault, message: {"wait": True}  # type: ignore[method-assign]
+    slow.tier._requests.begin = lambda store, request: {"wait": True}  # type: ignore[method-assign]
     job.begin(2)
     wait(lambda: all(Version(1, 2) in node.whole() for node in job.nodes[:2]))
     for _ in range(2):
@@ -317,7 +334,7 @@ def test_a_restored_version_that_never_came_to_count_leaves_its_slot_though_it_w
     for node in job.nodes:
         node.tier.suspend()
     job.write(2, 4)
-    job.nodes[2].tier._answers.begin = lambda vault, message: {"wait": True}  # type: ignore[method-assign]
+    job.nodes[2].tier._requests.begin = lambda store, request: {"wait": True}  # type: ignore[method-assign]
     job.protect(2, Version(1, 4))
     wait(lambda: all(Version(1, 4) in node.whole() for node in job.nodes[:2]))
     for node in job.nodes:
@@ -359,10 +376,10 @@ def test_where_replicas_are_compared_a_version_counts_when_they_were_found_to_ag
     job.told = replace(job.told, audited=True)
     job.protect()
     job.begin(1)
-    wait(lambda: all(node.tier._exchange is not None and node.tier._exchange.done for node in job.nodes))
-    assert all(node.tier._report().encoded is None for node in job.nodes)
+    wait(lambda: all(node.driver._exchange is not None and node.driver._exchange.done for node in job.nodes))
+    assert all(node.encoded() is None for node in job.nodes)
     assert job.nodes[0].segment.mark(Version(1, 1), Mark.CERTIFIED)
-    assert job.nodes[0].tier._report().encoded == Version(1, 1)
+    assert job.nodes[0].encoded() == Version(1, 1)
     assert not any(node.status("counts") for node in job.nodes), "the ranks of one node have not heard of it"
     job.nodes[1].segment.mark(Version(1, 1), Mark.CERTIFIED)
     wait(lambda: all(node.status("counts") == [1, 1] for node in job.nodes))

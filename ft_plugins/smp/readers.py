@@ -1,99 +1,57 @@
-"""What SMPs of different nodes know of each other: the one that decides, readers of each other's memory, messages.
+"""Read slots, copies and parity for a rebuild: from this node's memory, or from another node's over the wire.
 
-Invariant: a node counts as lost when nothing was heard of it for `detect_seconds`, be it killed, stopped or cut off;
-all other timeouts derive from that one. What was decided once is not taken back by a report that came late.
+Invariant: bytes are read only from complete versions. Those that come over the wire have passed the connection's
+integrity check when `take` returns.
 
-In: reports and requests. Out: directives; bytes, digests checked.
+In: where to read. Out: bytes.
 """
 
 from __future__ import annotations
 
 import socket
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import astuple
 from typing import Any
 
 from ..errors import ProtocolError, SegmentError
-from ..intake import shown
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
 from .channel import Who
 from .exchange import copy_of, slot_of
 from .frames import Data, Parity
-from .pins import Directive, Epoch, Report, decide
+from .parity_store import ParityStore
 from .resize.previous_segments import PreviousSegments
-from .vault import Vault
 from .wire import Bytes, Peer, limit_in_kernel
 
-_BEATS_PER_DETECTION = 5
-_FASTEST_SECONDS = 0.05
-_NODES_PER_SECOND = 1000  # beats that position 0 takes
 
-
-def beat_seconds(nodes: int, detect_seconds: float) -> float:
-    """How often a node reports: several times within `detect_seconds`, no more often than position 0 can take."""
-    return min(detect_seconds / _BEATS_PER_DETECTION, max(_FASTEST_SECONDS, nodes / _NODES_PER_SECOND))
-
-
-class Coordinator:
-    """The agreement at position 0: reports by position, and when each was heard last."""
-
-    def __init__(self, epoch: Epoch, detect_seconds: float) -> None:
-        self._epoch = epoch
-        self._detect_seconds = detect_seconds
-        self._lock = threading.Lock()
-        self._reports: dict[int, Report] = {}
-        self._heard = dict.fromkeys(range(epoch.nodes), time.monotonic())
-        self._directive = Directive()
-
-    def beat(self, position: int, report: Report) -> Directive:
-        """Take a report; the directive for everyone. Raises ProtocolError for a position that the job does not have."""
-        if position not in self._heard:
-            raise ProtocolError(f"position {position} is not in this job of {self._epoch.nodes} nodes")
-        with self._lock:
-            self._reports[position] = report
-            self._heard[position] = time.monotonic()
-            self._directive = decide(self._epoch, self._directive, self._reports)
-            return self._directive
-
-    def lost(self) -> list[int]:
-        """The positions of which nothing was heard for too long."""
-        now = time.monotonic()
-        with self._lock:
-            return [position for position, heard in self._heard.items() if now - heard > self._detect_seconds]
-
-
-class Local:
+class LocalReader:
     """This node's own memory, as `rebuild.Reader`."""
 
     over_wire = False
 
     def __init__(
-        self, segments: Mapping[int, Segment], previous: PreviousSegments, vault: Callable[[], Vault | None]
+        self, segments: Mapping[int, Segment], previous: PreviousSegments, store: Callable[[], ParityStore | None]
     ) -> None:
         """`previous` is searched for versions that `segments` do not have. A version is of one size of the job."""
         self._segments = segments
         self._previous = previous
-        self._vault = vault
+        self._store = store
         # the slot that was read last, looked at first; it keeps no mapping of a segment that has left
         self._found: tuple[int, Version, weakref.ref[Segment], int] | None = None
 
-    def _kept(self) -> Vault:
-        found = self._vault()
-        if found is None:
-            raise SegmentError("this node keeps no parity")
-        return found
+    def _parity(self) -> ParityStore:
+        store = self._store()
+        if store is None:
+            raise SegmentError("this node stores no parity")
+        return store
 
     def read(self, wanted: Data | Parity) -> Bytes:
         """Bytes of a slot's data, or of a parity block, the digests of which are checked. A view."""
         if isinstance(wanted, Parity):
-            return self._kept().read(wanted.version, wanted.key, wanted.at, wanted.nbytes)
+            return self._parity().read(wanted.version, wanted.key, wanted.at, wanted.nbytes)
         segment, index = self._slot(wanted.rank, wanted.version)
         if wanted.at + wanted.nbytes > segment.shape.nbytes:
             raise ProtocolError(f"{wanted.nbytes} bytes at {wanted.at} are not in the slots of rank {wanted.rank}")
@@ -123,22 +81,22 @@ class Local:
         return found
 
     def copy(self, rank: int, version: Version) -> bytes:
-        """The copy that this node keeps of another node's rank."""
-        return self._kept().copy(version, rank)
+        """The copy of another node's rank that is stored here."""
+        return self._parity().copy(version, rank)
 
     def slot(self, rank: int, version: Version) -> bytes:
         """Small state and digest table of a rank of this node."""
         return copy_of(self._slot(rank, version)[0], version)
 
-    def line(self) -> _Within:
-        """For one thread that rebuilds."""
-        return _Within(self)
+    def stream(self) -> _LocalStream:
+        """A stream for one thread that rebuilds."""
+        return _LocalStream(self)
 
 
-class _Within:
-    """A `rebuild.Line` that leads no further than this node."""
+class _LocalStream:
+    """A `rebuild.ReadStream` of this node's own memory."""
 
-    def __init__(self, memory: Local) -> None:
+    def __init__(self, memory: LocalReader) -> None:
         self._memory = memory
         self._asked: deque[Data | Parity] = deque()
 
@@ -149,13 +107,13 @@ class _Within:
         into[:] = self._memory.read(self._asked.popleft())
 
     def close(self) -> None:
-        """There is nobody to hang up on."""
+        """There is no connection to close."""
 
     def release(self) -> None:
         self._asked.clear()
 
 
-class Remote:
+class RemoteReader:
     """Another node's memory, as `rebuild.Reader`."""
 
     over_wire = True
@@ -164,7 +122,7 @@ class Remote:
         self._peer = (where, me, secret, timeout)
 
     def copy(self, rank: int, version: Version) -> bytes:
-        """The copy that the node keeps of another node's rank."""
+        """The copy of another node's rank that is stored there."""
         return self._whole("copy", rank, version)
 
     def slot(self, rank: int, version: Version) -> bytes:
@@ -172,31 +130,32 @@ class Remote:
         return self._whole("slot", rank, version)
 
     def _whole(self, what: str, rank: int, version: Version) -> bytes:
-        found = bytearray()
+        received = bytearray()
+        fields: dict[str, Any] = {"what": what, "rank": rank, "version": protocol.packed(version)}
         with closing(Peer(*self._peer)) as peer:
             while True:
-                reply, part = peer.ask("read", what=what, rank=rank, version=told(version), offset=len(found))
-                found += part.tobytes()
-                if len(found) >= reply["total"] or not len(part):
-                    return bytes(found)
+                reply, part = peer.ask("read", offset=len(received), **fields)
+                received += part.tobytes()
+                if len(received) >= reply["total"] or not len(part):
+                    return bytes(received)
 
-    def line(self) -> Ahead:
-        """For one thread that rebuilds."""
-        return Ahead(*self._peer)
+    def stream(self) -> PipelinedPeer:
+        """A stream for one thread that rebuilds."""
+        return PipelinedPeer(*self._peer)
 
 
-class Ahead(Peer):
-    """A connection on which several requests are under way: a `rebuild.Line`, for one thread but for `close`.
+class PipelinedPeer(Peer):
+    """A connection with several requests in flight: a `rebuild.ReadStream`, for one thread except for `close`.
 
-    The socket blocks, its timeout is the kernel's: one call of the system for a payload that is there. Where the peer
-    has hung up while no request was under way, the next one goes on a new connection.
+    The socket blocks with the kernel's timeout: a payload that has arrived costs one system call. If the peer has hung
+    up while no request was in flight, the next one uses a new connection.
     """
 
     _under_way = 0  # requests
 
     def ask_for(self, wanted: Data | Parity) -> None:
         """Send a request to read. Raises ProtocolError."""
-        fields: dict[str, Any] = {"version": told(wanted.version), "at": wanted.at, "nbytes": wanted.nbytes}
+        fields: dict[str, Any] = {"version": protocol.packed(wanted.version), "at": wanted.at, "nbytes": wanted.nbytes}
         if isinstance(wanted, Parity):
             fields |= {"what": "parity", "key": list(wanted.key)}
         else:
@@ -215,8 +174,8 @@ class Ahead(Peer):
             self._under_way += 1
 
     def take(self, into: Bytes) -> None:
-        """Receive the next reply's payload. Raises ProtocolError, also when it was changed on the way, or what the peer
-        refused with."""
+        """Receive the next reply's payload. Raises ProtocolError, also if it was changed on the way, or the peer's
+        refusal."""
         with self._named():
             if self._closed or self._link is None:
                 raise ProtocolError("this side has hung up")
@@ -245,7 +204,7 @@ class Ahead(Peer):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Errors of the connection name the peer; what was asked for is void then."""
+        """Errors of the connection name the peer; requests in flight are void then."""
         try:
             yield
         except (OSError, ProtocolError) as error:
@@ -255,32 +214,7 @@ class Ahead(Peer):
             raise ProtocolError(f"the SMP at {host}:{port} cannot be read: {reason}") from error
 
     def release(self) -> None:
-        """The thread that asked is done."""
+        """The thread that asked has finished."""
         self._drop()
 
 
-def told(value: Version | Report | None) -> list[Any] | None:
-    """A version or a report as plain values."""
-    if isinstance(value, Report):
-        versions = (value.exchange, value.missed, value.encoded, value.counted)
-        return [value.begun, *map(told, versions)]
-    return list(astuple(value)) if value is not None else None
-
-
-def read_version(value: Any) -> Version:
-    """A version from plain values. Raises ProtocolError."""
-    if not (isinstance(value, list) and len(value) == 2 and all(type(p) is int and 0 <= p < 1 << 63 for p in value)):
-        raise ProtocolError(f"{shown(value)} is no version; expected a lineage and an iteration")
-    return Version(*value)
-
-
-def read_maybe(value: Any) -> Version | None:
-    """A version or None from plain values. Raises ProtocolError."""
-    return None if value is None else read_version(value)
-
-
-def read_report(value: Any) -> Report:
-    """A report from plain values. Raises ProtocolError."""
-    if not (isinstance(value, list) and len(value) == 5 and type(value[0]) is int):
-        raise ProtocolError(f"{shown(value)} is no report of a node")
-    return Report(value[0], *map(read_maybe, value[1:]))

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from ft_plugins import faults
 from ft_plugins.errors import ProtocolError, SegmentError
 from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
-from ft_plugins.smp import vault as module
-from ft_plugins.smp.vault import Vault, shape_of
+from ft_plugins.smp import parity_store as module
+from ft_plugins.smp.parity_store import ParityStore, shape_of
 from ft_plugins.snapshot.paths import remove, vault_of
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
@@ -43,6 +43,9 @@ PLANS = {
     "RAIM6": plan_exchange(list("abcde"), [(0, 1, 2, 3, 4)], [3000, 1, 2000, 2999, 1024], 2),
 }
 POSITION = 1
+
+
+Make = Callable[..., ParityStore]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +93,7 @@ class Sources:
         whole = np.frombuffer(self.copies[rank], dtype=np.uint8)
         return self.version, rank, at, len(whole), whole[at : at + nbytes]
 
-    def send_blocks(self, vault: Vault) -> None:
+    def send_blocks(self, vault: ParityStore) -> None:
         """All that is not there yet, in order."""
         nodes = sorted({(key[0], node) for key, node in self.blocks})
         for *key, node, done in vault.taken(self.version, nodes) or ():
@@ -99,19 +102,19 @@ class Sources:
             while done < len(self.blocks[source]):
                 done = vault.take(*self.frame(source, done))
 
-    def send_copies(self, vault: Vault) -> None:
+    def send_copies(self, vault: ParityStore) -> None:
         for rank in self.copies.keys() - set(vault.copied(self.version, list(self.copies))):
             at = 0
             while at < len(self.copies[rank]):
                 at = vault.take_copy(*self.part(rank, at))
 
-    def give(self, vault: Vault) -> None:
+    def give(self, vault: ParityStore) -> None:
         """Everything, until the version is complete."""
         vault.begin(self.version)
         self.send_blocks(vault)
         self.send_copies(vault)
 
-    def check(self, vault: Vault) -> None:
+    def check(self, vault: ParityStore) -> None:
         """Every byte that the vault hands out of this version is right."""
         for key, expected in self.parity.items():
             assert (vault.read(self.version, key, 0, len(expected)) == expected).all(), f"parity {key}"
@@ -126,17 +129,17 @@ def shapes_of(plan: ExchangePlan, small: int = 1500) -> list[Shape]:
 
 def open_vault(
     job: str, plan: ExchangePlan, position: int = POSITION, small: int = 1500, layout: int = LAYOUT
-) -> Vault:
+) -> ParityStore:
     shape = shape_of(plan, position, shapes_of(plan, small), layout)
-    return Vault(vault_of(job, "n"), plan, position, shape)
+    return ParityStore(vault_of(job, "n"), plan, position, shape)
 
 
 @pytest.fixture
-def make(job: str) -> Iterator[Callable[..., Vault]]:
+def make(job: str) -> Iterator[Callable[..., ParityStore]]:
     """Opens the vault of the job's one node; another call opens it as a new SMP would."""
-    made: list[Vault] = []
+    made: list[ParityStore] = []
 
-    def open_again(plan: ExchangePlan, **kwargs: int) -> Vault:
+    def open_again(plan: ExchangePlan, **kwargs: int) -> ParityStore:
         made.append(open_vault(job, plan, **kwargs))
         return made[-1]
 
@@ -160,7 +163,7 @@ def raw(job: str) -> Segment:
     return Segment(vault_of(job, "n"))
 
 
-def incomplete(vault: Vault, sources: Sources) -> None:
+def incomplete(vault: ParityStore, sources: Sources) -> None:
     assert sources.version not in vault.versions()
     with pytest.raises(SegmentError, match="is not here"):
         vault.read(sources.version, next(iter(sources.parity)), 0, 1)
@@ -172,7 +175,7 @@ def incomplete(vault: Vault, sources: Sources) -> None:
 
 
 def test_what_was_sent_whole_is_complete_and_every_byte_is_right(
-    make: Callable[..., Vault], plan: ExchangePlan
+    make: Callable[..., ParityStore], plan: ExchangePlan
 ) -> None:
     vault, sources = make(plan), Sources(plan, V1)
     assert vault.taken(V1, [(0, 0)]) is None, "nobody gathers it yet"
@@ -183,7 +186,7 @@ def test_what_was_sent_whole_is_complete_and_every_byte_is_right(
 
 
 @contextmanager
-def opened(job: str, plan: ExchangePlan) -> Iterator[Vault]:
+def opened(job: str, plan: ExchangePlan) -> Iterator[ParityStore]:
     vault = open_vault(job, plan)
     try:
         yield vault
@@ -230,7 +233,7 @@ def test_frames_that_come_twice_too_early_cut_or_in_any_order_go_in_once(job: st
 
 @pytest.mark.parametrize("round_", range(4))
 def test_senders_and_those_who_repeat_them_may_all_come_at_once(
-    make: Callable[..., Vault], plan: ExchangePlan, round_: int
+    make: Callable[..., ParityStore], plan: ExchangePlan, round_: int
 ) -> None:
     """Each source by two threads, as after a broken connection whose handler is still at work."""
     vault, sources = make(plan), Sources(plan, V1)
@@ -279,7 +282,7 @@ def test_senders_and_those_who_repeat_them_may_all_come_at_once(
     sources.check(vault)
 
 
-def test_nothing_of_a_complete_version_is_changed_by_frames_that_come_after(make: Callable[..., Vault]) -> None:
+def test_nothing_of_a_complete_version_is_changed_by_frames_that_come_after(make: Make) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     sources.give(vault)
     for source, block in sources.blocks.items():
@@ -296,7 +299,7 @@ def test_nothing_of_a_complete_version_is_changed_by_frames_that_come_after(make
     sources.check(vault)
 
 
-def test_frames_that_no_plan_has_are_refused_and_leave_nothing_behind(make: Callable[..., Vault]) -> None:
+def test_frames_that_no_plan_has_are_refused_and_leave_nothing_behind(make: Make) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     vault.begin(V1)
     source = max(sources.blocks, key=lambda found: len(sources.blocks[found]))
@@ -325,7 +328,7 @@ def test_frames_that_no_plan_has_are_refused_and_leave_nothing_behind(make: Call
     sources.check(vault)
 
 
-def test_a_version_is_complete_only_when_every_copy_is_whole(make: Callable[..., Vault], plan: ExchangePlan) -> None:
+def test_a_version_is_complete_only_when_every_copy_is_whole(make: Make, plan: ExchangePlan) -> None:
     vault, sources = make(plan), Sources(plan, V1)
     vault.begin(V1)
     sources.send_blocks(vault)
@@ -340,7 +343,7 @@ def test_a_version_is_complete_only_when_every_copy_is_whole(make: Callable[...,
     sources.check(vault)
 
 
-def test_a_version_is_complete_only_when_every_block_is(make: Callable[..., Vault], plan: ExchangePlan) -> None:
+def test_a_version_is_complete_only_when_every_block_is(make: Make, plan: ExchangePlan) -> None:
     vault, sources = make(plan), Sources(plan, V1)
     vault.begin(V1)
     sources.send_copies(vault)
@@ -355,7 +358,7 @@ def test_a_version_is_complete_only_when_every_block_is(make: Callable[..., Vaul
     sources.check(vault)
 
 
-def test_a_job_without_captured_bytes_has_copies_alone(make: Callable[..., Vault]) -> None:
+def test_a_job_without_captured_bytes_has_copies_alone(make: Make) -> None:
     plan = plan_exchange(list("abc"), [(0, 1, 2)], [0, 0, 0], 1)
     vault, sources = make(plan), Sources(plan, V1)
     vault.begin(V1)
@@ -368,14 +371,14 @@ def test_a_job_without_captured_bytes_has_copies_alone(make: Callable[..., Vault
 # ---- one version after another ----
 
 
-def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make: Callable[..., Vault]) -> None:
+def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make: Make) -> None:
     vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     vault.begin(V1)
     first.send_blocks(vault)
     vault.begin(V2)
     incomplete(vault, first)
     assert vault.taken(V1, [(0, 0)]) is None
-    with pytest.raises(ProtocolError, match="not gathered"):
+    with pytest.raises(ProtocolError, match="not received"):
         vault.take(*first.frame(next(iter(first.blocks)), 0))
     second.send_blocks(vault)
     second.send_copies(vault)
@@ -384,7 +387,7 @@ def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make: Callabl
 
 
 def test_beginning_a_version_takes_no_longer_for_more_parity_each_frame_clears_what_it_comes_to(
-    make: Callable[..., Vault], plan: ExchangePlan
+    make: Callable[..., ParityStore], plan: ExchangePlan
 ) -> None:
     """Beats and directives wait for it: gigabytes are not touched under their lock."""
     vault, first, second = make(plan), Sources(plan, V1), Sources(plan, V2)
@@ -399,7 +402,7 @@ def test_beginning_a_version_takes_no_longer_for_more_parity_each_frame_clears_w
     second.check(vault)
 
 
-def test_a_factor_that_the_plan_does_not_have_is_refused(make: Callable[..., Vault]) -> None:
+def test_a_factor_that_the_plan_does_not_have_is_refused(make: Make) -> None:
     plan = PLANS["RAIM6"]
     vault, sources = make(plan), Sources(plan, V1)
     vault.begin(V1)
@@ -411,7 +414,7 @@ def test_a_factor_that_the_plan_does_not_have_is_refused(make: Callable[..., Vau
     sources.check(vault)
 
 
-def test_the_next_version_does_not_begin_while_a_frame_is_being_added(make: Callable[..., Vault]) -> None:
+def test_the_next_version_does_not_begin_while_a_frame_is_being_added(make: Make) -> None:
     vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     vault.begin(V1)
     source = next(source for source, block in first.blocks.items() if len(block))
@@ -447,7 +450,7 @@ def test_the_next_version_does_not_begin_while_a_frame_is_being_added(make: Call
     second.check(vault)
 
 
-def test_versions_may_change_while_threads_go_on_sending(make: Callable[..., Vault]) -> None:
+def test_versions_may_change_while_threads_go_on_sending(make: Make) -> None:
     """Ten versions are begun, one after another; senders of each send until they are told that it is over."""
     vault = make(RAIM5)
     versions = [Version(1, iteration) for iteration in range(1, 11)]
@@ -486,29 +489,29 @@ def test_versions_may_change_while_threads_go_on_sending(make: Callable[..., Vau
     last.check(vault)
 
 
-def test_what_counts_is_kept_while_others_come_and_go(make: Callable[..., Vault]) -> None:
+def test_what_counts_is_kept_while_others_come_and_go(make: Make) -> None:
     vault, first, second, third = make(RAIM5), *(Sources(RAIM5, version) for version in (V1, V2, V3))
     first.give(vault)
-    vault.keep(V1)
+    vault.pin(V1)
     second.give(vault)
     for version in (V1, V2):
         vault.begin(version)
-        assert set(vault.versions()) == {V1, V2}, "what is complete is not gathered again"
+        assert set(vault.versions()) == {V1, V2}, "what is complete is not received again"
     third.give(vault)
     assert set(vault.versions()) == {V1, V3}, "it took the place of what did not count"
     first.check(vault)
-    vault.keep(V3)
+    vault.pin(V3)
     vault.begin(V2)
     assert vault.versions() == (V3,), "and now what counted before makes room"
     second.send_blocks(vault)
     third.check(vault)
 
 
-def test_what_counts_is_still_kept_by_the_next_smp(make: Callable[..., Vault]) -> None:
+def test_what_counts_is_still_kept_by_the_next_smp(make: Make) -> None:
     vault, first, second, third = make(RAIM5), *(Sources(RAIM5, version) for version in (V1, V2, V3))
     second.give(vault)
     first.give(vault)
-    vault.keep(V2)
+    vault.pin(V2)
     vault.close()
     again = make(RAIM5)
     assert set(again.versions()) == {V1, V2}
@@ -519,12 +522,12 @@ def test_what_counts_is_still_kept_by_the_next_smp(make: Callable[..., Vault]) -
 
 @pytest.mark.parametrize(("base", "left"), [(V2, {V1, V2}), (V1, {V1}), (Version(1, 0), set()), (None, set())])
 def test_what_is_newer_than_what_a_recovery_restored_is_void(
-    make: Callable[..., Vault], job: str, base: Version | None, left: set[Version]
+    make: Callable[..., ParityStore], job: str, base: Version | None, left: set[Version]
 ) -> None:
     vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     first.give(vault)
     second.give(vault)
-    vault.keep(V2)
+    vault.pin(V2)
     vault.void_after(base)
     assert set(vault.versions()) == left
     for sources in (first, second):
@@ -540,7 +543,7 @@ def test_what_is_newer_than_what_a_recovery_restored_is_void(
 
 
 def test_a_vault_that_is_paused_gathers_nothing_and_still_hands_out_what_is_complete(
-    make: Callable[..., Vault],
+    make: Callable[..., ParityStore],
 ) -> None:
     vault, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     first.give(vault)
@@ -548,7 +551,7 @@ def test_a_vault_that_is_paused_gathers_nothing_and_still_hands_out_what_is_comp
     second.send_copies(vault)
     vault.pause()
     assert vault.taken(V2, [(0, 0)]) is None
-    with pytest.raises(ProtocolError, match="not gathered"):
+    with pytest.raises(ProtocolError, match="not received"):
         vault.take(*second.frame(next(iter(second.blocks)), 0))
     first.check(vault)
     second.give(vault)
@@ -566,7 +569,7 @@ def die_in_a_child(job: str, armed: str, sources: Sources, kept: Sources | None 
             vault = open_vault(job, RAIM5)
             if kept is not None:
                 kept.give(vault)
-                vault.keep(kept.version)
+                vault.pin(kept.version)
             faults.arm(armed)
             sources.give(vault)
         finally:
@@ -575,9 +578,11 @@ def die_in_a_child(job: str, armed: str, sources: Sources, kept: Sources | None 
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("armed", [f"vault.xored@hit={hit}:kill" for hit in (1, 2, 9)] + ["vault.seal.before:kill"])
+@pytest.mark.parametrize(
+    "armed", [f"parity_store.xored@hit={hit}:kill" for hit in (1, 2, 9)] + ["parity_store.seal.before:kill"]
+)
 def test_a_death_between_any_two_steps_leaves_what_counted_and_the_rest_is_gathered_anew(
-    make: Callable[..., Vault], job: str, armed: str
+    make: Callable[..., ParityStore], job: str, armed: str
 ) -> None:
     first, second = Sources(RAIM5, V1), Sources(RAIM5, V2)
     die_in_a_child(job, armed, second, kept=first)
@@ -594,13 +599,13 @@ def test_a_death_between_any_two_steps_leaves_what_counted_and_the_rest_is_gathe
 
 
 def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_taken_for_complete(
-    make: Callable[..., Vault],
+    make: Callable[..., ParityStore],
 ) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     vault.begin(V1)
     sources.send_copies(vault)
-    faults.arm("vault.xored@hit=3:raise")
-    with pytest.raises(RuntimeError, match="vault.xored"):
+    faults.arm("parity_store.xored@hit=3:raise")
+    with pytest.raises(RuntimeError, match="parity_store.xored"):
         sources.send_blocks(vault)
     faults.arm("")
     incomplete(vault, sources)
@@ -614,7 +619,7 @@ def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_take
 # ---- adoption ----
 
 
-def test_a_new_smp_finds_what_is_complete_byte_by_byte(make: Callable[..., Vault], plan: ExchangePlan) -> None:
+def test_a_new_smp_finds_what_is_complete_byte_by_byte(make: Make, plan: ExchangePlan) -> None:
     vault, sources = make(plan), Sources(plan, V1)
     sources.give(vault)
     inode = os.stat(vault._segment.path).st_ino
@@ -631,7 +636,7 @@ def test_a_new_smp_finds_what_is_complete_byte_by_byte(make: Callable[..., Vault
 
 
 def test_a_new_smp_with_smaller_copies_uses_the_same_pages_and_with_larger_ones_does_not(
-    make: Callable[..., Vault],
+    make: Callable[..., ParityStore],
 ) -> None:
     sources = Sources(RAIM5, V1)
     sources.give(make(RAIM5))
@@ -640,7 +645,7 @@ def test_a_new_smp_with_smaller_copies_uses_the_same_pages_and_with_larger_ones_
 
 
 @pytest.mark.parametrize("change", ["layout", "position", "plan"])
-def test_parity_of_another_plan_or_position_is_not_taken_over(make: Callable[..., Vault], change: str) -> None:
+def test_parity_of_another_plan_or_position_is_not_taken_over(make: Callable[..., ParityStore], change: str) -> None:
     even = plan_exchange(list("abc"), [(0, 1, 2)], [1000] * 3, 1)
     Sources(even, V1).give(make(even))
     again = {
@@ -654,7 +659,7 @@ def test_parity_of_another_plan_or_position_is_not_taken_over(make: Callable[...
 # ---- reading ----
 
 
-def test_any_range_of_a_block_can_be_read_and_nothing_beyond_it(make: Callable[..., Vault], plan: ExchangePlan) -> None:
+def test_any_range_of_a_block_can_be_read_and_nothing_beyond_it(make: Make, plan: ExchangePlan) -> None:
     vault, sources = make(plan), Sources(plan, V1)
     sources.give(vault)
     random = Random(3)
@@ -674,7 +679,7 @@ def test_any_range_of_a_block_can_be_read_and_nothing_beyond_it(make: Callable[.
         vault.copy(V1, next(rank for rank in range(9) if rank not in sources.copies))
 
 
-def test_a_flipped_byte_is_never_handed_out(make: Callable[..., Vault], job: str, plan: ExchangePlan) -> None:
+def test_a_flipped_byte_is_never_handed_out(make: Callable[..., ParityStore], job: str, plan: ExchangePlan) -> None:
     """Every byte in turn: what is read is right or refused, and what is not near it is still read."""
     vault, sources = make(plan), Sources(plan, V1)
     sources.give(vault)
@@ -702,7 +707,7 @@ def test_a_flipped_byte_is_never_handed_out(make: Callable[..., Vault], job: str
 
 
 def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_here(
-    make: Callable[..., Vault], job: str
+    make: Callable[..., ParityStore], job: str
 ) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     sources.give(vault)
@@ -726,7 +731,7 @@ def death_between_creation_and_ranges(job: str, plan: ExchangePlan) -> None:
 
 
 def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_same(
-    make: Callable[..., Vault], job: str
+    make: Callable[..., ParityStore], job: str
 ) -> None:
     death_between_creation_and_ranges(job, RAIM5)
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
@@ -739,13 +744,13 @@ def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_sa
         vault.read(V1, next(iter(sources.parity)), 0, 64)
 
 
-def test_a_copy_of_a_version_that_is_not_gathered_is_refused_as_a_frame_of_it_is(make: Callable[..., Vault]) -> None:
+def test_a_copy_of_a_version_that_is_not_gathered_is_refused_as_a_frame_of_it_is(make: Make) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
-    with pytest.raises(ProtocolError, match="not gathered"):
+    with pytest.raises(ProtocolError, match="not received"):
         vault.take_copy(*sources.part(next(iter(sources.copies)), 0))
 
 
-def test_copies_that_are_whole_of_one_version_are_not_of_another(make: Callable[..., Vault]) -> None:
+def test_copies_that_are_whole_of_one_version_are_not_of_another(make: Make) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     vault.begin(V1)
     sources.send_copies(vault)
@@ -753,13 +758,13 @@ def test_copies_that_are_whole_of_one_version_are_not_of_another(make: Callable[
     assert vault.copied(V2, list(sources.copies)) == []
 
 
-def test_closing_twice_is_closing(make: Callable[..., Vault]) -> None:
+def test_closing_twice_is_closing(make: Make) -> None:
     vault = make(RAIM5)
     vault.close()
     vault.close()
 
 
-def test_a_copy_does_not_grow_beyond_what_was_announced(make: Callable[..., Vault]) -> None:
+def test_a_copy_does_not_grow_beyond_what_was_announced(make: Make) -> None:
     vault, sources = make(RAIM5), Sources(RAIM5, V1)
     vault.begin(V1)
     rank, part = next(iter(sources.copies)), np.ones(1 << 16, dtype=np.uint8)

@@ -1,0 +1,156 @@
+"""Bound the connections of a server: its descriptors, idle connections that make room, counts of rejected ones.
+
+Invariant: connections never take the last RESERVE descriptors of a process; those are for segments, locks, logs and
+child processes. A connection makes room only between requests, never while one of its requests is received, carried out
+or answered. A flood of rejected connections costs one event a minute, of bounded size; the first is reported at once.
+
+In: the limits of the process; connections, each with a name. Out: places for connections; `peer.rejected` events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from ..events import Events
+from .protocol import legible
+
+ENOUGH = 1 << 16  # descriptors; not more where the hard limit is 2**30: some programs walk over every possible number
+RESERVE = 256  # descriptors; where the limit is lower than twice that: half of it
+EVERY_SECONDS = 60.0  # between two events about rejected connections
+_NAMED = 8  # reasons and addresses of one event; the others are counted together
+_REASON = 160  # characters
+_OTHERS = "others"
+
+
+def raise_limit() -> int:
+    """Raise the soft limit on descriptors of this process and its future children to the hard limit or ENOUGH.
+
+    Returns the limit that holds now. Never lowers it, raises no error: if the system refuses, the limit stays.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(_number(hard), ENOUGH)
+    if _number(soft) < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def places(wanted: int, others: int = 0) -> int:
+    """How many connections may be open at a time: `wanted`, or as many as leave the reserve and `others`."""
+    limit = _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return max(1, min(wanted, limit - min(RESERVE, limit // 2) - others))
+
+
+def _number(limit: int) -> int:
+    return ENOUGH if limit == resource.RLIM_INFINITY else limit
+
+
+@dataclass(eq=False)
+class OpenConnection:
+    """One connection that a server serves."""
+
+    connection: socket.socket
+    name: str
+    busy: bool = False
+
+
+class Connections:
+    """The open connections of one server, for all of its threads.
+
+    When there are too many, an idle one makes room: the one of the same name that has been idle for longest; if that
+    name has no idle one, the one that has been idle for longest of all. Its peer connects again at its next request.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[OpenConnection, None] = {}  # the one that has been idle for longest comes first
+        self._changed = threading.Condition()
+
+    def take(self, connection: socket.socket, name: str, seconds: float | None = 0.0) -> OpenConnection | None:
+        """Admit `connection`; None if all others stay busy for `seconds`. `seconds` None: wait without limit."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._room(name), seconds):
+                return None
+            admitted = OpenConnection(connection, name)
+            self._open[admitted] = None
+            return admitted
+
+    def _room(self, name: str) -> bool:
+        """Whether there is room, if need be after closing an idle connection."""
+        if len(self._open) < self._most:
+            return True
+        idle = [each for each in self._open if not each.busy]
+        oldest = next((each for each in idle if each.name == name), idle[0] if idle else None)
+        if oldest is None:
+            return False
+        del self._open[oldest]
+        with contextlib.suppress(OSError):  # its peer has just hung up
+            oldest.connection.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+        return True
+
+    def begin(self, admitted: OpenConnection) -> bool:
+        """A request is about to be received; False if the connection has made room: then nothing is received."""
+        with self._changed:
+            admitted.busy = True
+            return admitted in self._open
+
+    def rest(self, admitted: OpenConnection) -> None:
+        """The request has been answered."""
+        with self._changed:
+            admitted.busy = False
+            if admitted in self._open:
+                del self._open[admitted]
+                self._open[admitted] = None
+            self._changed.notify()
+
+    def leave(self, admitted: OpenConnection) -> None:
+        """Call it before the connection is closed. Idempotent."""
+        with self._changed:
+            self._open.pop(admitted, None)
+            self._changed.notify()
+
+
+class RejectedConnections:
+    """Connections that were rejected, or ended before their peer had proved who it is, since the last event."""
+
+    def __init__(self, events: Events, every: float = EVERY_SECONDS) -> None:
+        self._events = events
+        self._every = every
+        self._lock = threading.Lock()
+        self._reported = float("-inf")  # monotonic
+        self._reasons: Counter[str] = Counter()
+        self._addresses: Counter[str] = Counter()
+
+    def count(self, address: str, reason: str) -> None:
+        """Count one more; emit an event if the last one is long enough ago."""
+        with self._lock:
+            _add(self._reasons, legible(reason, _REASON))
+            _add(self._addresses, legible(address, _REASON))
+        self.report()
+
+    @property
+    def due(self) -> float | None:
+        """When (monotonic) `report` will have something to emit; None for never."""
+        return self._reported + self._every if self._reasons else None
+
+    def report(self) -> None:
+        """Emit the counts, if there are any and the last event is long enough ago."""
+        with self._lock:
+            now = time.monotonic()
+            if (due := self.due) is None or now < due:
+                return
+            reasons, addresses = dict(self._reasons), dict(self._addresses)
+            self._reasons.clear()
+            self._addresses.clear()
+            self._reported = now
+        self._events.emit("peer.rejected", count=sum(reasons.values()), reasons=reasons, addresses=addresses)
+
+
+def _add(counts: Counter[str], name: str) -> None:
+    counts[name if name in counts or len(counts) < _NAMED else _OTHERS] += 1

@@ -1,0 +1,261 @@
+"""Drive one incarnation's node tier: a thread that feeds `node_step.step` and carries out the actions it returns.
+
+Invariant: it decides nothing. Reading the node's memory, sending heartbeats and running the exchange happen here; what
+follows from them is decided in `node_step`, and job-wide in `agreement`. An action that fails, for example because a
+disk is full, ends its round; the next heartbeat's answer requests it again.
+
+In: one incarnation's `Protection`, its parity store and pins. Out: heartbeats, an `ExchangeSender`, pins;
+`node.counts`, `exchange.begin` and `peer.silent` events, alarms.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..bubbles.gate import Gate
+from ..bubbles.gate_pacer import GatePacer
+from ..bubbles.plan import by_rate_shares
+from ..errors import FtError, ProtocolError
+from ..events import Events
+from ..intake import parsed
+from ..snapshot.segment import Segment
+from ..snapshot.slots import Mark, Version
+from . import node_step as steps
+from .agreement import Coordinator, ExchangeDecision, NodeReport
+from .alarms import Alarms
+from .exchange import ExchangeSender
+from .pace import Pace
+from .parity_store import ParityStore
+from .pinned import PinnedVersions
+from .protection import Protection
+from .requests import HeartbeatReply, packed_report
+from .traffic import RatePacer
+from .wire import Peer
+
+_POLL_SECONDS = 0.005  # while the version to be exchanged is being sealed: two iterations must not pass unseen
+
+
+class NodeDriver:
+    """One node's, for one incarnation. `lock` guards the memory that it shares with the SMP's requests."""
+
+    def __init__(
+        self,
+        protection: Protection,
+        store: ParityStore,
+        pinned: PinnedVersions,
+        segments: Mapping[int, Segment],
+        connect: Callable[[int], Peer],
+        lock: AbstractContextManager[Any],
+        events: Events,
+        alarms: Alarms,
+        declare: Callable[[list[str]], None],
+    ) -> None:
+        """`connect` makes a connection to the SMP at a position; `declare` notifies the agent of lost nodes."""
+        self.protection = protection
+        self.plan = protection.plan()
+        self.store = store
+        self.pace = Pace(protection.interval, pinned.committed)
+        self._pinned = pinned
+        self._segments = segments
+        self._connect = connect
+        self._lock = lock
+        self._events = events
+        self._alarms = alarms
+        self._declare = declare
+        self._coordinator_peer = connect(0)
+        now, epoch, patience = time.monotonic(), protection.epoch(), protection.detect_seconds
+        self._coordinating = threading.Lock()  # never for long, other than `lock`
+        self._coordinator = Coordinator.start(epoch, patience, now) if protection.position == 0 else None
+        self._state = steps.NodeState(epoch, protection.position, protection.audited, patience, now)
+        self._exchange: ExchangeSender | None = None
+        self._switched_at = now
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing is exchanged any more."""
+        return self._stop.is_set()
+
+    @property
+    def expected(self) -> Version | None:
+        """The version that the job exchanges now."""
+        return self._state.decision.exchange
+
+    def start(self) -> None:
+        """Run the thread."""
+        self._thread = threading.Thread(target=self._run, name="smp-node-tier", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and the exchange; complete versions can be read. Idempotent."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._coordinator_peer.close()
+            self._thread.join()
+            self._thread = None
+        with self._coordinating:
+            self._coordinator = None
+        with self._lock:
+            self._end_exchange()
+            self.pace.pacers = {}  # they hold the segments
+            self.store.pause()
+
+    def receive(self, position: int, report: NodeReport) -> tuple[ExchangeDecision, tuple[int, ...]]:
+        """Take a report as the coordinator: the decision, the lost positions. Raises ProtocolError."""
+        with self._coordinating:
+            if self._coordinator is None:
+                raise ProtocolError(f"position {self.protection.position} is not the coordinator, which is position 0")
+            now = time.monotonic()
+            self._coordinator = self._coordinator.receive(position, report, now)
+            return self._coordinator.decision, self._coordinator.lost(now)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        period = self._state.heartbeat_seconds
+        while not self.stopped:
+            began = time.monotonic()
+            with self._lock:
+                due = None if self.stopped else steps.HeartbeatDue(self._observe())
+            if due is not None:
+                self._feed(due)
+            while not self.stopped and self._seal_awaited() and time.monotonic() - began < period:
+                self._stop.wait(_POLL_SECONDS)
+            self._stop.wait(max(0.0, period - (time.monotonic() - began)))
+
+    def _feed(self, first: steps.Event) -> None:
+        """Step with `first` and with what its actions lead to."""
+        events = deque([first])
+        while events:
+            with self._lock:
+                if self.stopped:
+                    return
+                self._state, actions = steps.step(self._state, events.popleft())
+            for action in actions:
+                try:
+                    event = self._carry_out(action)
+                except (FtError, OSError):  # a full disk, for example: not confirmed, so requested again
+                    break
+                if event is not None:
+                    events.append(event)
+
+    def _carry_out(self, action: steps.Action) -> steps.Event | None:
+        """Do one thing; the event that it leads to."""
+        if isinstance(action, steps.SendHeartbeat):
+            return self._send(action.report)  # without the lock: it waits for another node
+        with self._lock:
+            if self.stopped:
+                return None
+            match action:
+                case steps.CommitVersion(version):
+                    return self._commit(version)
+                case steps.SwitchExchange(decision):
+                    self._end_exchange()
+                    self._pinned.switch_to(decision)
+                    self._switched_at = time.monotonic()
+                    if decision.exchange is not None:
+                        self.store.begin(decision.exchange)
+                    return steps.Switched(decision)
+                case steps.StartExchange(version):
+                    self._start_exchange(version)
+                case steps.DeclareLost(positions):
+                    self._declare([f"node {self.plan.nodes[position]}" for position in positions])
+                    return steps.Declared()
+                case steps.ReportSilence(reason):
+                    self._events.emit("peer.silent", reason=reason)
+                case steps.RaiseAlarm(topic, event, words):
+                    self._alarms.say(topic, f"{event}: {words}")
+        return None
+
+    def _send(self, report: NodeReport) -> steps.Event:
+        """Report to the coordinator, which may be this node."""
+        protection = self.protection
+        try:
+            if protection.position == 0:
+                decision, lost = self.receive(0, report)
+            else:
+                reply, _ = self._coordinator_peer.ask(
+                    "heartbeat", epoch=protection.lineage, position=protection.position, report=packed_report(report)
+                )
+                answer = parsed(HeartbeatReply, reply, "heartbeat")
+                decision, lost = ExchangeDecision(answer.exchange, answer.committed), answer.lost
+        except (FtError, OSError) as error:
+            return steps.HeartbeatUnanswered(time.monotonic(), str(error))
+        return steps.HeartbeatAnswered(time.monotonic(), decision, lost)
+
+    def _observe(self) -> steps.Observation:
+        """What this node's memory shows now. Called with the lock held."""
+        sender, begun = self._exchange, self._pinned.begun(self.protection.lineage)
+        if self.pace.captured(Version(self.protection.lineage, begun)):
+            self._report_pace()
+        if sender is None:
+            return steps.Observation(begun, self._pinned.committed)
+        complete = sender.done and sender.version in self.store.versions()
+        return steps.Observation(
+            begun, self._pinned.committed, sender.version, complete, sender.corrupt,
+            str(sender.differences[0]) if sender.differences else "",
+            self._pinned.mark(sender.version) if complete else Mark.NONE,
+        )  # fmt: skip
+
+    def _seal_awaited(self) -> bool:
+        """Start the exchange if this node's ranks have sealed the expected version; whether they may still do so."""
+        with self._lock:
+            version = self._state.awaited
+            if version is None or self.stopped:
+                return False
+            sealed = self._pinned.pin_sealed(version)
+            self._feed(steps.SealChecked(sealed))
+            return sealed is False
+
+    def _commit(self, version: Version) -> steps.Event | None:
+        if not self._pinned.commit(version):
+            return None  # not here yet: the next answer names it again
+        pace_changed = self.pace.committed(version)
+        self._events.emit(
+            "node.counts", lineage=version.lineage, iteration=version.iteration,
+            seconds=round(time.monotonic() - self._switched_at, 3), position=self.protection.position,
+            **self.pace.fields(), **self._filled(),
+        )  # fmt: skip
+        if pace_changed:
+            self._report_pace()
+        return steps.Committed(version)
+
+    def _report_pace(self) -> None:
+        """Every node knows it, one reports it."""
+        if self.protection.position == 0:
+            name = "checkpoints.rarer" if self.pace.rarer else "checkpoints.as_planned"
+            self._events.emit(name, **self.pace.fields())
+            self._alarms.say("checkpoints", f"{name}: {self.pace.words()}")
+
+    def _filled(self) -> dict[str, list[list[int]]]:
+        """Bytes of copies in the bubbles that carried most, as [rank, bubble, bytes]; nothing if there are none."""
+        filled = [[rank, *one] for rank, pacer in sorted(self.pace.pacers.items()) for one in pacer.filled()]
+        return {"filled": filled} if filled else {}
+
+    def _start_exchange(self, version: Version) -> None:
+        self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
+        rate = RatePacer(self.protection.exchange_mbps * 1e6 / 8)
+        ranks = self.plan.ranks[self.protection.position]
+        if self.protection.stages and not self.pace.pacers:
+            shares = by_rate_shares({rank: self.plan.nbytes[rank] for rank in ranks})
+            self.pace.pacers = {
+                rank: GatePacer(Gate(self._segments[rank].gate), rate, by_rate_share=share)
+                for rank, share in shares.items()
+            }
+        pacers: dict[int, Any] = self.pace.pacers
+        self._exchange = ExchangeSender(
+            self.plan, self.protection.position, version, self.protection.lineage,
+            {rank: self._segments[rank] for rank in ranks}, self._connect, rate, self._events,
+            self.store.replicas_agree, pacers,
+        )  # fmt: skip
+
+    def _end_exchange(self) -> None:
+        sender, self._exchange = self._exchange, None
+        if sender is not None:
+            sender.stop()

@@ -1,0 +1,98 @@
+"""Carry out the requests of other nodes' SMPs: heartbeats, frames and copies to store, bytes to read.
+
+Invariant: a request of another epoch than the one that is protected here changes nothing. A request that arrives twice
+has the effect of one: a peer whose connection was closed sends it again. Messages are read by `requests.peer`.
+
+In: a message with its payload, from `wire.Server`. Out: the reply with its payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..snapshot.segment import Segment
+from . import replica_checks, requests, wire
+from .agreement import ExchangeDecision, NodeReport
+from .frames import Data, Parity
+from .parity_store import ParityStore
+from .protocol import packed
+from .readers import LocalReader
+from .traffic import step_back
+from .wire import Bytes
+
+Reply = tuple[dict[str, Any], Bytes | None]
+
+
+class PeerRequests:
+    """Those to one node. Holds no state."""
+
+    def __init__(
+        self,
+        memory: LocalReader,
+        segments: Mapping[int, Segment],
+        storing: Callable[[int], ParityStore],
+        heartbeat: Callable[[int, NodeReport], tuple[ExchangeDecision, tuple[int, ...]]],
+        outside: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]],
+    ) -> None:
+        """`storing(epoch)` is the parity store that receives frames in that epoch; `heartbeat` takes the report of a
+        position and returns the decision and the lost positions; both raise ProtocolError if this node has none.
+        `outside` answers for a job in which this node has no part."""
+        self._memory = memory
+        self._segments = segments
+        self._storing = storing
+        self._heartbeat = heartbeat
+        self._outside = outside
+
+    def handle(self, message: dict[str, Any], payload: Bytes) -> Reply:
+        """The reply to a request. Raises ProtocolError, SegmentError."""
+        match request := requests.peer(message):
+            case requests.Probe():
+                return {}, None
+            case requests.SpareState() | requests.ReleaseSpare():
+                return self._outside(request), None
+            case requests.Heartbeat():
+                self._storing(request.epoch)
+                return self.heartbeat(request), None
+            case requests.BeginLane():  # this connection carries data, nothing that is in a hurry
+                step_back()
+                return self.begin(self._storing(request.epoch), request), None
+            case requests.TakeFrame(version=version, key=key, node=node, at=at, exponent=exponent):
+                step_back()  # the lane may have connected again since its `begin`
+                store = self._storing(request.epoch)
+                return {"taken": store.take(version, key, node, at, exponent, payload)}, None
+            case requests.TakeCopy(version=version, rank=rank, at=at, total=total):
+                store = self._storing(request.epoch)
+                return {"taken": store.take_copy(version, rank, at, total, payload)}, None
+            case requests.CompareReplicas():
+                self._storing(request.epoch)
+                differing = replica_checks.differing(self._segments, request.version, payload)
+                return ({"wait": True} if differing is None else {"differ": differing}), None
+            case requests.ReadData(version=version, rank=rank, at=at, nbytes=nbytes):
+                return {}, self._memory.read(Data(rank, version, at, nbytes))
+            case requests.ReadParity(version=version, key=key, at=at, nbytes=nbytes):
+                return {}, self._memory.read(Parity(key, version, at, nbytes))
+            case requests.ReadCopy(version=version, rank=rank, offset=offset):
+                return _part(self._memory.copy(rank, version), offset)
+            case requests.ReadSlot(version=version, rank=rank, offset=offset):
+                return _part(self._memory.slot(rank, version), offset)
+        raise AssertionError(f"no answer to {request}")
+
+    def heartbeat(self, request: requests.Heartbeat) -> dict[str, Any]:
+        """Take a node's report to the coordinator; the reply is a `HeartbeatReply`."""
+        decision, lost = self._heartbeat(request.position, request.report)
+        return {"exchange": packed(decision.exchange), "committed": packed(decision.committed), "lost": list(lost)}
+
+    def begin(self, store: ParityStore, request: requests.BeginLane) -> dict[str, Any]:
+        """What of a sender's part is here already; `wait` while this node does not expect its version."""
+        taken = store.taken(request.version, request.nodes)
+        if taken is None:
+            return {"wait": True}
+        return {"taken": taken, "copies": store.copied(request.version, request.ranks)}
+
+
+def _part(whole: bytes, offset: int) -> Reply:
+    part = np.frombuffer(whole, dtype=np.uint8)[offset : offset + wire.PAYLOAD_LIMIT]
+    return {"total": len(whole)}, part

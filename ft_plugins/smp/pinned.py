@@ -1,0 +1,141 @@
+"""Pin the versions that one node keeps for the node tier: slots of its ranks, parity, and which version is committed.
+
+Invariant: a version is committed here only if all ranks of this node and its parity store have it, pinned; the
+previously committed one is unpinned after that. Pins are in shared memory, the committed version is in a file of the
+run directory, because pins alone do not distinguish it from one that is still being sent. An SMP that replaces this one
+goes on with both.
+
+In: versions that the coordinator decided on. Out: pins; whether a version to be sent is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from .. import files
+from ..intake import read_json
+from ..snapshot.segment import Segment
+from ..snapshot.slots import Mark, Pin, Slot, SlotState, Version
+from .agreement import ExchangeDecision
+from .parity_store import ParityStore
+from .protection import Protection
+from .protocol import PackedVersion, packed
+
+_FILE = "counted.json"  # in the run directory
+_VERSION: TypeAdapter[Version] = TypeAdapter(PackedVersion)
+
+
+class PinnedVersions:
+    """Those of one node. `segments` are the SMP's own, by rank; called under the tier's lock."""
+
+    def __init__(self, run_dir: Path, segments: Mapping[int, Segment]) -> None:
+        self._path = run_dir / _FILE
+        self._segments = segments
+        self._ranks: Sequence[int] = ()
+        self._store: ParityStore | None = None
+        self._base: Version | None = None  # that this incarnation restored
+        self._committed_before: Version | None = None  # on any node, when it did
+        self.committed: Version | None = None  # on this node
+
+    def resume(self, protection: Protection, store: ParityStore) -> bool:
+        """Continue with the pins and the file as they are. False if the segment of a rank is missing."""
+        self._ranks, self._store = protection.plan().ranks[protection.position], store
+        self._base, self._committed_before = protection.base, protection.counted
+        whole = all(rank in self._segments for rank in self._ranks)
+        self.committed = self._recorded() if whole else None
+        return whole
+
+    def begin(self, protection: Protection, store: ParityStore) -> None:
+        """Of what a previous incarnation pinned, keep the version committed on any node and the restored one.
+
+        A node that had not heard that a version was committed has unpinned nothing of it.
+        """
+        keep = {version for version in (protection.base, protection.counted) if version is not None}
+        store.void_after(protection.base)
+        for segment in self._segments.values():
+            for version in keep:
+                segment.pin(version, Pin.NODE)
+            for slot in segment.slots():
+                segment.unpin(slot.index, Pin.SOURCE if slot.version in keep else Pin.NODE | Pin.SOURCE)
+        if protection.counted is not None and protection.counted in store.versions():
+            store.pin(protection.counted)
+            files.write_json(self._path, packed(protection.counted))
+        self.resume(protection, store)
+
+    def _recorded(self) -> Version | None:
+        """The committed version by the file, if all ranks have it pinned and it is complete in the parity store."""
+        assert self._store is not None
+        try:
+            committed = read_json(self._path, _VERSION)
+        except (OSError, ValueError):
+            return None
+        for rank in self._ranks:
+            if not any(slot.version == committed and slot.pins & Pin.NODE for slot in self._segments[rank].slots()):
+                return None
+        return committed if committed in self._store.versions() else None
+
+    def begun(self, lineage: int) -> int:
+        """The newest iteration that a rank has begun to capture."""
+        versions = (slot.version for rank in self._ranks for slot in self._segments[rank].slots())
+        return max((v.iteration for v in versions if v is not None and v.lineage == lineage), default=0)
+
+    def commit(self, version: Version) -> bool:
+        """`version` is complete on all nodes: it replaces the committed version. False if it is not here."""
+        assert self._store is not None
+        if version not in self._store.versions():
+            return False  # a fresh node, until its part is rebuilt
+        slots = {rank: self._segments[rank].pin(version, Pin.NODE) for rank in self._ranks}
+        if None in slots.values():
+            return False
+        for rank, index in slots.items():
+            for slot in self._segments[rank].slots():
+                if slot.index != index:
+                    self._segments[rank].unpin(slot.index, Pin.NODE)
+        self._store.pin(version)
+        self.committed = version
+        files.write_json(self._path, packed(version))
+        return True
+
+    def mark(self, version: Version) -> Mark:
+        """The audit's verdict on `version`, if any rank of this node has heard it: it is one for the whole job."""
+        slots = (slot for rank in self._ranks for slot in self._segments[rank].slots())
+        return max((slot.mark for slot in slots if slot.version == version), default=Mark.NONE)
+
+    def pin_sealed(self, version: Version) -> bool | None:
+        """Pin `version` to be sent, on each rank that has sealed it. True: on all of them; False: not yet; None: a rank
+        has passed it by."""
+        for rank in self._ranks:
+            segment = self._segments[rank]
+            slots = segment.slots()
+            if segment.pin(version, Pin.SOURCE) is not None:
+                continue
+            newest = max((slot.version for slot in slots if slot.version is not None), default=version)
+            return None if newest > version and not _is_captured(slots, version) else False
+        return True
+
+    def switch_to(self, decision: ExchangeDecision) -> None:
+        """Another version is to be sent now, which a previous SMP may have pinned. The one sent before is unpinned.
+
+        So is the restored version, if a node cannot send it and a newer one was announced: capture needs its slot.
+        """
+        version, base = decision.exchange, self._base
+        passed = version is not None and base is not None and version > base
+        passed = passed and base not in (decision.committed, self.committed, self._committed_before)
+        for segment in self._segments.values():
+            for slot in segment.slots():
+                if slot.version != version:
+                    segment.unpin(slot.index, Pin.SOURCE)
+                if passed and slot.version == base:
+                    segment.unpin(slot.index, Pin.NODE)
+
+    def forget(self) -> None:
+        """Protection has ended: no version is committed any more."""
+        self._path.unlink(missing_ok=True)
+
+
+def _is_captured(slots: Sequence[Slot], version: Version) -> bool:
+    """Whether `version` is being captured."""
+    return any(slot.version == version and slot.state is SlotState.DIRTY for slot in slots)

@@ -1,0 +1,100 @@
+"""What an SMP reports about its node: a one-word signal (as REFT has it), its segments; and what can be read from that.
+
+Invariant: facts of this moment only; they decide nothing. Which nodes are lost is decided by silence alone
+(`agreement.Coordinator`, `SnapshotProcess.look_at_trainers`).
+
+In: segments, the node tier's status; a status. Out: `Signal`, plain values; versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import Enum
+from typing import Any
+
+from ..snapshot.segment import Segment
+from ..snapshot.slots import Mark, SlotState, Version, in_order, marks_of
+from . import liveness
+
+
+class Signal(str, Enum):
+    """The state of a node."""
+
+    HEALTHY = "HEALTHY"  # its trainers live; nothing is being captured or sent, and nothing was captured yet
+    SNAP = "SNAP"  # a version is being captured, or sent to other nodes
+    CLEAN = "CLEAN"  # what its ranks captured last is complete, and committed if nodes protect each other
+    UNHEALTHY = "UNHEALTHY"  # a trainer has died or is stopped
+    OFFLINE = "OFFLINE"  # its SMP does not answer
+
+
+def signal(*, answers: bool, trainers_work: bool, on_its_way: bool, complete: bool) -> Signal:
+    """The signal of a node: whether its SMP `answers`, its `trainers_work`, a version is `on_its_way`, and what was
+    captured last is `complete`. The worst applies."""
+    if not answers:
+        return Signal.OFFLINE
+    if not trainers_work:
+        return Signal.UNHEALTHY
+    if on_its_way:
+        return Signal.SNAP
+    return Signal.CLEAN if complete else Signal.HEALTHY
+
+
+def signal_of(segments: Collection[Segment], tier: Mapping[str, Any], trainers_work: bool) -> Signal:
+    """The signal of this node, of which the SMP answers. `tier` is the status of its node tier."""
+    owners = [segment.owner for segment in segments if segment.attached and segment.owner[1]]
+    slots = [slot for segment in segments for slot in segment.slots()]
+    clean = any(slot.state is SlotState.CLEAN for slot in slots)
+    return signal(
+        answers=True,
+        trainers_work=trainers_work and all(liveness.started(pid) == began for pid, began in owners),
+        on_its_way=bool(tier["exchange"]) or any(s.state is SlotState.DIRTY and s.version for s in slots),
+        complete=bool(tier["counts"]) if tier["nodes"] else clean,
+    )
+
+
+def described(rank: int, segment: Segment) -> dict[str, Any]:
+    """A segment with its slots, as plain values."""
+    return {
+        "rank": rank,
+        "path": str(segment.path),
+        "bytes": segment.shape.total,
+        "resident_bytes": segment.resident_bytes,
+        "owner_pid": segment.owner[0],
+        "attached": segment.attached,
+        "completed": segment.completed,
+        "lineage": segment.lineage,
+        "lineage_token": segment.lineage_token,
+        "slots": [
+            {
+                "state": slot.state.name,
+                "lineage": slot.version.lineage if slot.version else None,
+                "iteration": slot.version.iteration if slot.version else None,
+                **({"mark": slot.mark.word} if slot.mark else {}),
+            }
+            for slot in segment.slots()
+        ],
+    }
+
+
+def newest_common(status: Mapping[str, Any]) -> Version | None:
+    """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none. As
+    in a recovery, preferred versions go first.
+
+    The ranks are those of the incarnation that runs or ran last: a wider earlier one has left segments which stand
+    still. Before any rank of it has attached, all are included. Versions of two lineages are never mixed.
+    """
+    attached = [segment for segment in status["segments"] if segment["attached"]] or status["segments"]
+    complete = [
+        {Version(slot["lineage"], slot["iteration"]) for slot in segment["slots"] if slot["state"] == "CLEAN"}
+        for segment in attached
+    ]
+    common = set.intersection(*complete) if complete else set()
+    return next(iter(in_order(common, marks_in(status))), None)
+
+
+def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:
+    """The audit's verdicts on the versions that this node holds complete, by an SMP's `status`."""
+    held = [slot for segment in status["segments"] for slot in segment["slots"] if slot["state"] == "CLEAN"]
+    return marks_of(
+        (Version(slot["lineage"], slot["iteration"]), Mark[slot.get("mark", Mark.NONE.name).upper()]) for slot in held
+    )
