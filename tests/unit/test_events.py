@@ -107,7 +107,7 @@ def test_an_event_file_that_cannot_be_opened_loses_the_event_and_nothing_else(tm
 def test_an_event_file_that_is_full_makes_room_and_the_one_before_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ft_plugins.events.FILE_LIMIT", 400)
+    monkeypatch.setattr("ft_plugins.events.stream.FILE_LIMIT", 400)
     path = tmp_path / "events.jsonl"
     events = Events("n")
     events.subscribe(file_sink(path))
@@ -124,8 +124,8 @@ def test_a_recovery_stays_in_the_history_however_many_iterations_follow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
 ) -> None:
     """One rank, with a thirty-second of the room that the ranks of a node share."""
-    monkeypatch.setattr("ft_plugins.events.FILE_LIMIT", 1 << 20)
-    monkeypatch.setattr("ft_plugins.events.RECENT_LIMIT", 1 << 20, raising=False)
+    monkeypatch.setattr("ft_plugins.events.stream.FILE_LIMIT", 1 << 20)
+    monkeypatch.setattr("ft_plugins.events.stream.RECENT_LIMIT", 1 << 20, raising=False)
     path = tmp_path / "events.jsonl"
     events = Events("n", 0)
     events.subscribe(file_sink(path))
