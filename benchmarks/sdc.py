@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_plugins.errors import FtError
+from ft_plugins.events import catalogue
 from ft_plugins.rig import learners, sdc_order, sdc_theory
 from ft_plugins.rig.figures import line
 from ft_plugins.rig.sdc_order import SCALES
@@ -61,7 +62,7 @@ class Result:
     @property
     def struck(self) -> int:
         """How often a fault has altered gradients."""
-        return len(self.outcome.named("fault.struck"))
+        return len(self.outcome.named(catalogue.FAULT_INJECTED.name))
 
 
 def chosen(names: Sequence[str], seeds: Sequence[int], quick: bool) -> Iterator[Case]:

@@ -22,7 +22,7 @@ from . import faults
 from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, PaftConfig, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
-from .events import Event, Events, file_sink, say
+from .events import Events, catalogue, file_sink, log_sink, say
 from .model.host import Host, Skipping
 from .model.timeline import SenderFacts
 from .recovery.collective import Collective
@@ -56,7 +56,7 @@ class Session:
         self._events = Events(config.node_name or (context.run_dir.name if context.run_dir else ""), host.rank)
         if context.run_dir is not None:
             self._events.subscribe(file_sink(context.run_dir / "events.jsonl"))
-        self._events.subscribe(_alarm)
+        self._events.subscribe(log_sink())
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose position part is still to be restored
@@ -326,7 +326,7 @@ class Session:
                 raise ProtectionError(
                     f"rank {self._host.rank}: iteration {step}: nothing has protected this job for "
                     f"{self._unprotected} iterations "
-                    "(--ftp-max-unprotected-steps); see the event 'protection.lost' for the reason"
+                    f"(--ftp-max-unprotected-steps); see the event '{catalogue.PROTECTION_LOST.name}' for the reason"
                 )
 
     def shutdown(self) -> None:
@@ -336,7 +336,7 @@ class Session:
         if self._reft is not None:
             self._guarded(lambda reft: reft.close(in_order=True), over=True)
             self._reft = None
-            self._events.emit("rank.end")
+            self._events.emit(catalogue.RANK_ENDED)
 
     def _guarded(self, call: Callable[[Reft], object], over: bool = False) -> None:
         """The boundary where protection degrades: whatever its own code raises, training goes on, on all ranks alike.
@@ -368,7 +368,7 @@ class Session:
         if self.measured is not None:
             self.measured.let_go()
         self._events.emit(
-            "protection.lost",
+            catalogue.PROTECTION_LOST,
             reason=str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}",
             max_steps=self._config.max_unprotected_steps,
             echo=isinstance(error, PeerDegraded),
@@ -390,21 +390,7 @@ class Session:
         with contextlib.suppress(OSError):
             marker.unlink()
             if not plan.fresh:
-                self._events.emit("protection.gained", reason="snapshots are taken again")
-
-
-_ALARMS = {
-    *("protection.lost", "protection.gained", "slot.corrupt", "segment.corrupt", "restore.scratch"),
-    *("checkpoint.damaged", "storage.unreachable"),
-    *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "sync.offenders", "version.tainted"),
-}
-
-
-def _alarm(event: Event) -> None:
-    """What a person must see even if nobody reads the events; what all ranks have to say alike, once."""
-    alike = event.name == "restore.scratch" or event.fields.get("echo")
-    if event.name in _ALARMS and not (alike and event.rank):
-        say(f"{event.name}: rank {event.rank}: {event.fields.get('reason')}", alarm=True)
+                self._events.emit(catalogue.PROTECTION_RESTORED, reason="snapshots are taken again")
 
 
 def _collective(config: Config) -> Collective:

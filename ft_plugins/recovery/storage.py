@@ -23,6 +23,7 @@ from typing import Any
 import msgpack
 
 from ..errors import FtError, ResumeError, StorageError, printable
+from ..events import EventType, catalogue
 from ..intake import shown, within
 from ..model.host import resizable
 from ..snapshot import checkpoint, persist, retention
@@ -90,8 +91,10 @@ def with_storage(
 class StorageTier:
     """The storage tier as one rank's recovery sees it."""
 
-    def __init__(self, folder: Path, job: str, collective: Collective, report: Callable[[str, str], None]) -> None:
-        """`folder` as configured; `report` is called with an event's name and its reason."""
+    def __init__(
+        self, folder: Path, job: str, collective: Collective, report: Callable[[EventType, str], None]
+    ) -> None:
+        """`folder` as configured; `report` is called with an event's declaration and its reason."""
         self._base = folder / job
         self._collective = collective
         self._report = report
@@ -107,7 +110,8 @@ class StorageTier:
         shelf = self._look(segment.fingerprint)
         if shelf.passed_over:
             names = ", ".join(map(shown, shelf.passed_over))
-            self._report_once("checkpoint.ignored", f"{self._base}: {names}: no checkpoint has such a name; remove it")
+            reason = f"{self._base}: {names}: no checkpoint has such a name"
+            self._report_once(catalogue.CHECKPOINT_IGNORED, reason)
         needed = found.version is None or mode != "auto"
         if shelf.unreachable:
             if needed:
@@ -115,7 +119,7 @@ class StorageTier:
                     f"--reft-checkpoint-dir: {self._base} cannot be used ({shelf.unreachable}); "
                     "make it a folder that all nodes share and may write to, or drop the key"
                 )
-            self._report_once("storage.unreachable", shelf.unreachable)
+            self._report_once(catalogue.STORAGE_FAILED, shelf.unreachable)
         memory_lineage = found.lineage - 1
         found = replace(found, lineage=max(found.lineage, shelf.lineage + 1))
         damaged = ""
@@ -127,7 +131,7 @@ class StorageTier:
             if (plan.tier, plan.version) != ("storage", version):
                 return plan
             if problem:
-                self._report_once("checkpoint.damaged", problem)
+                self._report_once(catalogue.CHECKPOINT_CORRUPTED, problem)
             elif self._fetch(name, version, segment, token):
                 return plan
             damaged = damaged or name
@@ -140,7 +144,8 @@ class StorageTier:
         if damaged:
             raise ResumeError(
                 f"every checkpoint of this job in {self._base} is damaged, the newest is {damaged} (see the events "
-                "'checkpoint.damaged'); put the files back, or --ftp-resume fresh starts from the beginning"
+                f"'{catalogue.CHECKPOINT_CORRUPTED.name}'); put the files back, or --ftp-resume fresh starts from the "
+                "beginning"
             )
         if shelf.other:
             raise ResumeError(
@@ -167,16 +172,16 @@ class StorageTier:
         try:
             persist.read_rank(final if final.exists() else folder, segment, version, token)
         except StorageError as error:
-            self._report("checkpoint.damaged", str(error))
+            self._report(catalogue.CHECKPOINT_CORRUPTED, str(error))
             verdict = b"0"
         except FtError as error:
             refusal = error
         self._collective.agree(refusal)
         return all(found == b"1" for found in self._collective.gather(verdict))
 
-    def _report_once(self, name: str, reason: str) -> None:
+    def _report_once(self, kind: EventType, reason: str) -> None:
         if self._collective.rank == 0:
-            self._report(name, reason)
+            self._report(kind, reason)
 
 
 def _found(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[Any]:

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..events import Event
+from ..events import Event, catalogue
 from .cluster import Block
 from .emulated import OFF, ON, ONCE
 from .sync_blocks import interval
@@ -80,7 +80,9 @@ def cost(blocks: Sequence[Block], pairs: int) -> Cost:
 def told(events: Sequence[Event], begun: int, through: int) -> list[Event]:
     """Of a node, the versions that counted after so many protected iterations, until there were so many."""
     return [
-        event for event in events if event.name == "node.counts" and begun <= event.fields["iteration"] <= through
+        event
+        for event in events
+        if event.type is catalogue.VERSION_COMMITTED and begun <= event.fields["iteration"] <= through
     ]
 
 

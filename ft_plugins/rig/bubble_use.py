@@ -17,7 +17,7 @@ from typing import Any
 
 from ..bubbles.gate_pacer import MOST_FILLED
 from ..bubbles.shown import Row
-from ..events import Event
+from ..events import Event, catalogue
 
 _COUNTED = ("in_bubbles", "late", "by_rate")
 
@@ -84,7 +84,7 @@ def bubble_use(events: Sequence[Event]) -> BubbleUse | None:
     """Of a run, or None."""
     told: dict[int, list[Event]] = defaultdict(list)
     for event in events:
-        if event.name == "baft.timeline" and event.rank is not None:
+        if event.type is catalogue.TIMELINE_RECORDED and event.rank is not None:
             told[event.rank].append(event)
     if not told:
         return None
@@ -140,9 +140,9 @@ def _counts(events: Sequence[Event], node: str, since: float) -> list[Event]:
     for event in events:
         if event.node != node or event.time <= since:
             continue
-        if event.name in ("baft.timeline", "rank.attach"):
+        if event.name in (catalogue.TIMELINE_RECORDED.name, catalogue.RANK_ATTACHED.name):
             break
-        if event.name == "node.counts":
+        if event.type is catalogue.VERSION_COMMITTED:
             found.append(event)
     return found
 
@@ -153,6 +153,6 @@ def _planned(events: Sequence[Event], plans: Mapping[int, Event]) -> int:
     before = [
         event.fields["iterations"]
         for event in events
-        if event.name == "baft.plan" and event.rank == rank and event.time <= plan.time
+        if event.type is catalogue.BUBBLES_PLANNED and event.rank == rank and event.time <= plan.time
     ]
     return int(before[-1]) if before else 0

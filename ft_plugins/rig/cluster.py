@@ -38,7 +38,7 @@ from typing import Any
 
 from ..bubbles.packed import unpack
 from ..errors import FtError
-from ..events import Event, read
+from ..events import Event, catalogue, read
 from ..model.timeline import Profile
 from ..planner.jobs import A40, PAPER_SHAPES, Job
 from ..planner.pipeline import Pipeline
@@ -209,7 +209,9 @@ def run(
             jobs.append(server.start(replace(spec, node=f"n{number}", flags=words, **fields)))
         if slower > 1:
             events = jobs[0].spec.run_dir / "events.jsonl"
-            wait_for(events, lambda lines: any(event["name"] == "baft.plan" for event in lines), _START)
+            wait_for(
+                events, lambda lines: any(event["name"] == catalogue.BUBBLES_PLANNED.name for event in lines), _START
+            )
             for place in places:
                 # as short a burst and as many bytes of queue as before: else messages that follow a silence would be
                 # the faster the slower the link is, unless copies went before them, and what waits would be dropped

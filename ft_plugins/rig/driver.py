@@ -27,9 +27,9 @@ from types import TracebackType
 import psutil
 
 from ..errors import FtError
-from ..events import Event
+from ..events import Event, catalogue
 from .driven import DrivenNode, GrowingLines
-from .report import KILL, NOTICED, Loss, read_losses
+from .report import NOTICED, Loss, read_losses
 
 NODE = "node0"
 _NETWORK = "127.77.1"  # of the loopback device: every machine has it, and nobody needs a right for it
@@ -159,7 +159,9 @@ class Drive:
             trainer = psutil.Process(pid)
             if node.pid not in {parent.pid for parent in trainer.parents()}:
                 raise DriveError(f"rank {rank} should be process {pid}, but that is none of this job's")
-            node.note(KILL, rank=rank, signal="SIGKILL", iteration=self._progress.iteration, killed_pid=pid)
+            node.note(
+                catalogue.SIGNAL_SENT, rank=rank, signal="SIGKILL", iteration=self._progress.iteration, killed_pid=pid
+            )
             trainer.kill()  # checks that the number was not given to another process meanwhile
         except psutil.NoSuchProcess as error:
             raise DriveError(f"rank {rank} cannot be killed: it is not running (pid {pid})") from error
@@ -171,7 +173,7 @@ class Drive:
         lost = self._alive[-1]
         ranks = sorted(lost.trainers)
         self._alive[0].note(
-            KILL, lost=lost.name, ranks=ranks, signal="SIGKILL", iteration=self._progress.iteration,
+            catalogue.SIGNAL_SENT, lost=lost.name, ranks=ranks, signal="SIGKILL", iteration=self._progress.iteration,
             killed_pid=lost.pid,
         )  # fmt: skip
         lost.destroy()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ..events import catalogue
 from .forkserver import ForkServer, JobSpec, RunningJob
 from .golden import Described
 from .journal import Entry, wait_for
@@ -100,13 +101,20 @@ class MultiNodeJob:
     def until_counts(self, iteration: int) -> None:
         """Until a version of at least this iteration counts for the node tier on every node."""
         for job in self.nodes.values():
-            until(job, lambda lines: any(e["name"] == "node.counts" and e["iteration"] >= iteration for e in lines))
+            until(
+                job,
+                lambda lines: any(
+                    e["name"] == catalogue.VERSION_COMMITTED.name and e["iteration"] >= iteration for e in lines
+                ),
+            )
 
     def until_captured(self, name: str, iteration: int) -> None:
         """Until a rank of a node has captured at least this iteration."""
         until(
             self.nodes[name],
-            lambda lines: any(e["name"] == "capture.commit" and e["iteration"] >= iteration for e in lines),
+            lambda lines: any(
+                e["name"] == catalogue.SNAPSHOT_SEALED.name and e["iteration"] >= iteration for e in lines
+            ),
         )
 
     def destroy(self, name: str) -> None:

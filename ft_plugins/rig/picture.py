@@ -13,7 +13,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .report import KILL, Loss, Report, Run, committed
+from ..events import catalogue
+from .report import Loss, Report, Run, committed
 
 UNFAILED, FAILED, FAILURE = "#7a8794", "#0b6fb8", "#c8322b"
 
@@ -23,7 +24,7 @@ def draw(failed: Run, unfailed: Run, report: Report, path: Path) -> None:
     figure = Figure(figsize=(10, 6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     losses, snapshots = figure.subplots(2, 1, sharex=True, height_ratios=[8, 1])
-    killed = next((event.time for event in failed.events if event.name == KILL), None)
+    killed = next((event.time for event in failed.events if event.type is catalogue.SIGNAL_SENT), None)
     _draw_losses(losses, failed, unfailed, killed)
     if killed is not None:
         _draw_failure(losses, failed, report, killed)

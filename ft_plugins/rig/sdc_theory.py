@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..events import catalogue
 from ..sync.noise import expected_divergence
 from .sdc_runs import RANKS, faults
 from .trained import Outcome, Run
@@ -43,7 +44,7 @@ def errors(outcome: Outcome, sigma: float) -> Errors:
     seen = dict(outcome.ranks[0].divergences)
     left = max(divergence for step, divergence in seen.items() if step % H == 0)
     found = {step: divergence for step, divergence in seen.items() if step % H}
-    turns = [event.fields for event in outcome.named("sync.averaged") if event.rank == 0]
+    turns = [event.fields for event in outcome.named(catalogue.REPLICAS_AVERAGED.name) if event.rank == 0]
     found |= {turn["iteration"]: turn["divergence"] for turn in turns}
     return Errors(
         max(abs(turn["sigma"] / sigma - 1) for turn in turns),

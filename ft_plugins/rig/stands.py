@@ -12,6 +12,7 @@ import select
 import signal
 from dataclasses import replace
 
+from ..events import catalogue
 from ..smp.client import Client
 from ..snapshot import paths
 from .forkserver import ForkServer, JobSpec, RunningJob
@@ -30,7 +31,9 @@ def ended(server: ForkServer, spec: JobSpec, restarts: int = 0, seconds: float =
 
 def sealed(found: list[Entry], iteration: int, ranks: int) -> bool:
     """Whether the events say that so many ranks hold the version of `iteration`."""
-    return len([e for e in found if e["name"] == "capture.commit" and e["iteration"] == iteration]) >= ranks
+    return (
+        len([e for e in found if e["name"] == catalogue.SNAPSHOT_SEALED.name and e["iteration"] == iteration]) >= ranks
+    )
 
 
 def standing_after(server: ForkServer, spec: JobSpec, iteration: int, seconds: float = BOUND) -> RunningJob:

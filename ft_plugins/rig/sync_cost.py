@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ..adapters.plain import PlainHost
 from ..config import Config, LaunchContext
-from ..events import read
+from ..events import catalogue, read
 from ..model.inventory import Role
 from ..session import Session, attach
 from .nodes import Place
@@ -128,7 +128,9 @@ class Mode:
     def intervals(self) -> tuple[int, ...]:
         """That averaging was scheduled at."""
         events = read(self._run_dir / "events.jsonl")
-        return tuple(int(one.fields["interval"]) for one in events if one.name == "sync.averaged" and one.rank == 0)
+        return tuple(
+            int(one.fields["interval"]) for one in events if one.type is catalogue.REPLICAS_AVERAGED and one.rank == 0
+        )
 
     def end(self) -> None:
         """In order."""

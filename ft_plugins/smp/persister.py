@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..errors import ProtocolError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import Unfit, read_json, typed
 from ..snapshot.checkpoint import Origin
 from ..snapshot.retention import Storage
@@ -187,7 +187,7 @@ class Persister:
             except Exception as error:  # the boundary: whatever it is, the next turn is tried anew
                 reason = words(error)
                 if reason != self._checkpoints.failed:
-                    self._events.emit("persist.failed", reason=reason)
+                    self._events.emit(catalogue.CHECKPOINT_FAILED, reason=reason)
                 self._checkpoints.fail(reason)
                 self._answer_all("failed", reason=reason)
                 pause = _AFTER_ERROR_SECONDS

@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ..events import Events
+from ..events import Events, catalogue
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from .former import Former
@@ -58,7 +58,7 @@ class Sizes:
             left = self._former.exchange(self._segments, world_size)
             self._let_go(left)
         if left:
-            self._events.emit("smp.resize", ranks=world_size, set_aside=sorted(left))
+            self._events.emit(catalogue.JOB_RESIZED, ranks=world_size, retained=sorted(left))
         return bool(self._former)
 
     def told(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Sizes:
             counted = self._safe()  # asked again: stopping takes seconds, another incarnation may have begun
             if counted is None:
                 return
-            self._events.emit("smp.settled", segments=self._former.drop())
+            self._events.emit(catalogue.RESIZE_FINISHED, segments=self._former.drop())
             if not self._protected:  # at this size nodes do not protect each other: parity of the other one is left
                 self._tier.unprotect()
         self._asked.release(counted.lineage, _RELEASE_SECONDS)

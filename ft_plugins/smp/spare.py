@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..errors import FtError, ProtocolError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import Count, read_json
 from ..snapshot.segment import Segment
 from . import liveness, protocol
@@ -91,7 +91,7 @@ class Spare:
         written(self._by, self._token())
         own = {rank: found for rank, found in self._segments.items() if found.world_size not in (0, world_size)}
         held = [*own.values(), *(one for held in self._former.sizes().values() for one in held.values())]
-        self._events.emit("spare.asked", ranks=world_size, segments=len(held))
+        self._events.emit(catalogue.SPARE_QUERIED, ranks=world_size, segments=len(held))
         return {
             "sizes": self._former.facts(own.values()),
             "fingerprints": self._former.fingerprints(own.values()),
@@ -116,7 +116,7 @@ class Spare:
         self._tier.release(lineage)
         self._by.unlink(missing_ok=True)
         if dropped:
-            self._events.emit("spare.released", segments=dropped, lineage=lineage)
+            self._events.emit(catalogue.SPARE_RELEASED, segments=dropped, lineage=lineage)
         return {"dropped": dropped}
 
     def forget(self) -> None:
@@ -187,9 +187,7 @@ class Asked:
             where, self._where = sorted(self._where), set()
             self._telling |= set(where)
         if where:
-            threading.Thread(
-                target=self._tell, args=(where, lineage, timeout), name="smp-release", daemon=True
-            ).start()
+            threading.Thread(target=self._tell, args=(where, lineage, timeout), name="smp-release", daemon=True).start()
 
     def _tell(self, where: Sequence[Endpoint], lineage: int, timeout: float) -> None:
         """The thread. A spare that cannot be told keeps what it has until it takes part again, or ends."""
@@ -209,7 +207,7 @@ class Asked:
                 break
             time.sleep(_PAUSE_SECONDS)
         else:
-            self._events.emit("spare.unreached", spares=[list(one) for one in where], reason=reason)
+            self._events.emit(catalogue.RELEASE_FAILED, spares=[list(one) for one in where], reason=reason)
         with self._lock:
             self._telling -= told
             self._remember()

@@ -37,7 +37,7 @@ from ..bubbles.messages import Traffic, traffic
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
-from ..events import Events
+from ..events import Events, catalogue
 from ..model.timeline import Kind, Profile, SenderFacts
 from ..redundancy.neighbour import Copy, NeighbourPlan
 
@@ -141,7 +141,7 @@ class Baft:
         )  # fmt: skip
         self._gate.plan(found.iterations, found.seconds)
         self._events.emit(
-            "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
+            catalogue.BUBBLES_PLANNED, iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,
             fill_layers=found.fill_layers, granularity=found.granularity.value, reason=own.reason,
             message_seconds=self._message_seconds,

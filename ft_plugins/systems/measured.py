@@ -24,7 +24,7 @@ from ..bubbles.profile import Gathers, Phase, Profiler, Profiling
 from ..bubbles.record import Recorder, Several
 from ..bubbles.shown import shown
 from ..config import BaftConfig
-from ..events import Events, say
+from ..events import Events, catalogue, say
 from ..model.host import Edges, Host
 from ..model.timeline import Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan, pipelines
@@ -105,7 +105,7 @@ class Measured:
         own = profile.timelines[self._rank]
         idle = sum(bubble.seconds for bubble in profile.bubbles(self._rank))
         self._events.emit(
-            "profile.done", seconds=own.seconds, spans=len(own.spans), idle_seconds=idle,
+            catalogue.PROFILE_COMPLETED, seconds=own.seconds, spans=len(own.spans), idle_seconds=idle,
             waited_seconds=self._profiler.waited, left_out=list(left_out.get(self._rank, ())),
         )  # fmt: skip
         if self._rank == 0:
@@ -153,7 +153,9 @@ class Measured:
 
     def _report(self, plan: BubblePlan, profile: Profile, told: Sequence[int], links_known: bool) -> None:
         (own,) = (sender for sender in plan.senders if sender.transfer.sender == self._rank)
-        self._events.emit("baft.timeline", **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own))
+        self._events.emit(
+            catalogue.TIMELINE_RECORDED, **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own)
+        )
         if self._rank != 0:
             return
         say(plan.table())
@@ -165,15 +167,16 @@ class Measured:
         others = len(told) - len(plan.senders)
         if others:
             say(
-                f"{others} ranks share no links with these; the event baft.plan of each tells its plan. "
-                f"Most iterations, {max(told)}, need those that share links with rank {told.index(max(told))}"
+                f"{others} ranks share no links with these; the event {catalogue.BUBBLES_PLANNED.name} of each "
+                f"tells its plan. Most iterations, {max(told)}, need those that share links with rank "
+                f"{told.index(max(told))}"
             )
         unplanned = [rank for rank, iterations in enumerate(told) if not iterations]
         if unplanned:
             self._lost(
                 f"bubbles of {len(unplanned)} ranks could not be planned, their copies go by rate; why, says the event "
-                f"profile.lost of each, the first is rank {unplanned[0]}"
+                f"{catalogue.PROFILE_LOST.name} of each, the first is rank {unplanned[0]}"
             )
 
     def _lost(self, reason: str) -> None:
-        self._events.emit("profile.lost", reason=reason, echo=True)
+        self._events.emit(catalogue.PROFILE_LOST, reason=reason)

@@ -37,7 +37,7 @@ from ..errors import (
     ResumeError,
     printable,
 )
-from ..events import Events, say
+from ..events import Events, EventType, catalogue, say
 from ..intake import Text, read_json
 from ..model.host import Host
 from ..recovery.collective import Collective
@@ -211,7 +211,7 @@ class Reft:
                 f"{self._segment.resident_bytes}; something has taken pages of it, 'ft-plugins end' removes it"
             )
         self._events.emit(
-            "rank.attach",
+            catalogue.RANK_ATTACHED,
             token=self._token,
             share_bytes=shape.slot_room,
             budget_bytes=shape.total,
@@ -225,7 +225,7 @@ class Reft:
             return
         names = self._host.names()
         if names and names.get("problem"):
-            self._events.emit("export.impossible", reason=names["problem"])
+            self._events.emit(catalogue.EXPORT_DISABLED, reason=names["problem"])
         index.keep(self._run_dir, index.describe(self._host.inventory(), self.layout, shape.layout, names))
 
     def resume(self, mode: str, loaded: int) -> tuple[RecoveryPlan, dict[str, Any] | None]:
@@ -302,17 +302,17 @@ class Reft:
         tier = StorageTier(Path(self._storage.folder), job, self._collective, self._report_storage)
         return tier.recover(found, mode, loaded, self._mapped(), self._token)
 
-    def _report_storage(self, name: str, reason: str) -> None:
-        self._events.emit(name, reason=reason)
+    def _report_storage(self, kind: EventType, reason: str) -> None:
+        self._events.emit(kind, reason=reason)
 
     def _report_restore(self, plan: RecoveryPlan, **seconds: float) -> None:
         """`seconds`: of all, until every slot was whole and verified, and from then until the tensors were loaded."""
         if plan.tier == "none":
-            name = "start.fresh" if plan.fresh else "restore.scratch"
-            self._events.emit(name, reason=plan.reason, completed=plan.completed, lost=plan.lost)
+            kind = catalogue.TRAINING_STARTED if plan.fresh else catalogue.STATE_LOST
+            self._events.emit(kind, reason=plan.reason, completed=plan.completed, lost=plan.lost)
             return
         self._events.emit(
-            "restore.done",
+            catalogue.STATE_RESTORED,
             lineage=plan.version.lineage if plan.version else None,
             iteration=plan.version.iteration if plan.version else plan.loaded,
             tier=plan.tier,
@@ -348,10 +348,10 @@ class Reft:
                 segment.mark(version, Mark.DIFFERING)
             else:
                 segment.dirty(slot.index, None, self._token)
-        self._events.emit("version.void", since=since, iterations=sorted(gone))
+        self._events.emit(catalogue.VERSION_VOIDED, since=since, iterations=sorted(gone))
         if kept:
             reason = f"snapshots of iterations {sorted(kept)} hold a wrong replica, but are being sent or written"
-            self._events.emit("version.tainted", iterations=sorted(kept), reason=reason)
+            self._events.emit(catalogue.VERSION_TAINTED, iterations=sorted(kept), reason=reason)
 
     def mark(self, step: int, mark: Mark) -> None:
         """What is known of the replicas of version `step`, which is sealed, if it was captured. Of what was restored
@@ -429,17 +429,17 @@ class Reft:
     def _report_corrupt(self, error: FtError) -> None:
         match error:
             case CorruptSlotError():
-                name = "slot.corrupt"
+                kind = catalogue.SLOT_CORRUPTED
             case CorruptHeaderError():
-                name = "segment.corrupt"
+                kind = catalogue.SEGMENT_CORRUPTED
             case _:
-                name = "slot.lost"
-        self._events.emit(name, reason=str(error))
+                kind = catalogue.SLOT_LOST
+        self._events.emit(kind, reason=str(error))
 
     def _report_waits(self) -> None:
         waits, self._waits = self._waits, []
         for step, seconds in waits:
-            self._events.emit("fence.wait", iteration=step, seconds=seconds)
+            self._events.emit(catalogue.FENCE_WAITED, iteration=step, seconds=seconds)
 
     def _look_for_peers(self) -> None:
         """Whether another rank has stopped capturing: asked behind the update, answered before the next capture starts.
@@ -465,7 +465,7 @@ class Reft:
         self._report_waits()
         self._captures.append(commit.seconds)
         self._events.emit(
-            "capture.commit", lineage=commit.version.lineage, iteration=commit.version.iteration,
+            catalogue.SNAPSHOT_SEALED, lineage=commit.version.lineage, iteration=commit.version.iteration,
             seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,
         )  # fmt: skip
 

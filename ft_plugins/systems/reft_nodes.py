@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..config import Config, ReftConfig
 from ..errors import ConfigError, FtError, ResumeError
-from ..events import Events, say
+from ..events import Events, catalogue, say
 from ..model.host import Host
 from ..model.topology import Topology
 from ..recovery import sizes
@@ -214,7 +214,7 @@ class ReftNodes:
         )  # fmt: skip
         seconds = time.perf_counter() - began
         self._events.emit(
-            "restore.resized", ranks=found.world_size, iteration=found.version.iteration,
+            catalogue.STATE_RESHARDED, ranks=found.world_size, iteration=found.version.iteration,
             lineage=found.version.lineage, bytes=moved, seconds=seconds,
         )  # fmt: skip
         if self._host.rank == 0:

@@ -14,7 +14,7 @@ import torch
 
 from ..corruption import Corruption
 from ..errors import ConfigError
-from ..events import Events
+from ..events import Events, catalogue
 from ..model.host import Host, Steps
 
 REDUCING, GRADIENTS, PARAMETERS, COPIES = (
@@ -51,4 +51,4 @@ class Strikes:
     def _at(self, point: str, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         struck = self._corruption.strike(point, step, tensors)
         if struck is not None:
-            self._events.emit("fault.struck", iteration=step, **vars(struck))
+            self._events.emit(catalogue.FAULT_INJECTED, iteration=step, **vars(struck))

@@ -303,4 +303,4 @@ def test_a_spare_that_is_gone_is_told_of_and_holds_up_nobody(pair: Job, monkeypa
         pair.spare(seconds=0.5)
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     counts(pair, Version(2, 6))
-    until(lambda: "spare.unreached" in pair.member.names())
+    until(lambda: "release.failed" in pair.member.names())
