@@ -5,7 +5,8 @@ earlier one are gone. The restart count that workers see grows by one with each 
 others sit in a collective that can never end: they are killed at once, with no grace.
 
 In: torch's specification of the workers, the job on this node, its watcher. Out: a `RunResult` that names the workers
-which failed by themselves, a `Verdict`; `worker.failed`, `round.over`, `workers.restart` events; `FTP_*` for workers.
+which failed by themselves, a `Verdict`; `worker.failed`, `round.ended`, `workers.restarted` events; `FTP_*` for
+workers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariant: one ft-run per job and node. An end in order removes the segments, and so does a refusal where they hold no
 version; any other end leaves them to the SMP, for the same command to resume from.
 
-In: a launch configuration of torch, an entrypoint, the job. Out: an `Outcome`; `job.start` and `job.end` events.
+In: a launch configuration of torch, an entrypoint, the job. Out: an `Outcome`; `job.started` and `job.ended` events.
 """
 
 from __future__ import annotations

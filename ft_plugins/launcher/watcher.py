@@ -3,8 +3,8 @@
 Invariant: an SMP that dies is replaced, at most once per growing pause; the new one adopts the segments and is told
 whom to watch before anyone is served. Training is not disturbed: nothing of this is in the step path.
 
-In: a job on a node, and the death of an SMP (by pidfd). Out: `smp.start`, `smp.lost`, `protection.lost` and
-`protection.gained` events; tokens and progress for the agent.
+In: a job on a node, and the death of an SMP (by pidfd). Out: `smp.started`, `smp.lost`, `protection.lost` and
+`protection.restored` events; tokens and progress for the agent.
 """
 
 from __future__ import annotations

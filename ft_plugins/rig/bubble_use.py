@@ -1,9 +1,9 @@
 """What a job did with its bubbles: how much of an iteration they are, how often a checkpoint counted, what went.
 
-Invariant: everything is from events of the job itself: `baft.timeline` and `baft.plan` of each rank, `node.counts` of
-each node. Of several plans the one is taken under which most versions counted; the first of them, begun before there
-was that plan, is left out of all sums. A node tells only the bubbles of a rank in which most went: of others nothing is
-known, which is not to say that nothing went.
+Invariant: everything is from events of the job itself: `timeline.recorded` and `bubbles.planned` of each rank,
+`version.committed` of each node. Of several plans the one is taken under which most versions counted; the
+first of them, begun before there was that plan, is left out of all sums. A node tells only the bubbles of a rank in
+which most went: of others nothing is known, which is not to say that nothing went.
 
 In: events of all nodes. Out: `BubbleUse`; None where nothing was planned.
 """

@@ -15,7 +15,7 @@ taken decides what is sent next, so a broken connection, a frame that came twice
 time only. Bytes leave a slot only after its digests have been verified, and only while the slot is pinned.
 
 In: a plan, the pinned slots of this node, connections to the others. Out: frames; `done` when all has been taken and
-nothing differs; `exchange.sent` and `replica.differs` events.
+nothing differs; `exchange.sent` and `replica.diverged` events.
 """
 
 from __future__ import annotations

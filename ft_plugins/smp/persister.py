@@ -5,7 +5,7 @@ tried anew. A version is pinned in every rank before its first byte is written. 
 that requests go on meanwhile. Which version it is says `turns`, how it is written and becomes complete `checkpoints`.
 
 In: what trainers tell at attach (kept in the run directory for a successor), requests. Out: checkpoints;
-`persist.begin`, `persist.done`, `persist.failed` and `persist.pruned` events.
+`checkpoint.started`, `checkpoint.completed`, `checkpoint.failed` and `checkpoint.pruned` events.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ its lineage, so that none is opened twice and nothing begins from nothing unaske
     release  the job goes on in that lineage: drop what is older
 
 In: requests of other nodes' SMPs; on their side, where the spares are (`spares.json` in the run directory, for an SMP
-that takes over). Out: facts as of `former`; memory given back; `spare.asked`, `spare.released` events.
+that takes over). Out: facts as of `former`; memory given back; `spare.queried`, `spare.released` events.
 """
 
 from __future__ import annotations

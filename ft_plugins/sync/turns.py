@@ -9,7 +9,7 @@ With a policy that waits, all of it happens in after_update(t).
 Invariant: the next turn follows from what was gathered over all ranks, so it is the same on each. Averages of
 parameters that an audit has repaired since are not applied, on any rank: the replicas agree without them.
 
-In: a policy, the executor, learning rates. Out: changed live tensors, `sync.averaged` events, `state`.
+In: a policy, the executor, learning rates. Out: changed live tensors, `replicas.averaged` events, `state`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Invariant: what is done is what `audit.remedy` says, on all ranks of the job at the same iteration. Each set of replicas
 is spoken for once: by the first rank of those that are right, or by its first rank where nobody can be named.
 
-In: an executor of audits. Out: repaired live tensors; `sync.differs` and `sync.offender` events, at the end
-`sync.offenders`; what the last audit has found.
+In: an executor of audits. Out: repaired live tensors; `audit.failed` and `rank.suspected` events, at the end
+`suspect.listed`; what the last audit has found.
 """
 
 from __future__ import annotations

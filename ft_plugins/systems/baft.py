@@ -21,7 +21,7 @@ is open when the host is at the edges that were planned, for no longer than was 
 further off than `gate.edge_tolerance`: less goes, or later, never more.
 
 In: the spans of this rank as the host tells them, the job's profile, its copies, what links carry. Out: openings of the
-gate; a `baft.plan` event for each plan.
+gate; a `bubbles.planned` event for each plan.
 """
 
 from __future__ import annotations

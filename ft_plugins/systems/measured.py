@@ -6,8 +6,8 @@ Invariant: nothing here harms training. What goes wrong in measuring or planning
 holds no longer, and copies go by a rate; all ranks stay in step (bubbles.profile).
 
 In: a host's edges, begin and end of its iterations, what this rank knows of the copies that it sends. Out: `profile`;
-gates that are opened by a plan; events `profile.done`, `profile.lost`, `baft.plan`, `baft.timeline`; and where an
-iteration's time goes, printed by rank 0.
+gates that are opened by a plan; events `profile.completed`, `profile.lost`, `bubbles.planned`, `timeline.recorded`;
+and where an iteration's time goes, printed by rank 0.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariant: a fault that could never strike here is an error at start, by name; nothing is armed and silently without
 effect.
 
-In: a host with `Steps`. Out: altered live tensors, a `fault.struck` event for each.
+In: a host with `Steps`. Out: altered live tensors, a `fault.injected` event for each.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ft_plugins.bubbles.gate import Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
 from ft_plugins.bubbles.plan import BY_RATE
 from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
 from ft_plugins.smp.channel import Who
@@ -546,7 +546,7 @@ def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_nod
     first, second = (node.run_dir / protocol.ALARM for node in job.nodes)
     wait(first.exists)
     (alarm,) = json.loads(first.read_text()).values()
-    assert re.match(r"checkpoints\.rarer: none in (2[6-9]|3\d) iterations, planned 1: ", alarm), alarm
+    assert re.match(r"exchange\.slowed: node n0: none in (2[6-9]|3\d) iterations, planned 1: ", alarm), alarm
     assert not second.exists() and job.nodes[0].tier.status()["rarer"]
 
 
@@ -577,7 +577,7 @@ def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
 
     for module in ("node", "alarms"):
         monkeypatch.setattr(f"ft_plugins.smp.{module}.written", full)
-    job.nodes[0].tier._tell("replicas", "replica.diverged", "ranks 0 and 2")
+    job.nodes[0].tier._alarms.say("replicas", catalogue.REPLICA_DIVERGED, "ranks 0 and 2")
     job.train(1, 2)
     assert not [event for node in job.nodes for event in node.seen if event.name in ("coordinator.lost", "node.lost")]
 
