@@ -6,7 +6,7 @@ of the run directory, so that an SMP which replaces it goes on. While it is susp
 nothing is gathered, sent, counted or declared lost; what is there can be read.
 
 In: requests of this node's trainers (`endpoint`, `protect`, `inventory`, `rebuild`) and of other nodes' SMPs.
-Out: versions that count, pinned; slots put back together; `node.counts`, `node.lost` events and `lost.json`.
+Out: versions that count, pinned; slots put back together; `version.committed`, `node.lost` events and `lost.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
 from ..bubbles.plan import by_rate_shares
 from ..errors import FtError, ProtocolError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import Address, Count, Port, Text, read_json
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.paths import vault_of
@@ -163,7 +163,7 @@ class NodeTier:
                 targets, lambda at: self.peer(told_now.endpoints[at], told_now.detect_seconds, plan.nodes[at])
             )
         except (FtError, OSError) as error:
-            self._events.emit("link.unmeasured", reason=str(error))
+            self._events.emit(catalogue.PROBE_FAILED, reason=str(error))
             return []
 
     def _begin(self, told_now: Protection, token: int) -> Vault:
@@ -247,8 +247,8 @@ class NodeTier:
             readers = {at: self._reader((host, port), told_now.detect_seconds) for at, host, port in wanted.holders}
             read_bytes = decode(segment, version, token, told_now.plan(), wanted.lost, readers)
         self._events.emit(
-            "slot.rebuilt", about=rank, lineage=version.lineage, iteration=version.iteration, decoded=source is None,
-            bytes=segment.shape.nbytes, read_bytes=read_bytes, seconds=time.monotonic() - began,
+            catalogue.SLOT_REBUILT, about=rank, lineage=version.lineage, iteration=version.iteration,
+            decoded=source is None, bytes=segment.shape.nbytes, read_bytes=read_bytes, seconds=time.monotonic() - began,
         )  # fmt: skip
 
     def status(self) -> dict[str, Any]:
@@ -334,7 +334,7 @@ class NodeTier:
             except (FtError, OSError) as error:
                 if time.monotonic() - heard > told_now.detect_seconds:
                     lost = [0]
-                    self._events.emit("peer.silent", reason=str(error)) if not declared else None
+                    self._events.emit(catalogue.COORDINATOR_LOST, reason=str(error)) if not declared else None
             if lost and not declared and not stop.is_set():
                 with suppress(OSError):  # of a disk that is full now: told with the next beat, or the one after
                     self.declare(self.token, [f"node {plan.nodes[position]}" for position in lost])
@@ -359,7 +359,7 @@ class NodeTier:
             running = self._exchange
             if running is not None and running.differences:
                 self._missed = running.version  # it can never count: a later one is tried
-                self._tell("replicas", "replica.differs", str(running.differences[0]))
+                self._alarms.say("replicas", catalogue.REPLICA_DIVERGED, str(running.differences[0]))
             exchange = running.version if running is not None else None
             encoded = exchange if running is not None and running.done and exchange in self._vault.versions() else None
             if encoded is not None and told_now.audited and encoded != told_now.base:
@@ -375,15 +375,15 @@ class NodeTier:
     def _tell_pace(self) -> None:
         """Every node knows it, one says so."""
         if self._told is not None and self._told.position == 0:
-            name = "checkpoints.rarer" if self._pace.rarer else "checkpoints.as_planned"
-            self._events.emit(name, **self._pace.fields())
-            self._tell("checkpoints", name, self._pace.words())
+            kind = catalogue.EXCHANGE_SLOWED if self._pace.rarer else catalogue.EXCHANGE_RECOVERED
+            self._events.emit(kind, **self._pace.fields())
+            self._alarms.say("checkpoints", kind, self._pace.words())
 
     def _tell_protected(self, counts: Version) -> None:
         """The first version that counts after a recovery, which had lost its redundancy: one node says it."""
         if self._told is not None and self._told.position == 0 and self._told.base is not None and not self._protected:
             words = f"iteration {counts.iteration} is protected on all nodes: a lost node is survived again"
-            self._tell("protection", "protection.gained", words)
+            self._alarms.say("protection", catalogue.PROTECTION_RESTORED, words)
         self._protected = True
 
     def _follow(self, directive: Directive) -> None:
@@ -394,7 +394,7 @@ class NodeTier:
             if counts is not None and counts != self._kept.counted and self._kept.count(counts):
                 changed = self._pace.counted(counts)
                 self._events.emit(
-                    "node.counts", lineage=counts.lineage, iteration=counts.iteration,
+                    catalogue.VERSION_COMMITTED, lineage=counts.lineage, iteration=counts.iteration,
                     seconds=round(time.monotonic() - self._began, 3), position=self._told.position,
                     **self._pace.fields(), **self._filled(),
                 )  # fmt: skip
@@ -424,7 +424,7 @@ class NodeTier:
                 self._missed = version
             if not pinned:
                 return pinned is False
-            self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
+            self._events.emit(catalogue.EXCHANGE_STARTED, lineage=version.lineage, iteration=version.iteration)
             rate = RatePacer(self._told.exchange_mbps * 1e6 / 8)
             ranks = self._plan.ranks[self._told.position]
             if self._told.stages and not self._pace.pacers:
@@ -448,11 +448,7 @@ class NodeTier:
     def declare(self, token: int, lost: list[str]) -> None:
         """Tell the agent, through a file: those are lost, the workers of incarnation `token` have to start again."""
         files.write_json(self._run_dir / "lost.json", {"token": token, "lost": lost})
-        self._events.emit("node.lost", lost=lost)
-
-    def _tell(self, about: str, event: str, words: str) -> None:
-        """Have the trainers print it."""
-        self._alarms.say(about, f"{event}: {words}")
+        self._events.emit(catalogue.NODE_LOST, lost=lost)
 
     # ---- requests of other nodes' SMPs ----
 
@@ -489,7 +485,9 @@ class NodeTier:
         except FileNotFoundError:
             return
         except (FtError, OSError, ValueError) as error:
-            self._events.emit("node.refused", reason=f"what the SMP before was told cannot be used: {error}")
+            self._events.emit(
+                catalogue.EXCHANGE_INTERRUPTED, reason=f"what the SMP before was told cannot be used: {error}"
+            )
 
     def suspend(self) -> None:
         """Stop exchanging and watching; what is here stays and can be read. Idempotent.

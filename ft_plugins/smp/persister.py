@@ -5,7 +5,7 @@ tried anew. A version is pinned in every rank before its first byte is written. 
 that requests go on meanwhile. Which version it is says `turns`, how it is written and becomes complete `checkpoints`.
 
 In: what trainers tell at attach (kept in the run directory for a successor), requests. Out: checkpoints;
-`persist.begin`, `persist.done`, `persist.failed` and `persist.pruned` events.
+`checkpoint.started`, `checkpoint.completed`, `checkpoint.failed` and `checkpoint.pruned` events.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from .. import files
 from ..errors import ProtocolError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import Unfit, read_json, typed
 from ..snapshot.checkpoint import Origin
 from ..snapshot.retention import Storage
@@ -187,7 +187,7 @@ class Persister:
             except Exception as error:  # the boundary: whatever it is, the next turn is tried anew
                 reason = words(error)
                 if reason != self._checkpoints.failed:
-                    self._events.emit("persist.failed", reason=reason)
+                    self._events.emit(catalogue.CHECKPOINT_FAILED, reason=reason)
                 self._checkpoints.fail(reason)
                 self._answer_all("failed", reason=reason)
                 pause = _AFTER_ERROR_SECONDS

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 
-from ..events import Events
+from ..events import Events, catalogue
 from .protocol import legible
 
 EVERY_SECONDS = 60.0
@@ -53,7 +53,7 @@ class Rejected:
             self._reasons.clear()
             self._addresses.clear()
             self._reported = now
-        self._events.emit("peer.rejected", count=sum(reasons.values()), reasons=reasons, addresses=addresses)
+        self._events.emit(catalogue.PEER_REJECTED, count=sum(reasons.values()), reasons=reasons, addresses=addresses)
 
 
 def _add(counts: Counter[str], name: str) -> None:
