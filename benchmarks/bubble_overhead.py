@@ -64,6 +64,7 @@ from ft_plugins.bubbles.messages import traffic
 from ft_plugins.bubbles.pacing import least_bytes
 from ft_plugins.bubbles.plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
+from ft_plugins.events import catalogue
 from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share
 from ft_plugins.model.topology import Topology
 from ft_plugins.redundancy.neighbour import pipelines, plan_neighbours
@@ -141,10 +142,10 @@ def evaluate(one: EmulatedJob, outcome: ClusterOutcome, pairs: int) -> ShapeMeas
         sent_share(outcome.events, begun, through, ("taken",), ("offered",)),
         planned.fill_bytes or 0.0, by_layers.fill_layers or 0.0,
         every(outcome.events[0], begun, through),
-        [event.fields["iterations"] for event in outcome.events[0] if event.name == "baft.plan"][-1],
+        [event.fields["iterations"] for event in outcome.events[0] if event.type is catalogue.BUBBLES_PLANNED][-1],
         plan(one, profile, Granularity.BYTES, FULL_STATE).iterations,
         1 - statistics.mean(busy_share(each, profile.reduce_work) for each in profile.timelines),
-        any(event.name == "checkpoints.rarer" for event in outcome.events[0]),
+        any(event.type is catalogue.EXCHANGE_SLOWED for event in outcome.events[0]),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from baselines import loopback
 from figures import line
 from ft_plugins.errors import FtError
-from ft_plugins.events import Event
+from ft_plugins.events import Event, catalogue
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
 from ft_plugins.snapshot.paths import segments_of, vault_of
@@ -52,7 +52,10 @@ from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
 from ft_plugins.testing.job_control import entries, wait_for
 
 BOUND = 120.0  # seconds, for anything that is waited for
-SIGNS = ("worker.failed", "node.lost", "workers.left", "smp.fence")  # the last where agents begin another round at once
+SIGNS = (  # the last where agents begin another round at once
+    *(catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_KILLED.name),
+    catalogue.INCARNATION_FENCED.name,
+)
 STEPS = ("detect", "restart", "plan", "rebuild", "load", "open", "total")
 LOST = ("n1", "n2", "n0")  # one after the other, each when the one before is protected again
 ENDLESS = 1_000_000  # iterations
@@ -185,11 +188,12 @@ class Cluster:
 
     def until_committed(self, more: int, since: float = 0.0) -> int:
         """Wait until so many versions have counted on every node since a time; the newest iteration that does."""
+        name = catalogue.VERSION_COMMITTED.name
         return min(
             max(event["iteration"] for event in wait_for(
                 job.spec.run_dir / "events.jsonl",
-                lambda found: sum(e["name"] == "node.counts" and e["time"] > since for e in found) >= more, BOUND,
-            ) if event["name"] == "node.counts")
+                lambda found: sum(e["name"] == name and e["time"] > since for e in found) >= more, BOUND,
+            ) if event["name"] == name)
             for job in self.nodes.values()
         )  # fmt: skip
 
@@ -202,8 +206,9 @@ class Cluster:
         for job in list(self.nodes.values()):
             wait_for(
                 job.spec.run_dir / "events.jsonl",
-                lambda found: any(e["name"] == "restore.done" and e["time"] > since for e in found), BOUND,
-            )  # fmt: skip
+                lambda found: any(e["name"] == catalogue.STATE_RESTORED.name and e["time"] > since for e in found),
+                BOUND,
+            )
 
     def until_ended(self) -> bool:
         """Wait for the end; whether every tensor of every rank always was of one version, and all ranks ended."""
@@ -230,12 +235,12 @@ def strike(
     floors = [loopback(repeats=3)]
     cluster.until_committed(1, time.time())
     time.sleep(rng.uniform(0, cluster.compute))
-    newest = max(event.fields["iteration"] for event in cluster.events(0) if event.name == "capture.commit")
+    newest = max(event.fields["iteration"] for event in cluster.events(0) if event.type is catalogue.SNAPSHOT_SEALED)
     if last:
         cluster.goal.write_text(str(newest + AFTER))
     struck = time.time()
     if killed:
-        os.kill(cluster.nodes[killed].events("rank.attach")[-1].pid, signal.SIGKILL)
+        os.kill(cluster.nodes[killed].events(catalogue.RANK_ATTACHED.name)[-1].pid, signal.SIGKILL)
     for each in lost:
         destroy(cluster.nodes.pop(each))
     for each in lost:
@@ -250,8 +255,8 @@ def strike(
 def measured(name: str, struck: float, events: list[Event], floor: float) -> Incident:
     """The steps of a recovery from what agents, SMPs and ranks have told since `struck`."""
     detected = min(event.time for event in events if event.name in SIGNS)
-    restores = [event for event in events if event.name == "restore.done"]
-    rebuilt = [event for event in events if event.name == "slot.rebuilt"]
+    restores = [event for event in events if event.type is catalogue.STATE_RESTORED]
+    rebuilt = [event for event in events if event.type is catalogue.SLOT_REBUILT]
     asked = max(event.time - event.fields["seconds"] for event in restores)
     verified = max(event.time - event.fields["seconds"] + event.fields["verify_seconds"] for event in restores)
     loaded = max(

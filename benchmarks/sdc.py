@@ -36,6 +36,7 @@ from pathlib import Path
 
 from figures import line
 from ft_plugins.errors import FtError
+from ft_plugins.events import catalogue
 from workloads import learners, sdc_checks
 from workloads.pictures import draw_learner
 from workloads.sdc_checks import SCALES, TheoryErrors
@@ -60,7 +61,7 @@ class Result:
     @property
     def struck(self) -> int:
         """How often a fault has altered gradients."""
-        return len(self.outcome.named("fault.struck"))
+        return len(self.outcome.named(catalogue.FAULT_INJECTED.name))
 
 
 def chosen(names: Sequence[str], seeds: Sequence[int], quick: bool) -> Iterator[Case]:

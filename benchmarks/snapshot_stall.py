@@ -36,6 +36,7 @@ from baselines import GIB, memcpy
 from figures import line
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
+from ft_plugins.events import catalogue
 from ft_plugins.session import Session
 from ft_plugins.smp.client import Client, ensure
 
@@ -139,7 +140,9 @@ class Ours:
         stack.callback(self.session.shutdown)
         self._committed: list[float] = []
         self.session._events.subscribe(
-            lambda event: self._committed.append(event.fields["seconds"]) if event.name == "capture.commit" else None
+            lambda event: (
+                self._committed.append(event.fields["seconds"]) if event.type is catalogue.SNAPSHOT_SEALED else None
+            )
         )
         self.session.resume()
         self._iteration = 0

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from rich.table import Table
 from .config import Config, keys, run_root
 from .config.keys import LARGEST
 from .errors import ConfigError, FtError
+from .events import standing_alarm
 from .planner.intervals import Costs, plan_intervals
 from .planner.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
 from .planner.pipeline import PipelineSchedule
@@ -92,6 +94,9 @@ def status(
     for report in found:
         table.add_row(*_row(report))
     _console().print(table if found else "no job is known here")
+    for report in found:
+        if alarm := report["alarm"]:
+            print(f"last alarm of job {report['job']}, {alarm['time']}: {alarm['text']}")
 
 
 @app.command()
@@ -302,7 +307,18 @@ def _reports(job: str | None, node: str | None) -> Iterator[dict[str, Any]]:
         if liveness.held(run_dir / "smp.lock"):
             with smp.Client(run_dir, ASK_SECONDS) as client:
                 report |= {**client.status(), "alive": True}
-        yield report | {"run_dir": str(run_dir), "ft_run_alive": liveness.held(run_dir / "lock")}
+        yield report | {
+            "run_dir": str(run_dir), "ft_run_alive": liveness.held(run_dir / "lock"), "alarm": _alarm(run_dir),
+        }  # fmt: skip
+
+
+def _alarm(run_dir: Path) -> dict[str, str] | None:
+    """The newest alarm of a run directory that nothing has ended: when, its name and text."""
+    event = standing_alarm(run_dir / "events.jsonl")
+    if event is None:
+        return None
+    when = datetime.fromtimestamp(event.time).astimezone().isoformat(" ", "seconds")
+    return {"time": when, "name": event.name, "text": event.sentence()}
 
 
 def _row(report: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from . import faults
 from .bubbles.profile import Profiling
 from .config import Config, LaunchContext, PaftConfig, launch_context
 from .errors import ConfigError, FencedError, FtError, ProtectionError, ResumeError, StateChangedError
-from .events import Event, Events, file_sink, say
+from .events import Events, catalogue, file_sink, log_sink, say
 from .model.host import Host, Skipping
 from .model.timeline import SenderFacts
 from .systems.carried import CarryingHost
@@ -41,7 +41,7 @@ class Session:
         self._events = Events(config.node_name or (context.run_dir.name if context.run_dir else ""), host.rank)
         if context.run_dir is not None:
             self._events.subscribe(file_sink(context.run_dir / "events.jsonl"))
-        self._events.subscribe(_alarm)
+        self._events.subscribe(log_sink())
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose position part is still to be restored
@@ -109,7 +109,7 @@ class Session:
             return loaded
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
         if self._loss.clear() and not plan.fresh:  # an earlier incarnation had lost protection
-            self._events.emit("protection.gained", reason="snapshots are taken again")
+            self._events.emit(catalogue.PROTECTION_RESTORED, reason="snapshots are taken again")
         if self._host.rank == 0:
             say(plan.table())
         exchange = self._reft.exchange
@@ -208,7 +208,7 @@ class Session:
         if self._reft is not None:
             self._guarded(lambda reft: reft.close(in_order=True), over=True)
             self._reft = None
-            self._events.emit("rank.end")
+            self._events.emit(catalogue.RANK_ENDED)
 
     def _guarded(self, call: Callable[[Reft], object], over: bool = False) -> None:
         """The boundary where protection degrades: whatever its own code raises, training goes on, on all ranks.
@@ -240,25 +240,11 @@ class Session:
         if self.measured is not None:
             self.measured.let_go()
         self._events.emit(
-            "protection.lost",
+            catalogue.PROTECTION_LOST,
             reason=str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}",
             max_steps=self._config.max_unprotected_steps,
             echo=isinstance(error, PeerDegraded),
         )
-
-
-_ALARMS = {
-    *("protection.lost", "protection.gained", "slot.corrupt", "segment.corrupt", "restore.scratch"),
-    *("checkpoint.damaged", "storage.unreachable"),
-    *("profile.lost", "sync.differs", "sync.nonfinite", "sync.offender", "sync.offenders", "version.tainted"),
-}
-
-
-def _alarm(event: Event) -> None:
-    """What a person must see even if nobody reads the events; what all ranks have to say alike, once."""
-    alike = event.name == "restore.scratch" or event.fields.get("echo")
-    if event.name in _ALARMS and not (alike and event.rank):
-        say(f"{event.name}: rank {event.rank}: {event.fields.get('reason')}", alarm=True)
 
 
 def attach(

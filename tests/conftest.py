@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ft_plugins.events import Events
+
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -36,6 +38,10 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_configure() -> None:
+    Events.strict = True  # also in what tests fork: an event that was not declared is an error there
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ft_plugins.events import Event
+from ft_plugins.events import Event, catalogue
 from workloads.cluster import IterationBlock
 from workloads.emulated_rank import OFF, ON, ONCE
 from workloads.sync_blocks import interval
@@ -79,7 +79,11 @@ def cost(blocks: Sequence[IterationBlock], pairs: int) -> BubbleCost:
 
 def committed_between(events: Sequence[Event], begun: int, through: int) -> list[Event]:
     """Of a node, the versions committed after so many protected iterations, until there were so many."""
-    return [event for event in events if event.name == "node.counts" and begun <= event.fields["iteration"] <= through]
+    return [
+        event
+        for event in events
+        if event.type is catalogue.VERSION_COMMITTED and begun <= event.fields["iteration"] <= through
+    ]
 
 
 def every(events: Sequence[Event], begun: int, through: int) -> float:

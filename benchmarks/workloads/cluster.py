@@ -38,7 +38,7 @@ from typing import Any
 
 from ft_plugins.bubbles.timeline_values import unpack
 from ft_plugins.errors import FtError
-from ft_plugins.events import Event, read
+from ft_plugins.events import Event, catalogue, read
 from ft_plugins.model.timeline import Profile
 from ft_plugins.planner.pipeline import Pipeline
 from ft_plugins.planner.simulate import PipelineLink, simulate
@@ -212,7 +212,9 @@ def run(
             jobs.append(server.start(replace(spec, node=f"n{number}", flags=words, **fields)))
         if slower > 1:
             events = jobs[0].spec.run_dir / "events.jsonl"
-            wait_for(events, lambda lines: any(event["name"] == "baft.plan" for event in lines), _START)
+            wait_for(
+                events, lambda lines: any(event["name"] == catalogue.BUBBLES_PLANNED.name for event in lines), _START
+            )
             for place in places:
                 # as short a burst and as many bytes of queue as before: else messages that follow a silence would be
                 # the faster the slower the link is, unless copies went before them, and what waits would be dropped

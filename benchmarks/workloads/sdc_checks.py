@@ -26,6 +26,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ft_plugins.events import catalogue
 from ft_plugins.sync.noise import expected_divergence
 from workloads.sdc_runs import BURSTS, NOISED, RANKS, VARIANCES, faults
 from workloads.trained import TrainingOutcome, TrainingRun
@@ -156,7 +157,7 @@ def theory_errors(outcome: TrainingOutcome, sigma: float) -> TheoryErrors:
     seen = dict(outcome.ranks[0].divergences)
     left = max(divergence for step, divergence in seen.items() if step % THEORY_H == 0)
     found = {step: divergence for step, divergence in seen.items() if step % THEORY_H}
-    turns = [event.fields for event in outcome.named("sync.averaged") if event.rank == 0]
+    turns = [event.fields for event in outcome.named(catalogue.REPLICAS_AVERAGED.name) if event.rank == 0]
     found |= {turn["iteration"]: turn["divergence"] for turn in turns}
     return TheoryErrors(
         max(abs(turn["sigma"] / sigma - 1) for turn in turns),

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.config import Config, LaunchContext
-from ft_plugins.events import read
+from ft_plugins.events import catalogue, read
 from ft_plugins.model.inventory import Role
 from ft_plugins.session import Session, attach
 from ft_plugins.testing.emulated_nodes import EmulatedHost
@@ -130,7 +130,9 @@ class Mode:
     def intervals(self) -> tuple[int, ...]:
         """That averaging was scheduled at."""
         events = read(self._run_dir / "events.jsonl")
-        return tuple(int(one.fields["interval"]) for one in events if one.name == "sync.averaged" and one.rank == 0)
+        return tuple(
+            int(one.fields["interval"]) for one in events if one.type is catalogue.REPLICAS_AVERAGED and one.rank == 0
+        )
 
     def end(self) -> None:
         """In order."""

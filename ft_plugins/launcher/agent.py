@@ -5,7 +5,8 @@ earlier one are gone. The restart count that workers see grows by one with each 
 others sit in a collective that can never end: they are killed at once, with no grace.
 
 In: torch's specification of the workers, the job on this node, its watcher. Out: a `RunResult` that names the workers
-which failed by themselves, a `Verdict`; `worker.failed`, `round.over`, `workers.restart` events; `FTP_*` for workers.
+which failed by themselves, a `Verdict`; `worker.failed`, `round.ended`, `workers.restarted` events; `FTP_*` for
+workers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
 from ..config import Config, worker_environment
 from ..errors import ConfigError, ProtectionError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import read_json
 from . import endpoint as places
 from . import secret
@@ -123,7 +124,7 @@ class ProgressAgent(LocalElasticAgent):
             except DistError as error:
                 if not left or not isinstance(worker_group.spec.rdzv_handler, Rendezvous):
                     raise
-                self._events.emit("round.lost", reason=f"{type(error).__name__}: {error}")
+                self._events.emit(catalogue.ROUND_LOST, reason=f"{type(error).__name__}: {error}")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Torch's, and then a store for this incarnation alone, where torch would hand out one for the agent's life.
@@ -224,7 +225,7 @@ class ProgressAgent(LocalElasticAgent):
         vars(context)["close"] = functools.partial(_close_at_once, context)  # of this object, nothing global
         if self.restarts:
             seconds = None if self._failed_at is None else round(time.monotonic() - self._failed_at, 3)
-            self._events.emit("workers.restart", restart=self.restarts, token=token, seconds=seconds)
+            self._events.emit(catalogue.WORKERS_RESTARTED, restart=self.restarts, token=token, seconds=seconds)
         self._failed_at = None
         return started
 
@@ -266,7 +267,7 @@ class ProgressAgent(LocalElasticAgent):
             worker_group.spec.max_restarts += 1
             handler = worker_group.spec.rdzv_handler
             reason = handler.over if isinstance(handler, Rendezvous) else "the rendezvous says that nodes wait"
-            self._events.emit("round.over", reason=reason)
+            self._events.emit(catalogue.ROUND_ENDED, reason=reason)
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
@@ -287,7 +288,7 @@ class ProgressAgent(LocalElasticAgent):
     def _go_on_without(self, lost: list[str]) -> RunResult:
         """Nodes or ranks are lost: the workers here sit in a collective that can never end, or soon will."""
         self._failed_at = time.monotonic()
-        self._events.emit("workers.left", lost=lost)
+        self._events.emit(catalogue.WORKERS_KILLED, lost=lost)
         for pid in self._context().pids().values():
             _kill_group(pid)
         self._give_verdict(Silence(tuple(lost)))
@@ -333,7 +334,7 @@ class ProgressAgent(LocalElasticAgent):
         failures = [_described(rank, failure) for rank, failure in result.failures.items()]
         for failure in failures:
             self._events.emit(
-                "worker.failed",
+                catalogue.WORKER_FAILED,
                 rank=failure.rank,
                 local_rank=failure.local_rank,
                 exitcode=failure.exitcode,

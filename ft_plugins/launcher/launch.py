@@ -3,7 +3,7 @@
 Invariant: one ft-run per job and node. An end in order removes the segments, and so does a refusal where they hold no
 version; any other end leaves them to the SMP, for the same command to resume from.
 
-In: a launch configuration of torch, an entrypoint, the job. Out: an `Outcome`; `job.start` and `job.end` events.
+In: a launch configuration of torch, an entrypoint, the job. Out: an `Outcome`; `job.started` and `job.ended` events.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ..config import Config
 from ..errors import ConfigError, FtError, ProtectionError
-from ..events import Event, Events, file_sink, say
+from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
 from ..smp import client as smp
 from ..smp import connections
@@ -42,7 +42,6 @@ from .rendezvous import Rendezvous
 from .restarts import Status
 from .watcher import Job, Watcher
 
-_ALARMS = {"smp.lost", "smp.hangs", "protection.lost", "protection.gained", "workers.left", "round.over", "smp.left"}
 _WITHOUT_COUNT = 1_000_000_000  # restarts that torch's counter allows where progress decides
 
 
@@ -87,7 +86,7 @@ def launch(
         if job:
             ownership = stack.enter_context(Ownership(job.run_dir))
             events.subscribe(file_sink(job.run_dir / "events.jsonl"))
-            events.subscribe(_alarm)
+            events.subscribe(log_sink("ft-run: "))
             _sweep_old(job, events)
             watcher = _protect(job, events, stack)
             if watcher is None or _holds_nothing(watcher):  # ranks of another configuration may have left that
@@ -97,7 +96,7 @@ def launch(
                     raise ValueError(f"a callable entrypoint is forked; start_method is '{config.start_method}'")
                 copies = [ownership.close, *([watcher.close_copies] if watcher else [])]
                 entrypoint = worker.forked(entrypoint, copies)
-        events.emit("job.start", nproc=config.nproc_per_node, script=name)
+        events.emit(catalogue.JOB_STARTED, nproc=config.nproc_per_node, script=name)
         status, everywhere = "failed", True
         try:
             outcome = _run(config, entrypoint, args, job, watcher, events, bounded)
@@ -115,18 +114,11 @@ def launch(
                 _to_storage(watcher, events, "the job ends", only_due=True)
             if watcher and status == "succeeded" and not everywhere:
                 reason = "the other nodes were not seen to end; what is in memory stays, for them to resume from"
-                events.emit("smp.left", reason=reason)
+                events.emit(catalogue.SMP_RETAINED, reason=reason)
             elif watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
                 _end_in_order(watcher, events)
-            events.emit("job.end", status=status)
+            events.emit(catalogue.JOB_ENDED, status=status)
         return outcome
-
-
-def _alarm(event: Event) -> None:
-    """What a person must see even if nobody reads the events."""
-    if event.name in _ALARMS:
-        facts = ", ".join(f"{key} {value}" for key, value in event.fields.items())
-        say(f"{event.name} on node {event.node}: {facts}", alarm=True, who="ft-run: ")
 
 
 def _sweep_old(job: Job, events: Events) -> None:
@@ -135,10 +127,10 @@ def _sweep_old(job: Job, events: Events) -> None:
     try:
         removed = smp.sweep(job.run_dir.parent.parent, seconds, keep=(job.name, job.node), patient=True)
     except OSError as error:
-        events.emit("sweep.failed", reason=str(error))
+        events.emit(catalogue.SWEEP_FAILED, reason=str(error))
         return
     if removed:
-        events.emit("sweep.done", paths=[str(path) for path in removed])
+        events.emit(catalogue.SWEEP_COMPLETED, paths=[str(path) for path in removed])
 
 
 def _protect(job: Job, events: Events, stack: ExitStack) -> Watcher | None:
@@ -148,7 +140,7 @@ def _protect(job: Job, events: Events, stack: ExitStack) -> Watcher | None:
     try:
         watcher.start()
     except ProtectionError as error:
-        events.emit("protection.lost", reason=str(error))
+        events.emit(catalogue.PROTECTION_LOST, reason=str(error))
         if job.config.require_protection:
             raise
         print(f"ft-run: nothing is protected on node {job.node}: {error}", file=sys.stderr)
@@ -175,7 +167,7 @@ def _to_storage(watcher: Watcher, events: Events, reason: str, only_due: bool = 
             print(f"ft-run: iteration {found['iteration']} is in {found['path']}", file=sys.stderr)
         case "failed" | "writing":
             why = found.get("reason", "it was not written in time (--reft-checkpoint-seconds); the SMP goes on with it")
-            events.emit("checkpoint.missed", reason=why)
+            events.emit(catalogue.CHECKPOINT_MISSED, reason=why)
             print(f"ft-run: the newest snapshot is not in storage: {why}", file=sys.stderr)
 
 
@@ -184,7 +176,7 @@ def _end_in_order(watcher: Watcher, events: Events) -> None:
     try:
         watcher.end()
     except FtError as error:
-        events.emit("smp.left", reason=str(error))
+        events.emit(catalogue.SMP_RETAINED, reason=str(error))
         print(f"ft-run: segments may be left in shared memory ({error}); see 'ft-plugins sweep'", file=sys.stderr)
 
 
@@ -240,7 +232,7 @@ def _run(
 
 
 def _pass_on(events: Events, event: Event) -> None:
-    events.emit(event.name, **event.fields)
+    events.emit(catalogue.EVENTS[event.name], **event.fields)
 
 
 def _of_the_job(job: Job) -> dict[str, Any]:

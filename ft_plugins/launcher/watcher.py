@@ -3,8 +3,8 @@
 Invariant: an SMP that dies is replaced, at most once per growing pause; the new one adopts the segments and is told
 whom to watch before anyone is served. Training is not disturbed: nothing of this is in the step path.
 
-In: a job on a node, and the death of an SMP (by pidfd). Out: `smp.start`, `smp.lost`, `protection.lost` and
-`protection.gained` events; tokens and progress for the agent.
+In: a job on a node, and the death of an SMP (by pidfd). Out: `smp.started`, `smp.lost`, `protection.lost` and
+`protection.restored` events; tokens and progress for the agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from ..config import Config
 from ..errors import BusyError, FencedError, FtError, ProtectionError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import Count, Text, read_json
 from ..smp import client as smp
 from ..smp import liveness
@@ -186,7 +186,7 @@ class Watcher:
                 pid = self._watched()
             if pid != self._pid:
                 self._pid, self._began = pid, liveness.started(pid)
-                self._events.emit("smp.start", pid=pid)
+                self._events.emit(catalogue.SMP_STARTED, pid=pid)
 
     def _watched(self) -> int:
         """The pid of the SMP that has been told whom to watch. Raises ProtectionError, BusyError."""
@@ -211,7 +211,7 @@ class Watcher:
         lives = [(pid, began) for pid, began in known if began and liveness.started(pid) == began]
         hung = [(pid, began) for pid, began in lives if liveness.age(began) > self._patience]
         for pid, _ in hung:
-            self._events.emit("smp.hangs", pid=pid, request=request, reason=str(error))
+            self._events.emit(catalogue.SMP_HUNG, pid=pid, request=request, reason=str(error))
         liveness.kill_and_wait(hung, _CALL_SECONDS)
         return bool(hung)
 
@@ -243,17 +243,17 @@ class Watcher:
             began = time.monotonic()
             if not self._wait_for_death(self._pid):
                 return
-            self._events.emit("smp.lost", pid=self._pid)
+            self._events.emit(catalogue.SMP_LOST, pid=self._pid)
             if time.monotonic() - began > _STAYED_SECONDS:
                 pause = _FIRST_PAUSE
             while True:
                 try:
                     self._bring_up()
                     reason = f"a new SMP, pid {self._pid}, has taken over what the lost one kept"
-                    self._events.emit("protection.gained", reason=reason)
+                    self._events.emit(catalogue.PROTECTION_RESTORED, reason=reason)
                     break
                 except (ProtectionError, BusyError) as error:  # training goes on unprotected: an alarm, and another try
-                    self._events.emit("protection.lost", reason=str(error))
+                    self._events.emit(catalogue.PROTECTION_LOST, reason=str(error))
                 if self._stopped_within(pause):
                     return
                 pause = min(2 * pause, _LONGEST_PAUSE)

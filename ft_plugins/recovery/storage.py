@@ -24,6 +24,7 @@ import msgpack
 
 from ..collective import Collective
 from ..errors import ResumeError, StorageError, printable
+from ..events import EventType, catalogue
 from ..intake import shown, within
 from ..model.host import resizable
 from ..snapshot import checkpoint, persist, retention
@@ -90,8 +91,10 @@ def with_storage(
 class StorageTier:
     """The storage tier in the recovery of one rank."""
 
-    def __init__(self, folder: Path, job: str, collective: Collective, report: Callable[[str, str], None]) -> None:
-        """`folder` as configured; `report` is called with an event's name and its reason."""
+    def __init__(
+        self, folder: Path, job: str, collective: Collective, report: Callable[[EventType, str], None]
+    ) -> None:
+        """`folder` as configured; `report` is called with an event's declaration and its reason."""
         self._base = folder / job
         self._collective = collective
         self._report = report
@@ -107,7 +110,8 @@ class StorageTier:
         shelf = self._look(segment.fingerprint)
         if shelf.passed_over:
             names = ", ".join(map(shown, shelf.passed_over))
-            self._report_once("checkpoint.ignored", f"{self._base}: {names}: not the name of a checkpoint; remove it")
+            reason = f"{self._base}: {names}: not the name of a checkpoint"
+            self._report_once(catalogue.CHECKPOINT_IGNORED, reason)
         needed = found.version is None or mode != "auto"
         if shelf.unreachable:
             if needed:
@@ -115,7 +119,7 @@ class StorageTier:
                     f"--reft-checkpoint-dir: {self._base} cannot be used ({shelf.unreachable}); "
                     "make it a folder that all nodes share and may write to, or drop the key"
                 )
-            self._report_once("storage.unreachable", shelf.unreachable)
+            self._report_once(catalogue.STORAGE_FAILED, shelf.unreachable)
         memory_lineage = found.lineage - 1
         found = replace(found, lineage=max(found.lineage, shelf.lineage + 1))
         damaged = ""
@@ -127,7 +131,7 @@ class StorageTier:
             if (plan.tier, plan.version) != ("storage", version):
                 return plan
             if problem:
-                self._report_once("checkpoint.damaged", problem)
+                self._report_once(catalogue.CHECKPOINT_CORRUPTED, problem)
             elif self._fetch(name, version, segment, token):
                 return plan
             damaged = damaged or name
@@ -140,7 +144,8 @@ class StorageTier:
         if damaged:
             raise ResumeError(
                 f"every checkpoint of this job in {self._base} is damaged, the newest is {damaged} (see the events "
-                "'checkpoint.damaged'); put the files back, or --ftp-resume fresh starts from the beginning"
+                f"'{catalogue.CHECKPOINT_CORRUPTED.name}'); put the files back, or --ftp-resume fresh starts from the "
+                "beginning"
             )
         if shelf.other:
             raise ResumeError(
@@ -168,12 +173,12 @@ class StorageTier:
                 persist.read_rank(final if final.exists() else folder, segment, version, token)
                 whole = True
             except StorageError as error:
-                self._report("checkpoint.damaged", str(error))
+                self._report(catalogue.CHECKPOINT_CORRUPTED, str(error))
         return all(self._collective.gather(b"1" if whole else b""))
 
-    def _report_once(self, name: str, reason: str) -> None:
+    def _report_once(self, kind: EventType, reason: str) -> None:
         if self._collective.rank == 0:
-            self._report(name, reason)
+            self._report(kind, reason)
 
 
 def _shelf(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[Any]:

@@ -1,9 +1,9 @@
 """What a job did with its bubbles: their share of an iteration, how often a checkpoint was committed, what was sent.
 
-Invariant: everything is from events of the job itself: `baft.timeline` and `baft.plan` of each rank, `node.counts` of
-each node. Of several plans, the one with most committed versions is taken; the first of these versions began before
-that plan and is left out of all sums. A node reports only those bubbles of a rank in which most was sent: what was sent
-in the others is unknown, not zero.
+Invariant: everything is from events of the job itself: `timeline.recorded` and `bubbles.planned` of each rank,
+`version.committed` of each node. Of several plans, the one with most committed versions is taken; the first of these
+versions began before that plan and is left out of all sums. A node reports only those bubbles of a rank in which most
+was sent: what was sent in the others is unknown, not zero.
 
 In: events of all nodes. Out: `BubbleUse`; None where nothing was planned.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from ..bubbles.pacing import LIMITS
 from ..bubbles.timeline_values import Row
-from ..events import Event
+from ..events import Event, catalogue
 
 _COUNTED = ("in_bubbles", "late", "by_rate")
 
@@ -86,7 +86,7 @@ def bubble_use(events: Sequence[Event]) -> BubbleUse | None:
     """Of a run, or None."""
     timelines: dict[int, list[Event]] = defaultdict(list)
     for event in events:
-        if event.name == "baft.timeline" and event.rank is not None:
+        if event.type is catalogue.TIMELINE_RECORDED and event.rank is not None:
             timelines[event.rank].append(event)
     if not timelines:
         return None
@@ -142,9 +142,9 @@ def _counts(events: Sequence[Event], node: str, since: float) -> list[Event]:
     for event in events:
         if event.node != node or event.time <= since:
             continue
-        if event.name in ("baft.timeline", "rank.attach"):
+        if event.name in (catalogue.TIMELINE_RECORDED.name, catalogue.RANK_ATTACHED.name):
             break
-        if event.name == "node.counts":
+        if event.type is catalogue.VERSION_COMMITTED:
             found.append(event)
     return found
 
@@ -155,6 +155,6 @@ def _planned(events: Sequence[Event], plans: Mapping[int, Event]) -> int:
     before = [
         event.fields["iterations"]
         for event in events
-        if event.name == "baft.plan" and event.rank == rank and event.time <= plan.time
+        if event.type is catalogue.BUBBLES_PLANNED and event.rank == rank and event.time <= plan.time
     ]
     return int(before[-1]) if before else 0

@@ -17,13 +17,14 @@ from statistics import median
 from typing import Any
 
 from ..errors import FtError
-from ..events import Event
+from ..events import Event, catalogue
 from .bubble_use import Sending, bubble_use
 
-NOTICED = ("worker.failed", "node.lost", "workers.restart")  # whichever comes first: a launcher knows of a failure
-FROM_THE_BEGINNING = ("start.fresh", "restore.scratch")  # without a version, and by the second something was lost
+# whichever comes first: a launcher knows of a failure
+NOTICED = (catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_RESTARTED.name)
+# without a version, and by the second something was lost
+FROM_THE_BEGINNING = (catalogue.TRAINING_STARTED.name, catalogue.STATE_LOST.name)
 MEMORY_TIERS = ("process", "node")  # as recovery names them; the third is storage
-KILL = "kill"  # emitted by the sender of the signal, right before it; of a rank, or of the node in its field `lost`
 
 
 class EvidenceError(FtError):
@@ -131,7 +132,7 @@ def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
                 f"the {name} run left {len(run.losses)} losses and {len(run.digests)} digests of its final state; "
                 "expected some of both: see its log"
             )
-    kills = [event for event in failed.events if event.name == KILL]
+    kills = [event for event in failed.events if event.type is catalogue.SIGNAL_SENT]
     after = [event for event in failed.events if kills and event.time >= kills[0].time]
     restores = restore_count(failed.events)
     differing = differences(failed.digests, unfailed.digests)
@@ -152,10 +153,10 @@ def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
         seconds=downtime(failed, kills[0].time if kills else None),
         snapshot_stall_seconds=stall(failed.events),
         snapshot_stall_seconds_unfailed=stall(unfailed.events),
-        snapshot_seconds=_median(_numbers(failed.events, "capture.commit", "seconds")),
+        snapshot_seconds=_median(_numbers(failed.events, catalogue.SNAPSHOT_SEALED.name, "seconds")),
         snapshots=len(committed(failed.events)),
-        host_memory_bytes=_total(failed.events, "rank.attach", "resident_bytes"),
-        captured_bytes=_total(failed.events, "rank.attach", "share_bytes"),
+        host_memory_bytes=_total(failed.events, catalogue.RANK_ATTACHED.name, "resident_bytes"),
+        captured_bytes=_total(failed.events, catalogue.RANK_ATTACHED.name, "share_bytes"),
         final_loss=failed.losses[-1].loss,
         final_loss_unfailed=unfailed.losses[-1].loss,
         wall_seconds=failed.ended - failed.began,
@@ -209,7 +210,7 @@ def same_losses(left: Iterable[Loss], right: Iterable[Loss]) -> bool:
 
 def _lost(events: Sequence[Event], kills: Sequence[Event], source: RestoredVersion | None) -> int | None:
     """As recovery counted, or more where more had been logged when the signal was sent."""
-    counted = _largest(events, "restore.done", "lost", int)
+    counted = _largest(events, catalogue.STATE_RESTORED.name, "lost", int)
     logged = kills[0].fields["iteration"] - source.iteration if kills and source is not None else 0
     return None if counted is None else max(counted, logged)
 
@@ -217,7 +218,7 @@ def _lost(events: Sequence[Event], kills: Sequence[Event], source: RestoredVersi
 def restore_count(events: Iterable[Event]) -> int:
     """How many times the job was restored. Raises EvidenceError if some ranks were restored more often than others."""
     events = list(events)
-    counts = dict.fromkeys(_ranks(events), 0) | _by_rank(e for e in events if e.name == "restore.done")
+    counts = dict.fromkeys(_ranks(events), 0) | _by_rank(e for e in events if e.type is catalogue.STATE_RESTORED)
     if len(set(counts.values())) > 1:
         raise EvidenceError(f"ranks were restored unequally often ({counts}): expected each as often as any other")
     return max(counts.values(), default=0)
@@ -225,7 +226,7 @@ def restore_count(events: Iterable[Event]) -> int:
 
 def restored_from(events: Iterable[Event]) -> RestoredVersion | None:
     """The version of the last restore. Raises EvidenceError if ranks do not agree on it."""
-    last = {event.rank: event for event in events if event.name == "restore.done"}
+    last = {event.rank: event for event in events if event.type is catalogue.STATE_RESTORED}
     found = {RestoredVersion(e.fields["tier"], e.fields["lineage"], e.fields["iteration"]) for e in last.values()}
     if len(found) > 1:
         raise EvidenceError(f"ranks restored different versions ({found}): expected one")
@@ -238,14 +239,14 @@ def downtime(run: RunRecord, killed: float | None) -> Downtime:
         return Downtime(None, None, None, None)
     after = [event for event in run.events if event.time >= killed]
     seen = min((event.time for event in after if event.name in NOTICED), default=None)
-    attached = max((event.time for event in after if event.name == "rank.attach"), default=None)
+    attached = max((event.time for event in after if event.type is catalogue.RANK_ATTACHED), default=None)
     going_on = min(
         (entry.time for entry in run.losses if attached is not None and entry.time >= attached), default=None
     )
     return Downtime(
         detect=None if seen is None else seen - killed,
         restart=None if seen is None or attached is None else attached - seen,
-        load=_largest(after, "restore.done", "seconds", float),
+        load=_largest(after, catalogue.STATE_RESTORED.name, "seconds", float),
         down=None if going_on is None else going_on - killed,
     )
 
@@ -256,9 +257,9 @@ def stall(events: Iterable[Event]) -> float | None:
     waits: dict[tuple[int, int], float] = {}
     starts: Counter[int | None] = Counter()
     for event in events:
-        if event.name == "rank.attach":
+        if event.type is catalogue.RANK_ATTACHED:
             starts[event.rank] += 1
-        elif event.name == "fence.wait":
+        elif event.type is catalogue.FENCE_WAITED:
             fence = (starts[event.rank], event.fields["iteration"])
             waits[fence] = max(waits.get(fence, 0.0), event.fields["seconds"])
     return _median(list(waits.values()))
@@ -270,7 +271,7 @@ def committed(events: Iterable[Event]) -> list[tuple[float, int]]:
     ranks = _ranks(events)
     versions: dict[tuple[int, int], dict[int, float]] = {}
     for event in events:
-        if event.name == "capture.commit" and event.rank is not None:
+        if event.type is catalogue.SNAPSHOT_SEALED and event.rank is not None:
             version = (event.fields["lineage"], event.fields["iteration"])
             versions.setdefault(version, {})[event.rank] = event.time
     return sorted((max(by.values()), k) for (_, k), by in versions.items() if by.keys() >= ranks)
@@ -282,7 +283,7 @@ def _sending(run: RunRecord) -> Sending | None:
 
 
 def _ranks(events: Iterable[Event]) -> set[int]:
-    return {event.rank for event in events if event.name == "rank.attach" and event.rank is not None}
+    return {event.rank for event in events if event.type is catalogue.RANK_ATTACHED and event.rank is not None}
 
 
 def _by_rank(events: Iterable[Event]) -> dict[int, int]:

@@ -20,10 +20,11 @@ from typing import Any
 from matplotlib.patches import Patch, Rectangle
 
 from ..bubbles.timeline_values import Row, Window
+from ..events import catalogue
 from ..model.timeline import Kind
 from .bubble_use import BubbleUse
 from .canvas import MOST_RANKS, SPANS, sheet
-from .comparison import KILL, Loss, RunComparison, RunRecord, committed
+from .comparison import Loss, RunComparison, RunRecord, committed
 
 UNFAILED, FAILED, FAILURE = "#7a8794", "#0b6fb8", "#c8322b"
 IDLE, WINDOW, INK = "#e9edf1", "#d98e04", "#1c1f22"
@@ -36,7 +37,7 @@ def draw_comparison(failed: RunRecord, unfailed: RunRecord, report: RunCompariso
     """Write the picture to `path`."""
     figure = sheet(path, 10, 6, dpi=150)
     losses, snapshots = figure.subplots(2, 1, sharex=True, height_ratios=[8, 1])
-    killed = next((event.time for event in failed.events if event.name == KILL), None)
+    killed = next((event.time for event in failed.events if event.type is catalogue.SIGNAL_SENT), None)
     _draw_losses(losses, failed, unfailed, killed)
     if killed is not None:
         _draw_failure(losses, failed, report, killed)

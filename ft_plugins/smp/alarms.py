@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import files
+from ..events import EventType
 from . import protocol
 
 AGAIN_SECONDS = 600.0  # between two reports of a failure that goes on
@@ -24,17 +25,19 @@ class Alarms:
     """The alarms of one node. Any thread may call."""
 
     def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._path = run_dir / protocol.ALARM
         self._lock = threading.Lock()
         self._words: dict[str, str] = {}
         self._over: set[str] = set()
 
-    def say(self, about: str, words: str, over: bool = False) -> None:
-        """Have `words` printed, unless they were the last ones about this. `over`: the alarm has ended."""
+    def say(self, about: str, kind: EventType, words: str, node: str = "") -> None:
+        """Have the trainers print an event of this kind, unless the last words about this were the same. `node` where
+        it is not this one."""
         with self._lock:
-            self._words[about] = words
+            self._words[about] = kind.sentence(f"node {node or self._run_dir.name}", words)
             self._over.discard(about)
-            if over:
+            if kind.ends:
                 self._over.add(about)
             self._write()
 
@@ -55,12 +58,14 @@ class Alarms:
 
 
 class Failing:
-    """Reports something that fails repeatedly: the first failure, then one in AGAIN_SECONDS with their number, and that
-    it works again. For one thread."""
+    """Reports something that fails repeatedly: the first failure as `failure`, then one in AGAIN_SECONDS with their number, and
+    as `success` that it works again. For one thread."""
 
-    def __init__(self, alarms: Alarms, about: str) -> None:
+    def __init__(self, alarms: Alarms, about: str, failure: EventType, success: EventType, node: str = "") -> None:
         self._alarms = alarms
         self._about = about
+        self._failure, self._success = failure, success
+        self._node = node
         self._count = 0
         self._said = 0.0  # monotonic
 
@@ -71,10 +76,12 @@ class Failing:
         if self._count > 1 and now - self._said < AGAIN_SECONDS:
             return
         self._said = now
-        self._alarms.say(self._about, words if self._count == 1 else f"{words}; {self._count} attempts in a row")
+        words = words if self._count == 1 else f"{words}; {self._count} attempts in a row"
+        self._alarms.say(self._about, self._failure, words, self._node)
 
     def worked(self, words: str) -> None:
         """It has not failed."""
         if self._count:
-            self._alarms.say(self._about, f"{words}, after {self._count} failed attempts", over=True)
+            words = f"{words}, after {self._count} failed attempts"
+            self._alarms.say(self._about, self._success, words, self._node)
         self._count = 0

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .. import faults
 from ..errors import FtError, SegmentError, StorageError
-from ..events import Events
+from ..events import Events, EventType, catalogue
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
 from ..snapshot.index import kept_path
@@ -82,7 +82,9 @@ class Checkpoints:
         self._events = events
         self._patience = patience
         self._stopping = stopping
-        self._failing = Failing(alarms, f"storage of {node}")
+        self._failing = Failing(
+            alarms, f"storage of {node}", catalogue.CHECKPOINT_FAILED, catalogue.CHECKPOINT_COMPLETED, node
+        )
         self._looked: Origin | None = None  # whose checkpoints in storage are known
         self.adopted = 0  # segments of an SMP that died
         self.unfinished: list[Unfinished] = []
@@ -149,7 +151,7 @@ class Checkpoints:
                 return
             if len(pinned) < len(segments):
                 raise SegmentError("it was overwritten on this node before it was kept")
-            self._events.emit("persist.begin", **facts_of(version), reason=reason, ranks=ranks)
+            self._events.emit(catalogue.CHECKPOINT_STARTED, **facts_of(version), reason=reason, ranks=ranks)
             nbytes = 0
             for segment in segments:
                 faults.reach(
@@ -218,13 +220,17 @@ class Checkpoints:
     def _finished(self, item: Unfinished, path: Path) -> None:
         """A checkpoint is complete: those begun before it are given up."""
         self.done, self.failed = (item.version, path), ""
-        self._failing.worked(f"checkpoint.written: node {self._node}: iteration {item.version.iteration} is in {path}")
+        self._failing.worked(f"iteration {item.version.iteration} is in {path}")
         if item in self.unfinished:
             self.unfinished.remove(item)
             item.let_go()
             seconds = time.monotonic() - item.begun
             self._events.emit(
-                "persist.done", **facts_of(item.version), seconds=seconds, bytes=item.nbytes, path=str(path)
+                catalogue.CHECKPOINT_COMPLETED,
+                **facts_of(item.version),
+                seconds=seconds,
+                bytes=item.nbytes,
+                path=str(path),
             )
         notices = Notices(path.parent, self._node)
         notices.withdraw()
@@ -234,7 +240,8 @@ class Checkpoints:
         for older in [each for each in self.unfinished if each.version < item.version]:
             self.unfinished.remove(older)
             older.let_go()
-            self._report(path.parent, older.version, "a newer checkpoint was complete first", older.calls)
+            reason = "a newer checkpoint was complete first"
+            self._report(path.parent, older.version, reason, older.calls, catalogue.CHECKPOINT_SUPERSEDED)
 
     def answer(self, call: CheckpointCall, version: Version, path: Path) -> None:
         """The version of a call is complete; mark it to be kept if the call wants that."""
@@ -242,7 +249,7 @@ class Checkpoints:
             if call.keep:
                 checkpoint.keep(path)
                 self.kept |= {version}
-                self._events.emit("persist.kept", **facts_of(version), path=str(path))
+                self._events.emit(catalogue.CHECKPOINT_KEPT, **facts_of(version), path=str(path))
         except OSError as error:
             call.answer("failed", **facts_of(version), reason=f"{path} is written, but cannot be kept: {words(error)}")
             return
@@ -259,15 +266,17 @@ class Checkpoints:
         self.failed = reason
         which = "checkpoints cannot be written" if iteration is None else f"iteration {iteration} was not written"
         newest = f"the newest checkpoint is {self.done[1]}" if self.done else "none is complete yet"
-        self._failing.failed(f"checkpoint.failed: node {self._node}: {which}: {reason}; training goes on, {newest}")
+        self._failing.failed(f"{which}: {reason}; training goes on, {newest}")
 
     def _give_up(self, base: Path, version: Version, reason: str, calls: Sequence[CheckpointCall]) -> None:
         self.fail(reason, version.iteration)
-        self._report(base, version, reason, calls)
+        self._report(base, version, reason, calls, catalogue.CHECKPOINT_FAILED)
 
-    def _report(self, base: Path, version: Version, reason: str, calls: Sequence[CheckpointCall]) -> None:
+    def _report(
+        self, base: Path, version: Version, reason: str, calls: Sequence[CheckpointCall], kind: EventType
+    ) -> None:
         kept = str(self.done[1]) if self.done else None
-        self._events.emit("persist.failed", **facts_of(version), reason=reason, newest_complete=kept)
+        self._events.emit(kind, **facts_of(version), reason=reason, newest_complete=kept)
         Notices(base, self._node).withdraw()
         print(f"checkpoint of version {version}: {reason}; newest complete: {kept}", file=sys.stderr, flush=True)
         for call in calls:
@@ -289,9 +298,9 @@ class Checkpoints:
             except OSError as error:
                 failed = failed or f"{base / stored.name}: {words(error)}"
         if failed:
-            self._events.emit("persist.failed", reason=f"older checkpoints could not be removed: {failed}")
+            self._events.emit(catalogue.CHECKPOINT_FAILED, reason=f"older checkpoints could not be removed: {failed}")
         if removed:
-            self._events.emit("persist.pruned", removed=removed)
+            self._events.emit(catalogue.CHECKPOINT_PRUNED, removed=removed)
 
 
 def pin_all(seen: NodeView, version: Version) -> list[tuple[Segment, int]]:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from ..events import Events
+from ..events import Events, catalogue
 from .protocol import legible
 
 ENOUGH = 1 << 16  # descriptors; not more where the hard limit is 2**30: some programs walk over every possible number
@@ -149,7 +149,7 @@ class RejectedConnections:
             self._reasons.clear()
             self._addresses.clear()
             self._reported = now
-        self._events.emit("peer.rejected", count=sum(reasons.values()), reasons=reasons, addresses=addresses)
+        self._events.emit(catalogue.PEER_REJECTED, count=sum(reasons.values()), reasons=reasons, addresses=addresses)
 
 
 def _add(counts: Counter[str], name: str) -> None:

@@ -15,7 +15,7 @@ what is sent next, so a broken connection, a frame that arrived twice or a repla
 leave a slot only after its digests were verified, and only while the slot is pinned.
 
 In: a plan, the pinned slots of this node, connections to the others. Out: frames; `done` once all was taken and nothing
-differs; `exchange.sent` and `replica.differs` events.
+differs; `exchange.sent` and `replica.diverged` events.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from .. import faults
 from ..errors import CorruptSlotError, FtError
-from ..events import Events
+from ..events import Events, catalogue
 from ..model.pacer import Allowance, Pacer
 from ..redundancy.plan import ExchangePlan, Send
 from ..snapshot.segment import Segment
@@ -179,7 +179,7 @@ class ExchangeSender:
                 if not complained:  # once per version and lane, not five times a second
                     expected = isinstance(error, (FtError, OSError))
                     reason = str(error) if expected else f"{type(error).__name__}: {error}"
-                    self._events.emit("exchange.retry", target=self._plan.nodes[lane.target], reason=reason)
+                    self._events.emit(catalogue.EXCHANGE_RETRIED, target=self._plan.nodes[lane.target], reason=reason)
                 complained = True
             self._stop.wait(pause)
 
@@ -195,7 +195,7 @@ class ExchangeSender:
                         segment.verify(slot_of(segment, self._version))
                     self._verified = True
                 except CorruptSlotError as error:
-                    self._events.emit("slot.corrupt", reason=str(error))
+                    self._events.emit(catalogue.SLOT_CORRUPTED, reason=str(error))
                     self._verified = False
             return self._verified
 
@@ -276,9 +276,9 @@ class ExchangeSender:
         check, version = difference.check, difference.version
         self.differences.append(difference)
         self._events.emit(
-            "replica.differs", about=check.keeper, ranks=[check.keeper, check.source.rank], bucket=check.bucket,
-            lineage=version.lineage, iteration=version.iteration, offset=check.source.offset,
-            bytes=check.source.nbytes, count=count, reason=str(difference),
+            catalogue.REPLICA_DIVERGED, about=check.keeper, ranks=[check.keeper, check.source.rank],
+            bucket=check.bucket, lineage=version.lineage, iteration=version.iteration,
+            offset=check.source.offset, bytes=check.source.nbytes, count=count, reason=str(difference),
         )  # fmt: skip
 
     def _count(self, nbytes: int, in_time: bool | None = None) -> None:
@@ -294,8 +294,8 @@ class ExchangeSender:
                 return
             self._announced = True
         self._events.emit(
-            "exchange.sent", lineage=self._version.lineage, iteration=self._version.iteration, bytes=self._sent_bytes,
-            inside=self._inside_bytes, late=self._late_bytes,
+            catalogue.EXCHANGE_SENT, lineage=self._version.lineage, iteration=self._version.iteration,
+            bytes=self._sent_bytes, inside=self._inside_bytes, late=self._late_bytes,
             compared=sum(map(len, self._checks.values())), seconds=round(time.monotonic() - self._started, 3),
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from .. import files
 from ..errors import FtError, ProtocolError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import Address, Count, Flag, Port, Text, read_json, typed
 from ..redundancy.plan import ExchangePlan
 from ..snapshot.paths import vault_of
@@ -159,7 +159,7 @@ class NodeTier:
         try:
             return traffic.measure(targets, lambda position: self._connect(protection, plan, position))
         except (FtError, OSError) as error:
-            self._events.emit("link.unmeasured", reason=str(error))
+            self._events.emit(catalogue.PROBE_FAILED, reason=str(error))
             return []
 
     def _claim(self, protection: Protection, token: int) -> ParityStore:
@@ -245,8 +245,8 @@ class NodeTier:
             readers = {at: self._reader((host, port), timeout) for at, host, port in request.holders}
             read_bytes = decode(segment, version, request.token, protection.plan(), request.lost, readers)
         self._events.emit(
-            "slot.rebuilt", about=rank, lineage=version.lineage, iteration=version.iteration, decoded=source is None,
-            bytes=segment.shape.nbytes, read_bytes=read_bytes, seconds=time.monotonic() - began,
+            catalogue.SLOT_REBUILT, about=rank, lineage=version.lineage, iteration=version.iteration,
+            decoded=source is None, bytes=segment.shape.nbytes, read_bytes=read_bytes, seconds=time.monotonic() - began,
         )  # fmt: skip
 
     def status(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class NodeTier:
     def declare(self, token: int, lost: list[str]) -> None:
         """Notify the agent, through a file: these are lost, the workers of incarnation `token` have to restart."""
         files.write_json(self._run_dir / "lost.json", {"token": token, "lost": lost})
-        self._events.emit("node.lost", lost=lost)
+        self._events.emit(catalogue.NODE_LOST, lost=lost)
 
     # ---- requests of other nodes' SMPs ----
 
@@ -344,7 +344,8 @@ class NodeTier:
         except FileNotFoundError:
             return
         except (FtError, OSError, ValueError) as error:
-            self._events.emit("node.refused", reason=f"the files of the previous SMP cannot be used: {error}")
+            reason = f"the files of the previous SMP cannot be used: {error}"
+            self._events.emit(catalogue.EXCHANGE_INTERRUPTED, reason=reason)
 
     def suspend(self) -> None:
         """Stop exchanging and watching; the memory stays and can be read. Idempotent.

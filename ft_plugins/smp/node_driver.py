@@ -5,7 +5,7 @@ follows from them is decided in `node_step`, and job-wide in `agreement`. An act
 disk is full, ends its round; the next heartbeat's answer requests it again.
 
 In: one incarnation's `Protection`, its parity store and pins. Out: heartbeats, an `ExchangeSender`, pins;
-`node.counts`, `exchange.begin` and `peer.silent` events, alarms.
+`version.committed`, `exchange.started` and `coordinator.lost` events, alarms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
 from ..bubbles.plan import by_rate_shares
 from ..errors import FtError, ProtocolError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import parsed
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Version
@@ -168,9 +168,9 @@ class NodeDriver:
                     self._declare([f"node {self.plan.nodes[position]}" for position in positions])
                     return steps.Declared()
                 case steps.ReportSilence(reason):
-                    self._events.emit("peer.silent", reason=reason)
-                case steps.RaiseAlarm(topic, event, words):
-                    self._alarms.say(topic, f"{event}: {words}")
+                    self._events.emit(catalogue.COORDINATOR_LOST, reason=reason)
+                case steps.RaiseAlarm(topic, kind, words):
+                    self._alarms.say(topic, kind, words)
         return None
 
     def _send(self, report: NodeReport) -> steps.Event:
@@ -218,7 +218,7 @@ class NodeDriver:
             return None  # not here yet: the next answer names it again
         pace_changed = self.pace.committed(version)
         self._events.emit(
-            "node.counts", lineage=version.lineage, iteration=version.iteration,
+            catalogue.VERSION_COMMITTED, lineage=version.lineage, iteration=version.iteration,
             seconds=round(time.monotonic() - self._switched_at, 3), position=self.protection.position,
             **self.pace.fields(), **self._filled(),
         )  # fmt: skip
@@ -229,9 +229,9 @@ class NodeDriver:
     def _report_pace(self) -> None:
         """Every node knows it, one reports it."""
         if self.protection.position == 0:
-            name = "checkpoints.rarer" if self.pace.rarer else "checkpoints.as_planned"
-            self._events.emit(name, **self.pace.fields())
-            self._alarms.say("checkpoints", f"{name}: {self.pace.words()}")
+            kind = catalogue.EXCHANGE_SLOWED if self.pace.rarer else catalogue.EXCHANGE_RECOVERED
+            self._events.emit(kind, **self.pace.fields())
+            self._alarms.say("checkpoints", kind, self.pace.words())
 
     def _filled(self) -> dict[str, list[list[int]]]:
         """Bytes of copies in the bubbles that carried most, as [rank, bubble, bytes]; nothing if there are none."""
@@ -239,7 +239,7 @@ class NodeDriver:
         return {"filled": filled} if filled else {}
 
     def _start_exchange(self, version: Version) -> None:
-        self._events.emit("exchange.begin", lineage=version.lineage, iteration=version.iteration)
+        self._events.emit(catalogue.EXCHANGE_STARTED, lineage=version.lineage, iteration=version.iteration)
         rate = RatePacer(self.protection.exchange_mbps * 1e6 / 8)
         ranks = self.plan.ranks[self.protection.position]
         if self.protection.stages and not self.pace.pacers:

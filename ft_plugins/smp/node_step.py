@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..events import EventType, catalogue
 from ..snapshot.slots import Mark, Version
 from .agreement import ExchangeDecision, ExchangeEpoch, NodeReport
 
@@ -138,10 +139,10 @@ class ReportSilence:
 
 @dataclass(frozen=True)
 class RaiseAlarm:
-    """Have a trainer print `words`; `topic` is what it replaces the last words about."""
+    """Have a trainer print an event of `kind`; `topic` is what it replaces the last words about."""
 
     topic: str
-    event: str
+    kind: EventType
     words: str
 
 
@@ -206,7 +207,7 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
     alarms: tuple[Action, ...] = ()
     if sending is not None and seen.difference:
         missed = sending
-        alarms = (RaiseAlarm("replicas", "replica.differs", seen.difference),)
+        alarms = (RaiseAlarm("replicas", catalogue.REPLICA_DIVERGED, seen.difference),)
     if sending is not None and seen.corrupt:
         missed = sending
     if encoded is not None and state.audited and encoded != state.epoch.base:
@@ -237,7 +238,7 @@ def _committed(state: NodeState, version: Version) -> tuple[NodeState, tuple[Act
     """The first version committed after a recovery restores the redundancy that was lost; one node announces it."""
     first = not state.protected and state.position == 0 and state.epoch.base is not None
     words = f"iteration {version.iteration} is protected on all nodes: a lost node is survived again"
-    alarms = (RaiseAlarm("protection", "protection.gained", words),) if first else ()
+    alarms = (RaiseAlarm("protection", catalogue.PROTECTION_RESTORED, words),) if first else ()
     return replace(state, committed=version, protected=True), alarms
 
 

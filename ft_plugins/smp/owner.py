@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from .. import faults, files
 from ..errors import CorruptHeaderError, FencedError, FtError, ProtocolError, ResumeError, SegmentError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import Count, read_json, shown
 from ..snapshot import paths
 from ..snapshot import segment as segments
@@ -76,7 +76,11 @@ class SnapshotProcess:
                     raise SegmentError(f"segment {path} is that of rank {adopted.rank}; 'ft-plugins sweep' removes it")
             except SegmentError as error:  # a foreign file is refused at attach, a damaged one replaced
                 damaged = isinstance(error, CorruptHeaderError)
-                events.emit("segment.corrupt" if damaged else "smp.refused", path=str(path), reason=str(error))
+                events.emit(
+                    catalogue.SEGMENT_CORRUPTED if damaged else catalogue.FILE_REJECTED,
+                    path=str(path),
+                    reason=str(error),
+                )
                 self._refused.append(str(path))
                 continue
             self._segments[adopted.rank] = adopted
@@ -99,7 +103,7 @@ class SnapshotProcess:
         self._tier.serve_outside(self._spare_server.answer)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self._segments:
-            events.emit("smp.adopt", segments=len(self._segments), token=self.token)
+            events.emit(catalogue.SEGMENTS_ADOPTED, segments=len(self._segments), token=self.token)
 
     def _last_token(self) -> int:
         """The last token of a previous SMP; 0 for none. If its file is damaged (by a crash of the machine), one that no
@@ -109,7 +113,7 @@ class SnapshotProcess:
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:
-            self._events.emit("smp.refused", path=str(self._token_path), reason=str(error))
+            self._events.emit(catalogue.FILE_REJECTED, path=str(self._token_path), reason=str(error))
             return int(time.time())
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +129,7 @@ class SnapshotProcess:
                 reply = {"ok": True, **getattr(self, f"_{name}")(request)}
         except (FtError, OSError) as error:
             refused = _in_words(name, message, error) if isinstance(error, OSError) else error
-            self._events.emit("smp.refused", request=name, reason=str(refused))
+            self._events.emit(catalogue.REQUEST_REJECTED, request=name, reason=str(refused))
             reply = protocol.refusal(refused)
         faults.reach(f"smp.{name}.after", adopted=self.adopted)
         return reply
@@ -163,7 +167,7 @@ class SnapshotProcess:
             if OWNER in segment.damaged:
                 reason = f"rank {rank}: the owner of its segment cannot be read; if that trainer lives, only its token "
                 reason += "keeps it from writing"
-                self._events.emit("segment.corrupt", about=rank, reason=reason)
+                self._events.emit(catalogue.SEGMENT_CORRUPTED, about=rank, reason=reason)
             segment.token = self.token
         if faults.reach("fence.kill", token=self.token) != "skip":
             owners = [segment.owner for segment in self._segments.values()]
@@ -176,7 +180,7 @@ class SnapshotProcess:
         for segment in self._segments.values():
             segment.owner = (0, 0)
             segment.attached = False
-        self._events.emit("smp.fence", token=self.token)
+        self._events.emit(catalogue.INCARNATION_FENCED, token=self.token)
         return {"token": self.token}
 
     def _require_current(self, request: requests.OfRank) -> None:
@@ -221,7 +225,7 @@ class SnapshotProcess:
         except SegmentError as error:
             if segment is None and not isinstance(error, CorruptHeaderError):
                 return False  # a foreign file: refused
-            self._events.emit("segment.corrupt", about=rank, path=str(path), reason=str(error))
+            self._events.emit(catalogue.SEGMENT_CORRUPTED, about=rank, path=str(path), reason=str(error))
             if segment is not None:
                 self._segments.pop(rank).close()
             return True
@@ -379,7 +383,7 @@ class SnapshotProcess:
                 segment.close()
             self._segments.clear()
             removed = paths.remove(self._job, self._node)
-            self._events.emit("smp.end", reason=reason, segments=removed)
+            self._events.emit(catalogue.SMP_ENDED, reason=reason, segments=removed)
         finally:
             self.ended.set()
 

@@ -112,10 +112,7 @@ class Pace:
         often = _often(self.iterations, self.waits)
         if not self.rarer:
             return f"{often}, planned {self.planned}"
-        return (
-            f"{often}, planned {self.planned}: a lost node costs so many more. Links carry less than planned, or "
-            "bubbles have become shorter: see 'ft-plugins status'"
-        )
+        return f"{often}, planned {self.planned}: a lost node costs so many more"
 
     def status(self) -> dict[str, Any]:
         """For people and programs: the same, and by rank."""

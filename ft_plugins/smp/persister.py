@@ -5,7 +5,7 @@ again. A version is pinned in every rank before its first byte is written. The t
 requests go on meanwhile. `checkpoint_schedule` chooses the version, `checkpoints` writes and completes it.
 
 In: where trainers want checkpoints (recorded in the run directory for a successor), requests. Out: checkpoints;
-`persist.begin`, `persist.done`, `persist.failed` and `persist.pruned` events.
+`checkpoint.started`, `checkpoint.completed`, `checkpoint.failed` and `checkpoint.pruned` events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from .. import files
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import read_json
 from ..snapshot.checkpoint import Origin
 from ..snapshot.retention import Storage
@@ -193,7 +193,7 @@ class Persister:
             except Exception as error:  # the boundary: whatever it is, the next checkpoint is tried
                 reason = words(error)
                 if reason != self._checkpoints.failed:
-                    self._events.emit("persist.failed", reason=reason)
+                    self._events.emit(catalogue.CHECKPOINT_FAILED, reason=reason)
                 self._checkpoints.fail(reason)
                 self._answer_all("failed", reason=reason)
                 pause = _AFTER_ERROR_SECONDS

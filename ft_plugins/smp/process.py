@@ -22,7 +22,7 @@ from typing import Any
 
 from .. import faults
 from ..errors import BusyError, FtError, ProtocolError
-from ..events import Events, file_sink
+from ..events import Events, catalogue, file_sink
 from ..snapshot import paths
 from . import connections, liveness, protocol
 from .connections import Connections, OpenConnection, RejectedConnections
@@ -110,7 +110,7 @@ class _Server:
         except Exception as error:
             refused = protocol.unexpected(error)
             name = protocol.legible(request.get("do"), 60)
-            self._events.emit("smp.refused", request=name, reason=str(refused))
+            self._events.emit(catalogue.REQUEST_REJECTED, request=name, reason=str(refused))
             return protocol.refusal(refused)
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
         if was_alive:
             was_alive = False
             orphaned_at = time.monotonic()
-            events.emit("smp.orphaned", seconds=patience)
+            events.emit(catalogue.SMP_ORPHANED, seconds=patience)
             process.to_storage("orphaned")
         left = orphaned_at + patience - time.monotonic()
         if left <= 0 and not last_called:

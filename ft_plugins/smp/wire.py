@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, FtError, ProtocolError
-from ..events import Events
+from ..events import Events, catalogue
 from ..intake import read_bytes
 from . import connections, protocol, unproven
 from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, ClientHandshake, Who
@@ -383,7 +383,7 @@ class Server:
                 reason = protocol.legible(error) if known else str(protocol.unexpected(error))
                 if isinstance(error, BlockingIOError):
                     reason = f"nothing of a frame passed within {PART_SECONDS:g} s"
-                self._events.emit("peer.hangup", peer=channel.node, reason=reason)
+                self._events.emit(catalogue.PEER_DISCONNECTED, peer=channel.node, reason=reason)
             finally:
                 self._connections.leave(admitted)
 

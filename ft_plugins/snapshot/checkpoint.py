@@ -33,6 +33,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from .. import faults, files
 from ..errors import StorageError
+from ..events import catalogue
 from ..intake import FILE_LIMIT, Count, Text, Unfit, Word, json_value, open_regular, read_bytes, shown, typed
 from .retention import StoredCheckpoint
 from .slots import Mark, Version
@@ -173,7 +174,7 @@ def differed(version: Version, ranks: Sequence[int]) -> str:
     which = f" on ranks {', '.join(map(str, ranks[:8]))}" if ranks else ""
     return (
         f"the replicas of version {version} were found unlike{which}: it is a mixture of their parts and is never "
-        "restored; the next version whose replicas agree is written (see the events 'sync.differs')"
+        f"restored; the next version whose replicas agree is written (see the events '{catalogue.AUDIT_FAILED.name}')"
     )
 
 

@@ -9,7 +9,7 @@ With a policy that waits, all of it happens in after_update(t).
 Invariant: the next turn follows from what was gathered over all ranks, so it is the same on each. Averages of
 parameters that an audit has repaired since are not applied, on any rank: the replicas agree without them.
 
-In: a policy, the executor, learning rates. Out: changed live tensors, `sync.averaged` events, `state`.
+In: a policy, the executor, learning rates. Out: changed live tensors, `replicas.averaged` events, `state`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from ..events import Events
+from ..events import Events, catalogue
 from .background import Background, BackgroundJob
 from .links import Links
 from .noise import NoiseMeasurement, NoisePart, combine
@@ -149,12 +149,13 @@ class SyncTurns:
             self._rates_squared, self._kept_for = 0.0, step
             self.drifting = measured.divergence != 0
         self._events.emit(
-            "sync.averaged", iteration=turn.at, applied=not stale, waited_seconds=job.waited, next=self.turn.at,
-            interval=self.turn.interval, reason=self.turn.reason, divergence=measured.divergence, sigma=measured.sigma,
-            signal=measured.signal, nonfinite=list(measured.nonfinite),
+            catalogue.REPLICAS_AVERAGED, iteration=turn.at, applied=not stale, waited_seconds=job.waited,
+            next=self.turn.at, interval=self.turn.interval, reason=self.turn.reason,
+            divergence=measured.divergence, sigma=measured.sigma, signal=measured.signal,
+            nonfinite=list(measured.nonfinite),
         )  # fmt: skip
         if measured.nonfinite:
             ranks = ", ".join(map(str, measured.nonfinite))
             reason = f"after iteration {turn.at} parameters of ranks {ranks} were infinite or no number"
-            self._events.emit("sync.nonfinite", iteration=turn.at, ranks=ranks, reason=reason, echo=True)
+            self._events.emit(catalogue.NONFINITE_DETECTED, iteration=turn.at, ranks=ranks, reason=reason)
         return Finished(not stale, () if stale else measured.nonfinite)

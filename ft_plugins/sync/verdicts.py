@@ -3,8 +3,8 @@
 Invariant: what is done is what `audit.remedy` says, on all ranks of the job at the same iteration. Each set of replicas
 is spoken for once: by the first rank of those that are right, or by its first rank where nobody can be named.
 
-In: an executor of audits. Out: repaired live tensors; `sync.differs` and `sync.offender` events, at the end
-`sync.offenders`; what the last audit has found.
+In: an executor of audits. Out: repaired live tensors; `audit.failed` and `rank.suspected` events, at the end
+`suspect.listed`; what the last audit has found.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import DivergedError
-from ..events import Events
+from ..events import Events, catalogue
 from .audit import REPEATED, Audit, Offences
 from .background import Background, BackgroundJob
 from .compare import Auditing, Found
@@ -73,7 +73,7 @@ class Verdicts:
             if witnesses and min(witnesses) == self._rank:
                 count = self.offences.by_rank[rank]
                 reason = f"rank {rank} was wrong at {count} audits: drain its device"
-                self._events.emit("sync.offenders", rank=rank, count=count, reason=reason)
+                self._events.emit(catalogue.SUSPECT_LISTED, rank=rank, count=count, reason=reason)
 
     def tainted(self) -> int | None:
         """Once after any rank of the job was found wrong: the iteration of the audit before, in which the replicas
@@ -100,7 +100,8 @@ class Verdicts:
         more = len(audit.verdicts) - SHOWN
         shown = "; ".join(map(str, audit.verdicts[:SHOWN])) + (f"; and {more} more buckets" if more > 0 else "")
         self._events.emit(
-            "sync.differs", iteration=audit.iteration, ranks=wrong, majority=bool(audit.accused), waited_seconds=waited,
+            catalogue.AUDIT_FAILED, iteration=audit.iteration, ranks=wrong, majority=bool(audit.accused),
+            waited_seconds=waited,
             layers=sorted({v.bucket.layer for v in audit.verdicts if v.bucket.layer is not None}),
             buckets=[v.bucket.number for v in audit.verdicts], reason=f"after iteration {audit.iteration}: {shown}",
         )  # fmt: skip
@@ -112,4 +113,4 @@ class Verdicts:
             if speakers and min(speakers) == self._rank:
                 count = self.offences.by_rank[rank]
                 reason = f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): let its device be drained"
-                self._events.emit("sync.offender", rank=rank, count=count, reason=reason)
+                self._events.emit(catalogue.RANK_SUSPECTED, rank=rank, count=count, reason=reason)

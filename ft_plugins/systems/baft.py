@@ -21,7 +21,7 @@ is open when the host is at the edges that were planned, for no longer than was 
 further off than `gate.edge_tolerance`: less goes, or later, never more.
 
 In: the spans of this rank as the host tells them, the job's profile, its copies, what links carry. Out: openings of the
-gate; a `baft.plan` event for each plan.
+gate; a `bubbles.planned` event for each plan.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..bubbles.pacing import least_bytes
 from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
-from ..events import Events
+from ..events import Events, catalogue
 from ..model.timeline import Kind, Profile
 from ..redundancy.neighbour import NeighbourCopy, NeighbourPlan
 
@@ -139,7 +139,7 @@ class Baft:
         )  # fmt: skip
         self._gate.plan(found.iterations, found.seconds)
         self._events.emit(
-            "baft.plan", iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
+            catalogue.BUBBLES_PLANNED, iterations=found.iterations, seconds=found.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=found.fill_bytes,
             fill_layers=found.fill_layers, granularity=found.granularity.value, reason=own.reason,
             message_seconds=self._message_seconds,

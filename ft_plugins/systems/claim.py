@@ -21,7 +21,7 @@ import msgpack
 from ..collective import Collective
 from ..config import Config, LaunchContext
 from ..errors import ConfigError, FtError, ProtectionError
-from ..events import Events, say
+from ..events import Events, catalogue, say
 from ..model.host import Host
 from ..smp.wire import read_secret
 from ..snapshot.room import check_room
@@ -182,7 +182,7 @@ class LossRecord:
         if self._iterations >= self._limit:
             raise ProtectionError(
                 f"rank {rank}: iteration {step}: nothing has protected this job for {self._iterations} iterations "
-                "(--ftp-max-unprotected-steps); see the event 'protection.lost' for the reason"
+                f"(--ftp-max-unprotected-steps); see the event '{catalogue.PROTECTION_LOST.name}' for the reason"
             )
 
     def clear(self) -> bool:

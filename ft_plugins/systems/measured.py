@@ -6,8 +6,8 @@ Invariant: nothing here harms training. An error in measuring or planning become
 and copies are sent at a fixed rate; all ranks stay in step (bubbles.profile).
 
 In: a host's edges, begin and end of its iterations, what this rank knows about the copies that it sends. Out:
-`profile`; gates opened according to a plan; events `profile.done`, `profile.lost`, `baft.plan`, `baft.timeline`; a
-table of an iteration's time, printed by rank 0.
+`profile`; gates opened according to a plan; events `profile.completed`, `profile.lost`, `bubbles.planned`,
+`timeline.recorded`; a table of an iteration's time, printed by rank 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..bubbles.profile import Gathers, Profiler, Profiling, ProfilingPhase
 from ..bubbles.record import Recorder, Several
 from ..bubbles.timeline_values import shown
 from ..config import BaftConfig
-from ..events import Events, say
+from ..events import Events, catalogue, say
 from ..model.host import Edges, Host
 from ..model.timeline import Profile, SenderFacts
 from ..redundancy.neighbour import NeighbourPlan, pipelines
@@ -97,7 +97,7 @@ class Measurement:
         own = profile.timelines[self._rank]
         idle = sum(bubble.seconds for bubble in profile.bubbles(self._rank))
         self._events.emit(
-            "profile.done", seconds=own.seconds, spans=len(own.spans), idle_seconds=idle,
+            catalogue.PROFILE_COMPLETED, seconds=own.seconds, spans=len(own.spans), idle_seconds=idle,
             waited_seconds=self._profiler.waited, left_out=list(left_out.get(self._rank, ())),
         )  # fmt: skip
         if self._rank == 0:
@@ -145,7 +145,9 @@ class Measurement:
 
     def _report(self, plan: BubblePlan, profile: Profile, iterations: Sequence[int], links_known: bool) -> None:
         (own,) = (sender for sender in plan.senders if sender.transfer.sender == self._rank)
-        self._events.emit("baft.timeline", **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own))
+        self._events.emit(
+            catalogue.TIMELINE_RECORDED, **shown(profile.timelines[self._rank], profile.bubbles(self._rank), own)
+        )
         if self._rank != 0:
             return
         say(plan.table())
@@ -158,15 +160,16 @@ class Measurement:
         others = len(iterations) - len(plan.senders)
         if others:
             say(
-                f"{others} ranks share no links with these; the event baft.plan of each has its plan. "
-                f"The ranks that share links with rank {iterations.index(slowest)} need most iterations, {slowest}"
+                f"{others} ranks share no links with these; the event {catalogue.BUBBLES_PLANNED.name} of each has its "
+                f"plan. The ranks that share links with rank {iterations.index(slowest)} need most iterations, "
+                f"{slowest}"
             )
         unplanned = [rank for rank, count in enumerate(iterations) if not count]
         if unplanned:
             self._lost(
                 f"bubbles of {len(unplanned)} ranks could not be planned, their copies are sent at a fixed rate; the "
-                f"event profile.lost of each has the reason, the first is rank {unplanned[0]}"
+                f"event {catalogue.PROFILE_LOST.name} of each has the reason, the first is rank {unplanned[0]}"
             )
 
     def _lost(self, reason: str) -> None:
-        self._events.emit("profile.lost", reason=reason, echo=True)
+        self._events.emit(catalogue.PROFILE_LOST, reason=reason)

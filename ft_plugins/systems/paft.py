@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..collective import Collective
 from ..config import PaftConfig
 from ..errors import DivergedError, UnsupportedError
-from ..events import Events
+from ..events import Events, catalogue
 from ..model.host import Host, Steps
 from ..model.inventory import Inventory
 from ..snapshot.slots import Mark
@@ -118,7 +118,7 @@ class Paft:
             taking = self._buckets.averaged(config.average_optimizer_state)
             averaging = Averaging(taking, links, live, Aggregate(config.aggregate), config.trim)
             self._turns = SyncTurns(self._policy, self._policy.schedule, averaging, links, background, self._events)
-            self._events.emit("sync.ready", nbytes=averaging.nbytes, buckets=len(taking))
+            self._events.emit(catalogue.AVERAGING_PREPARED, nbytes=averaging.nbytes, buckets=len(taking))
 
     # ---- what a resumed job goes on from ----
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..collective import Collective
 from ..config import Config, ReftConfig
 from ..errors import ConfigError, FtError, ResumeError
-from ..events import Events, say
+from ..events import Events, catalogue, say
 from ..model.host import Host
 from ..model.topology import Topology
 from ..recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, SeenNodes
@@ -215,7 +215,7 @@ class ReftNodes:
         )  # fmt: skip
         seconds = time.perf_counter() - began
         self._events.emit(
-            "restore.resized", ranks=plan.world_size, iteration=plan.version.iteration,
+            catalogue.STATE_RESHARDED, ranks=plan.world_size, iteration=plan.version.iteration,
             lineage=plan.version.lineage, bytes=moved, seconds=seconds,
         )  # fmt: skip
         if self._host.rank == 0:

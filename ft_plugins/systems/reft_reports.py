@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ..errors import CorruptHeaderError, CorruptSlotError, FtError, printable
-from ..events import Events, say
+from ..events import Events, EventType, catalogue, say
 from ..intake import Text, read_json
 from ..recovery.nodes import JobNodes
 from ..recovery.plan import RecoveryPlan
@@ -46,36 +46,36 @@ class ReftReports:
 
     def attached(self, token: int, shape: Shape, resident_bytes: int) -> None:
         self._events.emit(
-            "rank.attach", token=token, share_bytes=shape.slot_room, budget_bytes=shape.total,
+            catalogue.RANK_ATTACHED, token=token, share_bytes=shape.slot_room, budget_bytes=shape.total,
             resident_bytes=resident_bytes,
         )  # fmt: skip
 
     def not_exportable(self, reason: str) -> None:
-        self._events.emit("export.impossible", reason=reason)
+        self._events.emit(catalogue.EXPORT_DISABLED, reason=reason)
 
     def damage(self, error: FtError) -> None:
         """A slot or segment that recovery cannot use."""
         match error:
             case CorruptSlotError():
-                name = "slot.corrupt"
+                kind = catalogue.SLOT_CORRUPTED
             case CorruptHeaderError():
-                name = "segment.corrupt"
+                kind = catalogue.SEGMENT_CORRUPTED
             case _:
-                name = "slot.lost"
-        self._events.emit(name, reason=str(error))
+                kind = catalogue.SLOT_LOST
+        self._events.emit(kind, reason=str(error))
 
-    def storage(self, name: str, reason: str) -> None:
-        """Event `name` of the storage tier."""
-        self._events.emit(name, reason=reason)
+    def storage(self, kind: EventType, reason: str) -> None:
+        """An event of the storage tier."""
+        self._events.emit(kind, reason=reason)
 
     def restored(self, plan: RecoveryPlan, **seconds: float) -> None:
         """The end of a recovery. `seconds` in total, until every slot was verified, and until tensors were loaded."""
         if plan.tier == "none":
-            name = "start.fresh" if plan.fresh else "restore.scratch"
-            self._events.emit(name, reason=plan.reason, completed=plan.completed, lost=plan.lost)
+            kind = catalogue.TRAINING_STARTED if plan.fresh else catalogue.STATE_LOST
+            self._events.emit(kind, reason=plan.reason, completed=plan.completed, lost=plan.lost)
             return
         self._events.emit(
-            "restore.done",
+            catalogue.STATE_RESTORED,
             lineage=plan.version.lineage if plan.version else None,
             iteration=plan.version.iteration if plan.version else plan.loaded,
             tier=plan.tier,
@@ -88,17 +88,17 @@ class ReftReports:
 
     def voided(self, since: int, discarded: Sequence[int], tainted: Sequence[int]) -> None:
         """Versions captured after iteration `since` that hold a wrong replica: discarded, or pinned and only marked."""
-        self._events.emit("version.void", since=since, iterations=sorted(discarded))
+        self._events.emit(catalogue.VERSION_VOIDED, since=since, iterations=sorted(discarded))
         if tainted:
             reason = f"snapshots of iterations {sorted(tainted)} hold a wrong replica, but are being sent or written"
-            self._events.emit("version.tainted", iterations=sorted(tainted), reason=reason)
+            self._events.emit(catalogue.VERSION_TAINTED, iterations=sorted(tainted), reason=reason)
 
     def committed(self, commit: Commit) -> None:
         """A capture was sealed. Called on the capture thread."""
         self.fences()
         self._captures.append(commit.seconds)
         self._events.emit(
-            "capture.commit", lineage=commit.version.lineage, iteration=commit.version.iteration,
+            catalogue.SNAPSHOT_SEALED, lineage=commit.version.lineage, iteration=commit.version.iteration,
             seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,
         )  # fmt: skip
 
@@ -110,7 +110,7 @@ class ReftReports:
         """Report the fences since the last call."""
         waits, self._waits = self._waits, []
         for step, seconds in waits:
-            self._events.emit("fence.wait", iteration=step, seconds=seconds)
+            self._events.emit(catalogue.FENCE_WAITED, iteration=step, seconds=seconds)
 
     def alarms(self) -> None:
         """Print the alarms of the SMP that are new."""

@@ -3,7 +3,7 @@
 Invariant: a fault that could never strike here is an error at start, by name; nothing is armed and silently without
 effect.
 
-In: a host with `Steps`. Out: altered live tensors, a `fault.struck` event for each.
+In: a host with `Steps`. Out: altered live tensors, a `fault.injected` event for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from ..corruption import Corruption
 from ..errors import ConfigError
-from ..events import Events
+from ..events import Events, catalogue
 from ..model.host import Host, Steps
 
 REDUCING, GRADIENTS, PARAMETERS, COPIES = (
@@ -51,4 +51,4 @@ class Strikes:
     def _at(self, point: str, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         struck = self._corruption.strike(point, step, tensors)
         if struck is not None:
-            self._events.emit("fault.struck", iteration=step, **vars(struck))
+            self._events.emit(catalogue.FAULT_INJECTED, iteration=step, **vars(struck))

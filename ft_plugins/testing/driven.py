@@ -20,7 +20,7 @@ from typing import Any
 
 from ..config import run_directory
 from ..errors import FtError
-from ..events import Event, Events, file_sink, read
+from ..events import Event, Events, EventType, catalogue, file_sink, read
 from ..smp import liveness
 from ..smp.client import Client
 from ..snapshot import paths
@@ -98,17 +98,17 @@ class DrivenNode:
         found = self._events.new()
         for entry in found:
             match entry["name"]:
-                case "rank.attach":
+                case catalogue.RANK_ATTACHED.name:
                     if entry["token"] != self._token:
                         self._token, self.trainers = entry["token"], {}
                     self.trainers[entry["rank"]] = entry["pid"]
-                case "worker.failed" | "node.lost" | "workers.restart":
+                case catalogue.WORKER_FAILED.name | catalogue.NODE_LOST.name | catalogue.WORKERS_RESTARTED.name:
                     self.trainers = {}
         return found
 
-    def note(self, name: str, **fields: Any) -> None:
+    def note(self, kind: EventType, **fields: Any) -> None:
         """Report something among its own events."""
-        self._note.emit(name, **fields)
+        self._note.emit(kind, **fields)
 
     def events(self) -> tuple[Event, ...]:
         """All of them so far, by time."""
@@ -163,5 +163,5 @@ class DrivenNode:
                 with Client(self.run_dir, timeout=_GONE_SECONDS) as client:
                     client.end()
             except FtError as error:
-                self.note("smp.killed", killed_pid=pid, reason=str(error))
+                self.note(catalogue.SMP_KILLED, killed_pid=pid, reason=str(error))
             liveness.kill_and_wait([(pid, started)], _GONE_SECONDS)

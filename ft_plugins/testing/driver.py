@@ -27,8 +27,8 @@ from types import TracebackType
 import psutil
 
 from ..errors import FtError
-from ..events import Event
-from ..report.comparison import KILL, NOTICED, Loss, read_losses
+from ..events import Event, catalogue
+from ..report.comparison import NOTICED, Loss, read_losses
 from .driven import DrivenNode, GrowingLines
 
 NODE = "node0"
@@ -159,7 +159,9 @@ class Drive:
             trainer = psutil.Process(pid)
             if node.pid not in {parent.pid for parent in trainer.parents()}:
                 raise DriveError(f"rank {rank} should be process {pid}, but that is none of this job's")
-            node.note(KILL, rank=rank, signal="SIGKILL", iteration=self._progress.iteration, killed_pid=pid)
+            node.note(
+                catalogue.SIGNAL_SENT, rank=rank, signal="SIGKILL", iteration=self._progress.iteration, killed_pid=pid
+            )
             trainer.kill()  # checks that the number was not given to another process meanwhile
         except psutil.NoSuchProcess as error:
             raise DriveError(f"rank {rank} cannot be killed: it is not running (pid {pid})") from error
@@ -171,7 +173,7 @@ class Drive:
         lost = self._alive[-1]
         ranks = sorted(lost.trainers)
         self._alive[0].note(
-            KILL, lost=lost.name, ranks=ranks, signal="SIGKILL", iteration=self._progress.iteration,
+            catalogue.SIGNAL_SENT, lost=lost.name, ranks=ranks, signal="SIGKILL", iteration=self._progress.iteration,
             killed_pid=lost.pid,
         )  # fmt: skip
         lost.destroy()

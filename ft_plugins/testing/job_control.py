@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..events import recent_of
+from ..events import catalogue, recent_of
 from ..smp.client import Client
 from ..snapshot import paths
 from .forkserver import ForkServer, JobSpec, RunningJob
@@ -83,7 +83,9 @@ def run_to_end(server: ForkServer, spec: JobSpec, restarts: int = 0, seconds: fl
 
 def captured(found: list[Entry], iteration: int, ranks: int) -> bool:
     """Whether the events say that at least `ranks` ranks have captured `iteration`."""
-    return len([e for e in found if e["name"] == "capture.commit" and e["iteration"] == iteration]) >= ranks
+    return (
+        len([e for e in found if e["name"] == catalogue.SNAPSHOT_SEALED.name and e["iteration"] == iteration]) >= ranks
+    )
 
 
 def stop_after(server: ForkServer, spec: JobSpec, iteration: int, seconds: float = BOUND) -> RunningJob:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ..events import catalogue
 from .emulated_nodes import EmulatedHost, destroy
 from .forkserver import ForkServer, JobSpec, RunningJob
 from .golden import Described
@@ -99,13 +100,20 @@ class MultiNodeJob:
     def until_committed(self, iteration: int) -> None:
         """Wait until every node has committed a version of at least this iteration to the node tier."""
         for job in self.nodes.values():
-            until(job, lambda lines: any(e["name"] == "node.counts" and e["iteration"] >= iteration for e in lines))
+            until(
+                job,
+                lambda lines: any(
+                    e["name"] == catalogue.VERSION_COMMITTED.name and e["iteration"] >= iteration for e in lines
+                ),
+            )
 
     def until_captured(self, name: str, iteration: int) -> None:
         """Wait until a rank of the node has captured at least this iteration."""
         until(
             self.nodes[name],
-            lambda lines: any(e["name"] == "capture.commit" and e["iteration"] >= iteration for e in lines),
+            lambda lines: any(
+                e["name"] == catalogue.SNAPSHOT_SEALED.name and e["iteration"] >= iteration for e in lines
+            ),
         )
 
     def destroy(self, name: str) -> None:

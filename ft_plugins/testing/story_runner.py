@@ -19,7 +19,7 @@ import xxhash
 from safetensors.numpy import load_file
 
 from ..config import Config
-from ..events import Event
+from ..events import Event, catalogue
 from ..smp import liveness
 from ..snapshot import checkpoint
 from ..snapshot.checkpoint import Origin
@@ -172,15 +172,21 @@ class StoryRunner:
                 for name in self._job.nodes if node == EVERY else [node]:
                     self._restored(name, tier, iteration, exactly)
             case InTransfer(iteration):
-                begun, counted = self._before_restore("exchange.begin"), self._before_restore("node.counts")
+                begun, counted = (
+                    self._before_restore(catalogue.EXCHANGE_STARTED.name),
+                    self._before_restore(catalogue.VERSION_COMMITTED.name),
+                )
                 assert iteration in begun and iteration not in counted, f"begun {begun}, counted {counted}"
             case RestoredCommitted(node):
-                begun, counted = self._before_restore("exchange.begin"), self._before_restore("node.counts")
+                begun, counted = (
+                    self._before_restore(catalogue.EXCHANGE_STARTED.name),
+                    self._before_restore(catalogue.VERSION_COMMITTED.name),
+                )
                 fields = restore(self._job.nodes[node]).fields
                 assert counted and max(counted) < max(begun), f"begun {begun}, counted {counted}"
                 assert fields["iteration"] == max(counted), f"counted {counted}: {fields}"
             case DeclaredLost(node):
-                declared = self._events("node.lost")
+                declared = self._events(catalogue.NODE_LOST.name)
                 assert declared, "no node was"
                 assert all(event.fields["lost"] == [f"node {node}"] for event in declared), declared
             case CheckpointNotStored(iteration):
@@ -194,22 +200,25 @@ class StoryRunner:
                 given = self._outcomes or {name: restore(job).fields["reason"] for name, job in self._job.nodes.items()}
                 assert all(words in reason for reason in given.values()), given
             case Compared():
-                assert not self._events("replica.differs")
-                sent = [event.fields for event in self._events("exchange.sent")]
-                slot = min(event.fields["share_bytes"] for event in self._events("rank.attach"))
+                assert not self._events(catalogue.REPLICA_DIVERGED.name)
+                sent = [event.fields for event in self._events(catalogue.EXCHANGE_SENT.name)]
+                slot = min(event.fields["share_bytes"] for event in self._events(catalogue.RANK_ATTACHED.name))
                 # small state, digest tables and digests of what is compared; all else would be several slots
                 assert sent and all(fields["compared"] and fields["bytes"] < slot / 5 for fields in sent), sent
             case Differed(rank, iteration):
-                found = {(event.fields["iteration"], *event.fields["ranks"]) for event in self._events("sync.differs")}
+                found = {
+                    (event.fields["iteration"], *event.fields["ranks"])
+                    for event in self._events(catalogue.AUDIT_FAILED.name)
+                }
                 assert found == {(iteration, rank)}, f"iterations, and who differed in them: {sorted(found)}"
             case RestoredCertified(node):
                 fields = restore(self._job.nodes[node]).fields
                 assert fields.get("mark") == Mark.CERTIFIED.word, f"node {node}: {fields}"
             case InBubbles():
-                inside = [event.fields["in_bubbles"] for event in self._events("node.counts")]
+                inside = [event.fields["in_bubbles"] for event in self._events(catalogue.VERSION_COMMITTED.name)]
                 assert any(inside), f"in none of {len(inside)} that count"
             case NoFreshStart():
-                scratch = self._events("restore.scratch")
+                scratch = self._events(catalogue.STATE_LOST.name)
                 assert not scratch, scratch
             case Golden():
                 assert_identical(self._job.run, self._golden(), self._story.job.ranks)
@@ -217,7 +226,7 @@ class StoryRunner:
     def _before_restore(self, name: str) -> list[int]:
         """Iterations of which there was such an event until the job was restored for the first time, of the lineage
         that it was restored from."""
-        first = min(self._events("restore.done"), key=lambda event: event.time, default=None)
+        first = min(self._events(catalogue.STATE_RESTORED.name), key=lambda event: event.time, default=None)
         assert first is not None, "nothing was restored"
         of_it = [event for event in self._events(name) if event.fields["lineage"] == first.fields["lineage"]]
         return sorted({event.fields["iteration"] for event in of_it if event.time < first.time})
@@ -225,14 +234,18 @@ class StoryRunner:
     def _restored(self, name: str, tier: str, iteration: int, exactly: bool) -> None:
         """All ranks of a node restored the same, in its last incarnation."""
         job = self._job.nodes[name]
-        last = job.events("restore.done")[-self._story.job.ranks // self._story.job.nodes :]
+        last = job.events(catalogue.STATE_RESTORED.name)[-self._story.job.ranks // self._story.job.nodes :]
         fields = restore(job).fields
         assert len({(event.fields["tier"], event.fields["iteration"]) for event in last}) == 1, f"node {name}: {last}"
         assert fields["tier"] == tier and fields["iteration"] >= iteration, f"node {name}: {fields}"
         assert not exactly or fields["iteration"] == iteration, f"node {name}: {fields}"
         if tier == "storage":
             lineage = fields["lineage"]
-            done = [event.fields for event in self._events("persist.done") if event.fields["lineage"] <= lineage]
+            done = [
+                event.fields
+                for event in self._events(catalogue.CHECKPOINT_COMPLETED.name)
+                if event.fields["lineage"] <= lineage
+            ]
             newest = max((found["iteration"] for found in done), default=0)
             assert fields["iteration"] == newest, f"node {name}: {fields}, although checkpoint {newest} was complete"
 
@@ -253,7 +266,7 @@ class StoryRunner:
 
 def restore(job: RunningJob) -> Event:
     """The last restore of a node's ranks."""
-    found = job.events("restore.done")
+    found = job.events(catalogue.STATE_RESTORED.name)
     assert found, f"nothing was restored on node {job.spec.node}:\n{job.tail()}"
     return found[-1]
 

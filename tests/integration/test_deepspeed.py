@@ -64,7 +64,7 @@ def test_ft_run_and_the_one_line_under_torchrun_survive_a_kill_and_end_alike(sho
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert "ft_plugins configuration" in done.stdout
         [told] = [path.read_text().splitlines() for path in run.folder.glob("ft_plugins/*/*/events.jsonl")]
-        restored = [event for event in map(json.loads, told) if event["name"] == "restore.done"]
+        restored = [event for event in map(json.loads, told) if event["name"] == "state.restored"]
         assert [event["iteration"] for event in restored] == [3, 3]
         runs.append(run)
     assert_identical(*runs, ranks=2)  # type: ignore[misc]
@@ -103,7 +103,7 @@ def test_a_script_that_leaves_the_process_group_up_ends_in_order_too(short: Path
     done = launched(run, (*TORCHRUN, "--standalone"), script)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     [history] = run.folder.glob("ft_plugins/*/*/events.jsonl")
-    assert any(event.name == "capture.commit" for event in read(history))
+    assert any(event.name == "snapshot.sealed" for event in read(history))
     assert not list(Path("/dev/shm").glob(f"ftp-{script.stem}-*")), done.stderr
 
 
@@ -120,7 +120,7 @@ def test_deepspeeds_own_launcher_given_the_same_command_again_resumes(short: Pat
     done = launched(run, launcher, LINE, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     [told] = [path.read_text().splitlines() for path in run.folder.glob("ft_plugins/*/*/events.jsonl")]
-    restored = [event for event in map(json.loads, told) if event["name"] == "restore.done"]
+    restored = [event for event in map(json.loads, told) if event["name"] == "state.restored"]
     assert [event["iteration"] for event in restored] == [3, 3]
     logged = [json.loads(line)["iteration"] for line in run.loss_log.read_text().splitlines()]
     assert logged == [1, 2, 3, 4, 5, 6]
@@ -134,7 +134,7 @@ def test_replicas_are_compared_under_torchrun_without_any_memory_to_see_to(short
     run = DeepSpeedRun("p", short, SMALLEST, block, iterations=2)
     done = launched(run, (*TORCHRUN, "--standalone"), LINE)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "sync.differs: rank 0: after iteration 1: ranks 0, 1, one of these two" in done.stderr
+    assert "audit.failed: rank 0: after iteration 1: ranks 0, 1, one of these two" in done.stderr
     assert "copies that ranks compute with are made anew" in done.stdout
     assert not list(run.folder.glob("ft_plugins/*/*/events.jsonl"))
 

@@ -163,8 +163,8 @@ def test_a_rank_killed_in_its_fourth_iteration_costs_at_most_one_and_the_result_
     assert (resumed in (2, 3), restart) == (True, 1)
     [failure] = [event for event in job.events("worker.failed") if event.rank == 1]
     assert failure.fields["signal"] == "SIGKILL"
-    assert [event.fields["iteration"] for event in job.events("restore.done") if event.rank == 0] == [resumed]
-    assert [event.fields["status"] for event in job.events("job.end")] == ["succeeded"]
+    assert [event.fields["iteration"] for event in job.events("state.restored") if event.rank == 0] == [resumed]
+    assert [event.fields["status"] for event in job.events("job.ended")] == ["succeeded"]
     assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
 
 
@@ -215,7 +215,7 @@ def test_a_job_whose_parent_shell_is_killed_goes_on(job: Job, tmp_path: Path) ->
     os.mkfifo(hold)
     run = job.start("--nproc-per-node", "2", shell=True, HOLD=str(hold))
     run.read_until("holding in 4")
-    [launcher] = [event.pid for event in job.events("job.start")]
+    [launcher] = [event.pid for event in job.events("job.started")]
     assert launcher != run.process.pid
     with ended(launcher):
         run.process.kill()
@@ -224,7 +224,7 @@ def test_a_job_whose_parent_shell_is_killed_goes_on(job: Job, tmp_path: Path) ->
         run.end()
     found = LAST_LINE.search(run.output)
     assert found and (found[1], found[2]) == ("0", "0"), run.output
-    assert [event.fields["status"] for event in job.events("job.end")] == ["succeeded"]
+    assert [event.fields["status"] for event in job.events("job.ended")] == ["succeeded"]
     assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
 
 
@@ -235,7 +235,7 @@ def test_a_job_whose_terminal_hangs_up_with_its_shell_resumes_by_the_same_comman
     run = job.start("--nproc-per-node", "2", shell=True, terminal=theirs, HOLD=str(hold))
     os.close(theirs)
     run.read_until("holding in 4")
-    [launcher] = [event.pid for event in job.events("job.start")]
+    [launcher] = [event.pid for event in job.events("job.started")]
     with ended(launcher):
         run.process.kill()  # the leader of the session: the kernel hangs up on ft-run
         run.end()  # the ranks have ended too: nobody holds the pipe any more
@@ -268,7 +268,7 @@ def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
     killed = [event for node in nodes for event in job.events("worker.failed", node) if event.fields["signal"]]
     assert [event.rank for event in killed] == [1]
     for node in nodes:
-        assert [event.fields["restart"] for event in job.events("workers.restart", node)] == [1]
+        assert [event.fields["restart"] for event in job.events("workers.restarted", node)] == [1]
         assert not liveness.held(job.run_dir(node) / "smp.lock")
 
 
@@ -279,8 +279,8 @@ def test_what_no_restart_can_cure_is_one_line_and_no_restart(job: Job) -> None:
     run = job.start("--nproc-per-node", "1", script="refused.py")
     assert run.end() == 78
     assert run.output == "ft_plugins: rank 0: dp 3 does not divide 8 ranks; choose another\n"
-    assert job.events("workers.restart") == []
-    assert [event.fields["status"] for event in job.events("job.end")] == ["refused"]
+    assert job.events("workers.restarted") == []
+    assert [event.fields["status"] for event in job.events("job.ended")] == ["refused"]
 
 
 def test_without_our_flags_it_is_torchrun_and_says_that_nothing_is_protected(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
 
     assert killed.status == 0, killed.output[-4000:]
     assert [event.fields["signal"] for event in killed.events("worker.failed") if event.rank == 3] == ["SIGKILL"]
-    restored = killed.events("restore.done")
+    restored = killed.events("state.restored")
     assert sorted(event.rank for event in restored) == list(range(8)), restored
     versions = {(event.fields["tier"], event.fields["iteration"]) for event in restored}
     sealed, older = ("process", case.iteration - 1), ("process", case.iteration - 2)

@@ -94,7 +94,7 @@ def test_killed_in_forward_or_update_it_ends_in_the_checkpoint_of_an_unprotected
     print(killed.output)
     killed.require_success()
     assert [event.fields["signal"] for event in killed.events("worker.failed") if event.rank == 1] == ["SIGKILL"]
-    restored = killed.events("restore.done")
+    restored = killed.events("state.restored")
     assert sorted(event.rank for event in restored) == list(range(RANKS)), restored
     versions = {(event.fields["tier"], event.fields["iteration"]) for event in restored}
     sealed, older = ("process", kill.iteration - 1), ("process", kill.iteration - 2)

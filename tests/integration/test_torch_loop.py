@@ -81,7 +81,7 @@ def test_a_loop_of_plain_torch_that_is_killed_ends_bit_for_bit_as_one_without_th
     fault = f"--ftp-faults=update.end@iteration={KILLED_IN},rank=1,restart=0:kill"
     done = killed.start(*FT_RUN, *ranks, "--reft", "--ftp-job", f"torch-{os.getpid()}", fault, own=own)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert [event["iteration"] for event in killed.events("restore.done")] == [KILLED_IN - 1] * 2
+    assert [event["iteration"] for event in killed.events("state.restored")] == [KILLED_IN - 1] * 2
     assert killed.events("protection.lost") == []
     assert_identical(killed, golden, 2)
 

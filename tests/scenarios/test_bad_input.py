@@ -39,7 +39,7 @@ def left_behind(server: ForkServer, jobs: Spec, tmp_path: Path) -> JobSpec:
 
 
 def sealed(entry: Entry, iteration: int) -> bool:
-    return entry["name"] == "capture.commit" and entry["iteration"] == iteration
+    return entry["name"] == "snapshot.sealed" and entry["iteration"] == iteration
 
 
 def refused(job: RunningJob) -> str:
@@ -126,7 +126,7 @@ def test_a_flipped_byte_in_the_newest_slot_makes_the_older_version_the_newest(
         segment.digests(newest.index)[0] ^= 1
     segment.close()
     assert resumed(torch_server, spec) == 3
-    corrupt = [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "slot.corrupt"]
+    corrupt = [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "slot.corrupted"]
     assert len(corrupt) == 1
 
 
@@ -147,7 +147,7 @@ def test_a_flipped_bit_in_the_lineage_of_the_oldest_slot_of_one_rank_does_not_re
     segment._slots[oldest.index]._words[1] ^= 2
     segment.close()
     assert resumed(torch_server, spec) == 4
-    (corrupt,) = [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "slot.corrupt"]
+    (corrupt,) = [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "slot.corrupted"]
     assert corrupt["rank"] == 1 and f"slot {oldest.index} is not used" in corrupt["reason"]
 
 
@@ -169,7 +169,7 @@ def test_a_damaged_or_foreign_segment_is_refused_by_name_and_fresh_replaces_it(
 
 def end_smp(spec: JobSpec) -> None:
     """Kill this job's SMP, so that the next one has to adopt what lies there."""
-    pid = [line["pid"] for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "smp.fence"][-1]
+    pid = [line["pid"] for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "incarnation.fenced"][-1]
     os.kill(pid, 9)
 
 
@@ -180,7 +180,7 @@ def test_a_second_job_of_the_same_name_is_refused_and_the_first_one_ends_undistu
     spec = fills(jobs, tmp_path, "--iterations", "200", flags=("--reft", "--ftp-faults", stop))
     first = torch_server.start(spec)
     wait_for(tmp_path / "journal", lambda found: len(found) == 1, BOUND)
-    (attached,) = first.events("rank.attach")
+    (attached,) = first.events("rank.attached")
     wait_until_stopped(attached.pid, BOUND)
     second = torch_server.start(spec)
     reason = second.wait(BOUND)["reason"]
@@ -230,7 +230,7 @@ def test_other_data_under_the_same_name_is_refused_and_the_same_data_resumes(
 
     last = megatron_server.start(again)
     assert last.wait(BOUND)["status"] == "succeeded", last.tail()
-    assert [event.fields["iteration"] for event in last.events("restore.done")] == [4], "nothing was lost by it"
+    assert [event.fields["iteration"] for event in last.events("state.restored")] == [4], "nothing was lost by it"
 
 
 @pytest.mark.parametrize("data", ["missing", "empty"])

@@ -34,9 +34,9 @@ def test_copies_of_all_ranks_go_in_bubbles_and_only_while_protection_is_on(
     assert [(block.mode, len(block.seconds)) for block in outcome.blocks] == BLOCKS
     assert [block.completed for block in outcome.blocks] == [21, 21, 21, 26], "protected iterations alone are counted"
     assert len(outcome.profile.timelines) == 16
-    plans = [event for events in outcome.events for event in events if event.name == "baft.plan"]
+    plans = [event for events in outcome.events for event in events if event.name == "bubbles.planned"]
     assert sorted(event.rank for event in plans) == list(range(16)) and not any(e.fields["reason"] for e in plans)
-    counted = [[event for event in events if event.name == "node.counts"] for events in outcome.events]
+    counted = [[event for event in events if event.name == "version.committed"] for events in outcome.events]
     least = min(len(events) for events in counted)
     # the job ended between what one node told and what the next one did, at most
     assert least > 0 and max(len(events) for events in counted) <= least + 1

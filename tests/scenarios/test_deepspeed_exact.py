@@ -69,9 +69,9 @@ def start(
 
 def restored(job: RunningJob) -> list[int]:
     """The iteration of each restore, asserting that it came from the process tier and lost at most one iteration."""
-    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attach")}
+    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attached")}
     by_incarnation: dict[int, set[int]] = {}
-    for event in job.events("restore.done"):
+    for event in job.events("state.restored"):
         assert event.fields["tier"] == "process"
         assert 0 <= event.fields["lost"] <= 1, event
         by_incarnation.setdefault(tokens[event.pid], set()).add(event.fields["iteration"])

@@ -64,7 +64,7 @@ def test_a_skipped_update_is_an_iteration_of_its_own(
     run, job = golden_and_killed(deepspeed_server, jobs, tmp_path, configuration, kills, *words)
     small = json.loads(Path(f"{run.digests}00000.json").read_text())["small"]
     assert (small["counters"]["global_steps"], small["counters"]["skipped_steps"]) == (ITERATIONS, 3)
-    restored = sorted({event.fields["iteration"] for event in job.events("restore.done")})
+    restored = sorted({event.fields["iteration"] for event in job.events("state.restored")})
     assert restored in ([1, 4], [1, 5]), "an iteration without an update has a version of its own"
 
 
@@ -74,5 +74,5 @@ def test_training_that_the_engine_is_not_told_of_is_captured(
 ) -> None:
     kills = "update.begin@iteration=3,rank=1,restart=0:kill;update.middle@iteration=6,rank=0,restart=1:kill"
     _, job = golden_and_killed(deepspeed_server, jobs, tmp_path, CONFIGURATION, kills, "--mode", mode)
-    assert [sorted({event.fields["iteration"] for event in job.events("restore.done")})] == [[2, 5]]
+    assert [sorted({event.fields["iteration"] for event in job.events("state.restored")})] == [[2, 5]]
     assert ("without a forward of the engine in training mode" in job.log.read_text()) == (mode == "eval")

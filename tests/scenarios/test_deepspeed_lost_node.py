@@ -46,6 +46,6 @@ def test_a_lost_node_is_rebuilt_on_a_fresh_one(
         job.destroy("n1")
         fresh = job.start("s", places[NODES])
         job.wait()
-    restored = [(event.fields["tier"], event.fields["iteration"] >= 2) for event in fresh.events("restore.done")]
+    restored = [(event.fields["tier"], event.fields["iteration"] >= 2) for event in fresh.events("state.restored")]
     assert restored == [("node", True)]
     assert_identical(run, golden, NODES)

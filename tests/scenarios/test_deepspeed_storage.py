@@ -49,7 +49,7 @@ def protected(jobs: Spec, run: DeepSpeedRun, *words: str, faults: str = "") -> J
 
 def restored(job: RunningJob) -> list[tuple[str, int]]:
     """Tier and iteration of each restore of rank 0."""
-    found = [event.fields for event in job.events("restore.done") if event.rank == 0]
+    found = [event.fields for event in job.events("state.restored") if event.rank == 0]
     return [(fields["tier"], fields["iteration"]) for fields in found]
 
 

@@ -77,9 +77,9 @@ def assert_identical(run: MegatronRun, golden: MegatronRun) -> None:
 
 def restored(job: RunningJob) -> list[int]:
     """The iteration of each restore, asserting that it came from the process tier and lost at most one iteration."""
-    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attach")}
+    tokens = {event.pid: event.fields["token"] for event in job.events("rank.attached")}
     by_incarnation: dict[int, set[int]] = {}
-    for event in job.events("restore.done"):
+    for event in job.events("state.restored"):
         assert event.fields["tier"] == "process"
         assert 0 <= event.fields["lost"] <= 1, event
         by_incarnation.setdefault(tokens[event.pid], set()).add(event.fields["iteration"])
@@ -183,11 +183,11 @@ def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(
     assert outcome["restarts"] == story.restarts, "every kill has fired, and nothing else has failed"
     versions = restored(job)
     assert all(version in story.allowed for version in versions), versions
-    done = [event.rank for event in job.events("restore.done")]
+    done = [event.rank for event in job.events("state.restored")]
     assert done.count(story.last_killed) == story.restores
     assert set(done) == (set(range(RANKS)) if story.restores else set())
     if not story.allowed:
-        begun = [*job.events("start.fresh"), *job.events("restore.scratch")]
+        begun = [*job.events("training.started"), *job.events("state.lost")]
         assert len(begun) == 2 * RANKS, "it started from the beginning, and said so"
         assert "from the beginning" in job.log.read_text()
     assert_identical(run, golden(HARDEST))
@@ -198,13 +198,13 @@ def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(
 ) -> None:
     """Data position and RNG are restored although no iteration begins any more."""
     run, job = start(megatron_server, jobs, tmp_path, HARDEST, "shutdown.before@rank=2,restart=0:stop")
-    sealed = {"name": "capture.commit", "iteration": ITERATIONS}
+    sealed = {"name": "snapshot.sealed", "iteration": ITERATIONS}
     wait_for(
         job.spec.run_dir / "events.jsonl",
         lambda lines: sum(sealed.items() <= line.items() for line in lines) == RANKS,
         BOUND,
     )
-    [stopped] = [event.pid for event in job.events("rank.attach") if event.rank == 2]
+    [stopped] = [event.pid for event in job.events("rank.attached") if event.rank == 2]
     wait_until_stopped(stopped, BOUND)
     for written in run.folder.glob(f"{run.digests.name}*"):
         written.unlink()  # by the first incarnation, right before its shutdown
@@ -240,13 +240,13 @@ def test_the_smp_killed_loses_at_most_one_iteration(
 ) -> None:
     run, job = start(megatron_server, jobs, tmp_path, HARDEST, "")
     wait_for(run.loss_log, lambda lines: len(lines) >= 3, BOUND)
-    os.kill(job.events("smp.start")[-1].pid, signal.SIGKILL)
+    os.kill(job.events("smp.started")[-1].pid, signal.SIGKILL)
     if with_trainer:
-        os.kill(next(event.pid for event in job.events("rank.attach") if event.rank == 5), signal.SIGKILL)
+        os.kill(next(event.pid for event in job.events("rank.attached") if event.rank == 5), signal.SIGKILL)
     outcome = job.wait(BOUND)
     assert outcome["status"] == "succeeded", job.tail()
     assert len(job.events("smp.lost")) == 1, "the alarm"
-    assert len(job.events("smp.adopt")) == 1, "a new SMP has adopted the segments"
+    assert len(job.events("segments.adopted")) == 1, "a new SMP has adopted the segments"
     assert len(restored(job)) == int(with_trainer), "training goes on when the SMP dies alone"
     assert_identical(run, golden(HARDEST))
     assert ITERATIONS in losses(run.loss_log)

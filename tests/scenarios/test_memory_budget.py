@@ -25,9 +25,9 @@ def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(
     spec = jobs(entry="ft_plugins.testing.fills:main", argv=argv, flags=("--reft", "--ftp-faults", faults))
     job = torch_server.start(spec)
     segment = path_of(spec.name, spec.node, 0)
-    wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "start.fresh" for e in lines), 60)
+    wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "training.started" for e in lines), 60)
     at_start = segment.stat().st_blocks * 512
-    (attached,) = job.events("rank.attach")
+    (attached,) = job.events("rank.attached")
     with Client(spec.run_dir) as client:
         (shown,) = client.status()["segments"]
     captured = MIB << 20
@@ -67,7 +67,7 @@ def test_nodes_that_protect_each_other_claim_two_slots_more_and_parity_of_two_ve
     claimed = {}
     for job in running:
         events = job.spec.run_dir / "events.jsonl"
-        wait_for(events, lambda lines: any(e["name"] == "node.counts" for e in lines), 120)
+        wait_for(events, lambda lines: any(e["name"] == "version.committed" for e in lines), 120)
         own, parity = (path.stat() for path in files(job.spec))
         assert own.st_blocks * 512 == own.st_size and parity.st_blocks * 512 == parity.st_size
         claimed[job.spec.node] = parity.st_size

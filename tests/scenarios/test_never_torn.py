@@ -41,10 +41,10 @@ def assert_never_torn(found: Sequence[Entry]) -> None:
 
 
 def assert_at_most_one_lost(job: RunningJob) -> None:
-    for event in job.events("restore.done"):
+    for event in job.events("state.restored"):
         assert event.fields["tier"] == "process"
         assert 0 <= event.fields["lost"] <= 1, event
-    scratch = [event for event in job.events("restore.scratch") if event.fields["completed"] > 1]
+    scratch = [event for event in job.events("state.lost") if event.fields["completed"] > 1]
     assert not scratch, f"started from the beginning although versions had been sealed: {scratch}"
 
 
@@ -155,7 +155,7 @@ def test_an_smp_killed_at_a_message_is_replaced_and_loses_nothing(
     job = torch_server.start(fills(jobs, journal, 5, faults, mib=64))
     assert job.wait(90)["status"] == "succeeded", job.tail()
     assert len(job.events("smp.lost")) >= 1, "the SMP was killed"
-    assert len(job.events("smp.adopt")) >= 1, "a new one has adopted the segments"
+    assert len(job.events("segments.adopted")) >= 1, "a new one has adopted the segments"
     restored = [entry["restored"] for entry in entries(journal) if "restored" in entry]
     assert restored in ([0, 1], [0, 2]), "one restart, for the trainer; the SMP was replaced under its request"
     assert_never_torn(entries(journal))
@@ -166,7 +166,7 @@ def kill_trainer_at_random(job: RunningJob, journal: Path, kills: int, rng: rand
     """Kill the trainer `kills` times, each a random time after it has begun to train; the job restarts it each time."""
     for number in range(kills):
         wait_for(journal, lambda found, n=number: len(found) > n, 60)
-        pid = job.events("rank.attach")[-1].pid
+        pid = job.events("rank.attached")[-1].pid
         descriptor = os.pidfd_open(pid)
         try:
             _pause(rng.uniform(0, longest))

@@ -62,7 +62,7 @@ class Job:
 
     def counted(self, name: str) -> int:
         """The newest iteration that counts, as a node has said."""
-        return max((event.fields["iteration"] for event in self.nodes[name].events("node.counts")), default=0)
+        return max((event.fields["iteration"] for event in self.nodes[name].events("version.committed")), default=0)
 
     def until_committed(self, iteration: int) -> None:
         for job in self.nodes.values():
@@ -97,7 +97,7 @@ class Job:
 
 
 def _counts(line: Entry) -> int:
-    return int(line["iteration"]) if line["name"] == "node.counts" else 0
+    return int(line["iteration"]) if line["name"] == "version.committed" else 0
 
 
 def assert_whole(found: list[Entry]) -> None:
@@ -146,14 +146,14 @@ def refused_or_young(story: Job, under_way: int) -> None:
             assert {entry["restored"] for entry in found[3:]} == {under_way}
             story.end()
             return
-        names = ("start.fresh", "restore.scratch")
+        names = ("training.started", "state.lost")
         scratch = [event for running in story.nodes.values() for name in names for event in running.events(name)]
         again = [event for event in scratch if event.fields["reason"] != "no version was captured before"]
         if again:
             assert all(event.fields["completed"] <= 2 for event in again)
             story.end()
             return
-        if any(running.events("job.end") for running in story.nodes.values()):
+        if any(running.events("job.ended") for running in story.nodes.values()):
             for running in story.nodes.values():
                 outcome = running.wait(BOUND)
                 assert outcome["status"] == "refused" and "holds no version" in outcome["reason"], running.tail()
@@ -172,7 +172,7 @@ def test_a_node_lost_at_a_point_of_the_exchange_leaves_the_version_that_counted_
     story.start("n1", f"{point}:stop")
     story.lose_at_stop("n1")
     counted = story.counted("n0")
-    under_way = max(event.fields["iteration"] for event in story.nodes["n0"].events("exchange.begin"))
+    under_way = max(event.fields["iteration"] for event in story.nodes["n0"].events("exchange.started"))
     story.start("s1")
     if not counted:
         assert point.endswith("hit=1"), "nothing has counted yet"
@@ -230,11 +230,11 @@ def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_r
     story.start("n2")
     running = story.nodes["n1"]
     wait_for(running.spec.run_dir / "events.jsonl", lambda e: any(x["name"] == "smp.lost" for x in e), BOUND)
-    wait_for(running.spec.run_dir / "events.jsonl", lambda e: sum(x["name"] == "smp.start" for x in e) >= 2, BOUND)
+    wait_for(running.spec.run_dir / "events.jsonl", lambda e: sum(x["name"] == "smp.started" for x in e) >= 2, BOUND)
     story.until_committed(story.counted("n0") + 2)
     story.destroy("n2")
     counted = story.counted("n0")
-    under_way = max(event.fields["iteration"] for event in story.nodes["n0"].events("exchange.begin"))
+    under_way = max(event.fields["iteration"] for event in story.nodes["n0"].events("exchange.started"))
     story.start("s2")
     found = story.restored(6)
     # what was being exchanged is taken if the nodes that are left have all of it, though nobody had heard so yet
@@ -249,13 +249,13 @@ def test_replicas_that_drift_apart_are_told_to_a_person_and_what_counted_before_
     for name in ("n0", "n1", "n2"):
         story.start(name)
     path = story.nodes["n2"].spec.run_dir / "events.jsonl"
-    wait_for(path, lambda lines: _iterations(lines, "capture.commit") >= 80, BOUND)
-    differs = [event for running in story.nodes.values() for event in running.events("replica.differs")]
+    wait_for(path, lambda lines: _iterations(lines, "snapshot.sealed") >= 80, BOUND)
+    differs = [event for running in story.nodes.values() for event in running.events("replica.diverged")]
     assert differs and all(1 in event.fields["ranks"] and event.fields["iteration"] >= 40 for event in differs)
     assert all(0 < story.counted(name) < 40 for name in story.nodes)
     printed = "".join(running.tail(1000) for running in story.nodes.values())
-    assert "ft_plugins: replica.differs: ranks" in printed and "one of the two replicas is corrupt" in printed
-    assert not any(running.events("job.end") for running in story.nodes.values()), "training goes on"
+    assert "ft_plugins: replica.diverged: node" in printed and "one of the two replicas is corrupt" in printed
+    assert not any(running.events("job.ended") for running in story.nodes.values()), "training goes on"
     story.destroy("n2")
     counted = story.counted("n0")
     story.start("s2")

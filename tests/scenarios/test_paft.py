@@ -142,7 +142,7 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
     at = QUIET[bench.framework][1]
     run = bench.run(four, *AUDIT, "1", faults=FLIPS[flipped].format(at=at))
     job = bench.finish(run)
-    struck, told = once(job, "fault.struck"), once(job, "sync.differs")
+    struck, told = once(job, "fault.injected"), once(job, "audit.failed")
     assert (told["iteration"], told["ranks"], told["majority"]) == (at, [2], True)
     assert "rank 2 of 4 wrong in bucket" in told["reason"]
     layer = re.search(r"(?P<megatron>(?<=layers\.)\d+)|^(?P<deepspeed>\d+)", struck["item"])
@@ -153,7 +153,7 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
         assert told["layers"] == layers
     assert_same(run, clean, 4)
     said = job.log.read_text()
-    assert "sync.differs" in said, "said to whoever looks at the job"
+    assert "audit.failed" in said, "said to whoever looks at the job"
     assert ("DeepSpeed clips by the mean" in said) == (bench.framework == "deepspeed" and bench.clipping)
 
 
@@ -165,7 +165,7 @@ def test_with_an_audit_every_three_iterations_it_is_found_within_one_interval_an
     clean = bench.clean(four, tmp_path_factory.mktemp("clean"))
     run = bench.run(four, *AUDIT, "3", faults="update.parameters@iteration=4,rank=2:flip=28~26")
     job = bench.finish(run)
-    struck, told = once(job, "fault.struck"), once(job, "sync.differs")
+    struck, told = once(job, "fault.injected"), once(job, "audit.failed")
     assert ":exp_avg" not in struck["item"], "what is in the gradients of 6 already, by way of update 5 at the latest"
     assert told["iteration"] == 6 and told["ranks"] == [2]
     assert agree(run, range(4)), "one run again, which is not the clean one"
@@ -181,7 +181,7 @@ def test_who_is_wrong_again_and_again_is_named_at_the_end(
     faults = ";".join(f"update.parameters@iteration={step},rank=1:flip=20~{step}" for step in QUIET[bench.framework])
     run = bench.run(four, *AUDIT, "1", faults=faults)
     job = bench.finish(run)
-    told = once(job, "sync.offenders")
+    told = once(job, "suspect.listed")
     assert (told["rank"], told["count"]) == (1, 3), "the last is found when nothing is left to repair it for"
     assert "rank 1 was wrong at 3 audits: drain its device" in job.log.read_text()
     assert loss_differences(run.loss_log, clean.loss_log) == []
@@ -194,7 +194,7 @@ def test_two_that_differ_are_averaged(bench: Bench, tmp_path_factory: pytest.Tem
     two = shape(2)
     clean = bench.clean(two, tmp_path_factory.mktemp("clean"))
     run = bench.run(two, *AUDIT, "1", faults="update.parameters@iteration=4,rank=1:flip=20~5")
-    told = once(bench.finish(run), "sync.differs")
+    told = once(bench.finish(run), "audit.failed")
     assert (told["iteration"], told["ranks"], told["majority"]) == (4, [0, 1], False)
     assert "one of these two" in told["reason"] and agree(run, range(2))
     assert state_differences(run.digests, clean.digests, 2), "one of the two was right, and nobody knows which"
@@ -209,8 +209,8 @@ def test_two_that_differ_send_the_job_back_to_where_they_agreed_and_it_ends_as_t
     flip = "update.parameters@iteration=4,rank=1,restart=0:flip=20~5"
     run = bench.run(two, *AUDIT, "1", "--paft-on-corruption", "rollback", protected=True, faults=flip)
     job = bench.finish(run)
-    assert once(job, "sync.differs")["ranks"] == [0, 1]
-    assert {event.fields["iteration"] for event in job.events("restore.done")} == {3}
+    assert once(job, "audit.failed")["ranks"] == [0, 1]
+    assert {event.fields["iteration"] for event in job.events("state.restored")} == {3}
     assert_identical(run, clean, 2)
 
 
@@ -226,7 +226,7 @@ def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
     at = QUIET[bench.framework][1]
     run = bench.run(sharded, *AUDIT, "1", faults=f"update.copies@iteration={at},rank=1:flip=12~5")
     job = bench.finish(run)
-    told = once(job, "sync.differs")
+    told = once(job, "audit.failed")
     assert told["iteration"] == at and told["ranks"] == ([0, 1] if dp == 2 else [1]) and ", copy (" in told["reason"]
     assert_identical(run, clean, dp)
     assert "an error in one reaches all replicas alike" in job.log.read_text(), "what is not seen is said at start"
@@ -246,8 +246,8 @@ def test_of_fp32_shards_the_gathered_parameters_are_replicas_and_a_majority_repa
         one = one.armed(flips if words else "")
         runs.append(one)
         job = Bench("megatron", megatron_server, jobs, tmp_path, {}).finish(one)
-    assert [event.fields["ranks"] for event in job.events("sync.differs")] == [[1]] * 6
-    assert ", parameter (" in job.events("sync.differs")[0].fields["reason"]
+    assert [event.fields["ranks"] for event in job.events("audit.failed")] == [[1]] * 6
+    assert ", parameter (" in job.events("audit.failed")[0].fields["reason"]
     assert_identical(runs[1], runs[0], 4)
 
 
@@ -263,14 +263,15 @@ def test_killed_while_an_averaging_is_in_flight_it_ends_as_the_noised_run_that_w
     two = shape(2)
     words = DYN if mode == "dyn" else ("--paft", "--paft-mode", "sync", "--paft-h", "3")
     whole = bench.run(two, *words, faults=NOISE, name="whole")
-    turns = [(e.rank, e.fields["iteration"], e.fields["sigma"]) for e in bench.finish(whole).events("sync.averaged")]
+    averaged = bench.finish(whole).events("replicas.averaged")
+    turns = [(e.rank, e.fields["iteration"], e.fields["sigma"]) for e in averaged]
     assert len(turns) >= 4 and min(sigma for _, _, sigma in turns) > 0
     killed = f"{NOISE};iteration.forward@iteration=4,rank=1,restart=0:kill"
     run = bench.run(two, *words, protected=True, faults=killed)
     job = bench.finish(run)
-    assert {event.fields["iteration"] for event in job.events("restore.done")} <= {2, 3}
-    assert job.events("restore.done")
-    again = {(e.rank, e.fields["iteration"], e.fields["sigma"]) for e in job.events("sync.averaged")}
+    assert {event.fields["iteration"] for event in job.events("state.restored")} <= {2, 3}
+    assert job.events("state.restored")
+    again = {(e.rank, e.fields["iteration"], e.fields["sigma"]) for e in job.events("replicas.averaged")}
     assert set(turns) == again
     assert_identical(run, whole, 2)
 
@@ -288,7 +289,7 @@ def test_killed_between_two_audits_it_ends_as_the_clean_run(
     )
     run = bench.run(four, *AUDIT, "1", protected=True, faults=faults)
     job = bench.finish(run)
-    assert sorted((e.fields["iteration"], *e.fields["ranks"]) for e in job.events("sync.differs")) == [(3, 1), (5, 0)]
+    assert sorted((e.fields["iteration"], *e.fields["ranks"]) for e in job.events("audit.failed")) == [(3, 1), (5, 0)]
     assert_identical(run, clean, 4)
 
 
@@ -306,13 +307,13 @@ def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(
     flip = f"update.parameters@iteration={at},rank=6:nan"  # of two, the one that has a number is right
     run = bench.run(cube, *DYN, "--paft-audit-interval", "1", faults=flip)
     job = bench.finish(run)
-    told = once(job, "sync.differs")
+    told = once(job, "audit.failed")
     assert told["iteration"] == at and 6 in told["ranks"] and len(told["ranks"]) == 2
     turns: dict[int, set[Any]] = {}
-    for event in job.events("sync.averaged"):
+    for event in job.events("replicas.averaged"):
         turns.setdefault(event.fields["iteration"], set()).add((event.fields["next"], event.fields["divergence"]))
     assert sorted(turns) == [3, 6] and all(len(said) == 1 for said in turns.values())
-    assert len(job.events("sync.averaged")) == 16
+    assert len(job.events("replicas.averaged")) == 16
     assert_identical(run, clean, 8)
 
 
@@ -321,7 +322,7 @@ def test_noise_on_one_replica_of_a_stage_is_measured_alike_on_all_ranks_and_aver
     cube = shape(2, tp=2, pp=2)
     run = bench.run(cube, *DYN, faults=";".join(f"update.gradients@rank={r}:gauss=0.001" for r in range(4)))
     job = bench.finish(run)
-    said = {(e.fields["iteration"], e.fields["next"], e.fields["sigma"]) for e in job.events("sync.averaged")}
+    said = {(e.fields["iteration"], e.fields["next"], e.fields["sigma"]) for e in job.events("replicas.averaged")}
     assert len({turn for turn, _, _ in said}) == len(said) >= 2 and all(sigma > 0 for _, _, sigma in said)
     assert len(losses(run.loss_log)) == ITERATIONS
 

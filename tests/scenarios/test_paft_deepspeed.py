@@ -45,7 +45,7 @@ def test_a_scripts_own_loop_is_repaired_before_its_next_forward_and_its_run_is_t
     )  # fmt: skip
     finished(deepspeed_server, jobs, golden)
     job = finished(deepspeed_server, jobs, run)
-    (differs,) = job.events("sync.differs")
+    (differs,) = job.events("audit.failed")
     assert (differs.fields["iteration"], differs.fields["ranks"], differs.fields["majority"]) == (3, [2], True)
     assert_identical(run, golden, SCRIPT.ranks)
 

@@ -32,8 +32,8 @@ def places() -> Iterator[list[EmulatedHost]]:
 
 def resized(job: RunningJob) -> int:
     """The iteration at which state of another size was taken over, in this node's next incarnation."""
-    found = until(job, lambda lines: any(e["name"] == "restore.resized" for e in lines))
-    return int(next(e for e in reversed(found) if e["name"] == "restore.resized")["iteration"])
+    found = until(job, lambda lines: any(e["name"] == "state.resharded" for e in lines))
+    return int(next(e for e in reversed(found) if e["name"] == "state.resharded")["iteration"])
 
 
 @pytest.mark.timeout(900)  # seven starts of all ranks, one after another: four minutes for 16 on two idle cores
@@ -66,7 +66,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
     job.wait()
     assert 4 <= first < second < ITERATIONS
     for each in job.nodes.values():
-        assert not each.events("restore.scratch")
+        assert not each.events("state.lost")
 
     folder = tmp_path / "reference"  # one loss log for all three
     folder.mkdir()

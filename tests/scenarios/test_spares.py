@@ -60,22 +60,22 @@ def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
         job.start(f"n{index}", places[index])
     job.until_committed(4)
     job.destroy("n1")
-    first = int(str(event(job.nodes["n0"], "restore.resized")["iteration"]))
+    first = int(str(event(job.nodes["n0"], "state.resharded")["iteration"]))
     spare = job.nodes.pop(f"n{before - 1}")  # for its rank the round is too small
-    assert event(spare, "spare.asked")["segments"] == PER_NODE
+    assert event(spare, "spare.queried")["segments"] == PER_NODE
     assert event(spare, "spare.released")["segments"] == PER_NODE
     name = (spare.spec.run_dir.parent.name, spare.spec.run_dir.name)
     assert not segments_of(*name) and not previous_segments_of(*name), "its memory is given back while the job trains"
     assert int(str(event(spare, "spare.released")["lineage"])) > 1
     if again:
         fresh = job.start("s", places[before])
-        second = int(str(event(fresh, "restore.resized")["iteration"]))
+        second = int(str(event(fresh, "state.resharded")["iteration"]))
         assert first < second < ITERATIONS
     job.wait()
     assert spare.wait(BOUND)["status"] == "succeeded", spare.tail()
     assert 4 <= first < ITERATIONS
     for each in job.nodes.values():
-        assert not each.events("restore.scratch")
+        assert not each.events("state.lost")
 
     folder = tmp_path / "reference"  # one loss log for both
     folder.mkdir()

@@ -60,7 +60,7 @@ def complete(spec: JobSpec) -> list[str]:
 
 def go_on(spec: JobSpec) -> None:
     """Let the ranks that stand still go on."""
-    for line in events(spec, "rank.attach")[-spec.nproc :]:
+    for line in events(spec, "rank.attached")[-spec.nproc :]:
         os.kill(line["pid"], signal.SIGCONT)
 
 
@@ -74,7 +74,7 @@ def resumed(server: ForkServer, spec: JobSpec, tier: str = "storage") -> int:
     assert all(entry["torn"] == [] for entry in found)
     (iteration,) = {entry["restored"] for entry in found if entry.get("restart") == 0}
     assert all(entry["counter"] == entry["restored"] for entry in found if "restored" in entry)
-    told = [line for line in entries(spec.run_dir / "events.jsonl")[events:] if line["name"] == "restore.done"]
+    told = [line for line in entries(spec.run_dir / "events.jsonl")[events:] if line["name"] == "state.restored"]
     assert {(line["tier"], line["iteration"]) for line in told if line["lineage"]} >= {(tier, iteration)}
     return int(iteration)
 
@@ -106,7 +106,7 @@ def test_when_memory_is_gone_the_newest_checkpoint_is_resumed_from(
     assert complete(spec) == ["v1-4", "v2-8"]
     lose_memory(spec)
     assert resumed(torch_server, spec) == 8
-    lineages = {line["lineage"] for line in events(spec, "capture.commit") if line["iteration"] > 8}
+    lineages = {line["lineage"] for line in events(spec, "snapshot.sealed") if line["iteration"] > 8}
     assert lineages == {3}, "newer than any in storage, although memory knew of none"
 
 
@@ -137,7 +137,7 @@ def test_storage_asked_for_is_resumed_from_although_memory_has_newer(
 
 
 def persisted(line: Entry, iteration: int) -> bool:
-    return line["name"] == "persist.done" and line["iteration"] == iteration
+    return line["name"] == "checkpoint.completed" and line["iteration"] == iteration
 
 
 def test_a_trainer_killed_while_it_reads_resumes_from_the_same_checkpoint(
@@ -204,7 +204,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_passed_over_by_all(
     lose_memory(spec)
     damage(base(spec) / "v2-8", what, rank)
     assert resumed(torch_server, spec) == 4
-    told = events(spec, "checkpoint.damaged")
+    told = events(spec, "checkpoint.corrupted")
     assert [line["rank"] for line in told] == [0 if what == "manifest" else rank]
     assert "v2-8" in told[0]["reason"]
 
@@ -262,8 +262,8 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start_and_not_missed_lat
     go_on(spec)
     outcome = job.wait(BOUND)
     assert (outcome["status"], outcome["restarts"]) == ("succeeded", 1), job.tail()
-    assert {line["tier"] for line in events(spec, "restore.done")} == {"process"}
-    assert [line["rank"] for line in events(spec, "storage.unreachable")] == [0]
+    assert {line["tier"] for line in events(spec, "state.restored")} == {"process"}
+    assert [line["rank"] for line in events(spec, "storage.failed")] == [0]
 
 
 # ---- while it is written ----
@@ -308,7 +308,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(torch_server: ForkServe
         assert client.status()["storage"]["failed"] == found["reason"]
         assert os.listdir(base(spec)) == ["v1-4"]
         assert client.checkpoint("request", BOUND)["state"] == "done", "there is room again"
-    (failed,) = events(spec, "persist.failed")
+    (failed,) = events(spec, "checkpoint.failed")
     assert failed["newest_complete"] == str(base(spec) / "v1-4") and failed["iteration"] == 8
     go_on(spec)
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
@@ -320,10 +320,10 @@ def end_smp_started_without_faults(spec: JobSpec) -> None:
     with Client(spec.run_dir) as client:
         pid = client.status()["pid"]
     os.kill(pid, signal.SIGKILL)
-    started = len(events(spec, "smp.start"))
+    started = len(events(spec, "smp.started"))
     wait_for(
         spec.run_dir / "events.jsonl",
-        lambda found: len([line for line in found if line["name"] == "smp.start"]) > started,
+        lambda found: len([line for line in found if line["name"] == "smp.started"]) > started,
         BOUND,
     )
 
@@ -334,10 +334,10 @@ def test_turns_are_written_while_training_goes_on_and_only_the_newest_are_kept(
     spec = fills(jobs, tmp_path, 200, "--reft-checkpoint-interval", "20", "--reft-checkpoint-keep", "3")
     job = torch_server.start(spec)
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
-    done = [line["iteration"] for line in events(spec, "persist.done")]
+    done = [line["iteration"] for line in events(spec, "checkpoint.completed")]
     assert len(done) > 3 and done == sorted(done) and done[-1] == 200
     assert complete(spec) == sorted(f"v1-{iteration}" for iteration in done[-3:])
-    assert sorted(os.listdir(base(spec))) == complete(spec) and not events(spec, "persist.failed")
+    assert sorted(os.listdir(base(spec))) == complete(spec) and not events(spec, "checkpoint.failed")
     longer = dataclasses.replace(spec, argv=tuple("210" if word == "200" else word for word in spec.argv))
     assert resumed(torch_server, longer) == 200
 
@@ -382,7 +382,7 @@ def test_protection_that_is_lost_leaves_the_last_version_that_all_ranks_hold_in_
     job = torch_server.start(spec)
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
     assert {line["name"] for line in events(spec, "protection.lost")} == {"protection.lost"}
-    assert {line["reason"] for line in events(spec, "persist.begin")} == {"protection lost"}
+    assert {line["reason"] for line in events(spec, "checkpoint.started")} == {"protection lost"}
     assert complete(spec) == ["v1-6"]
     without = dataclasses.replace(spec, flags=spec.flags[: spec.flags.index("--ftp-faults")])
     assert resumed(torch_server, without) == 6
@@ -430,10 +430,10 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
             )  # fmt: skip
             running.append(torch_server.start(spec))
             path = spec.run_dir / "events.jsonl"
-            count = len(events(spec, "job.start"))
+            count = len(events(spec, "job.started"))
             if node == "node0":  # agents are sorted by address and pid: the first one takes rank 0
                 wait_for(
-                    path, lambda found, n=count: len([e for e in found if e["name"] == "job.start"]) > n - 1, BOUND
+                    path, lambda found, n=count: len([e for e in found if e["name"] == "job.started"]) > n - 1, BOUND
                 )
         return running
 
@@ -464,8 +464,8 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
             job.wait(BOUND)
         else:
             assert job.wait(BOUND)["status"] == "succeeded", job.tail()
-        assert not job.events("slot.corrupt") and not job.events("replica.differs")
-        assert [event.fields["tier"] for event in job.events("restore.done")] == ["storage"]
+        assert not job.events("slot.corrupted") and not job.events("replica.diverged")
+        assert [event.fields["tier"] for event in job.events("state.restored")] == ["storage"]
     found = [entry for entry in entries(tmp_path / "journal") if entry.get("restored")]
     assert [(entry["restored"], entry["torn"]) for entry in found] == [(iteration, []), (iteration, [])]
 
@@ -473,8 +473,8 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
 def counts_again(found: list[Entry]) -> bool:
     """Whether what was restored counts for the node tier."""
     names = [event["name"] for event in found]
-    since = found[names.index("restore.done") :] if "restore.done" in names else []
-    return any(event["name"] == "node.counts" and event["lineage"] == 1 for event in since)
+    since = found[names.index("state.restored") :] if "state.restored" in names else []
+    return any(event["name"] == "version.committed" and event["lineage"] == 1 for event in since)
 
 
 def free_port() -> int:

@@ -58,7 +58,7 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
         spec = jobs(**{**fields, "node": node, "nnodes": 2, "endpoint": endpoint, "nproc": RANKS // 2, "flags": flags})
         running.append(megatron_server.start(spec))
         if node == "node0":  # agents are sorted by address and pid: the first one started takes ranks 0 to 3
-            wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "smp.start" for e in lines), BOUND)
+            wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "smp.started" for e in lines), BOUND)
 
     def stopped(lines: list[dict[str, object]]) -> bool:
         return max((int(str(line["iteration"])) for line in lines), default=0) >= 6 and any(
@@ -68,7 +68,7 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
     wait_for(run.loss_log, stopped, BOUND)
     for job in running:  # the second incarnation, restored: each rank maps its own segment and no other
         newest: dict[int, int] = {
-            event.rank: event.pid for event in job.events("rank.attach") if event.rank is not None
+            event.rank: event.pid for event in job.events("rank.attached") if event.rank is not None
         }
         assert len(newest) == RANKS // 2
         for rank, pid in newest.items():
@@ -78,7 +78,7 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
     for job in running:
         outcome = job.wait(BOUND)
         assert outcome["status"] == "succeeded", job.tail()
-        restores = job.events("restore.done")
+        restores = job.events("state.restored")
         assert len(restores) == RANKS // 2
         assert {event.fields["iteration"] for event in restores} <= {3, 4}
     found = state_differences(run.digests, golden.digests, RANKS) + loss_differences(run.loss_log, golden.loss_log)
@@ -86,4 +86,4 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
 
 
 def newest_pid(running: list[RunningJob], rank: int) -> int:
-    return [event.pid for job in running for event in job.events("rank.attach") if event.rank == rank][-1]
+    return [event.pid for job in running for event in job.events("rank.attached") if event.rank == rank][-1]

@@ -15,6 +15,7 @@ import pytest
 
 from ft_plugins import cli
 from ft_plugins.config import Config, keys, run_directory
+from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness
 from ft_plugins.snapshot import paths
@@ -88,6 +89,19 @@ def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -
     assert [segment["path"] for segment in report["segments"]] == [str(path)]
     table = ft_plugins("status")
     assert job in table and f"pid {report['pid']}" in table and "none yet" in table and "gone" in table
+
+
+def test_status_shows_the_last_alarm_that_nothing_has_ended(ft_plugins: Command, job: str) -> None:
+    events = Events("n")
+    events.subscribe(file_sink(run_directory(job, "n") / "events.jsonl"))
+    assert json.loads(ft_plugins("status", "--job", job, "--json"))["alarm"] is None
+    events.emit(catalogue.CHECKPOINT_FAILED, lineage=1, iteration=20, reason="No space left on device")
+    text = f"checkpoint.failed: node n: No space left on device. {catalogue.CHECKPOINT_FAILED.action}"
+    alarm = json.loads(ft_plugins("status", "--job", job, "--json"))["alarm"]
+    assert (alarm["name"], alarm["text"]) == ("checkpoint.failed", text)
+    assert f"last alarm of job {job}, {alarm['time']}: {text}\n" in ft_plugins("status")
+    events.emit(catalogue.CHECKPOINT_COMPLETED, lineage=1, iteration=30)
+    assert "last alarm" not in ft_plugins("status")
 
 
 def test_end_drops_the_snapshots_and_ends_the_smp(ft_plugins: Command, job: str) -> None:

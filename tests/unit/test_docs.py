@@ -21,6 +21,7 @@ import typer
 
 from ft_plugins.cli import app
 from ft_plugins.config import deepspeed_json, keys
+from ft_plugins.events import catalogue
 from ft_plugins.launcher import command
 from ft_plugins.smp.wire import read_secret
 
@@ -193,14 +194,12 @@ def test_extras_in_the_documentation_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_of_the_project_in_the_documentation_exist(page: Path) -> None:
-    pytest.importorskip("ft_plugins.collective")
     named = re.findall(r"`((?:ft_plugins|launch|tests|benchmarks|docs|patches|\.ci)/[\w./]+)`", page.read_text())
     absent = [name for name in named if not (ROOT / name).exists()]
     assert not absent
 
 
 def test_events_in_the_documentation_exist() -> None:
-    catalogue = pytest.importorskip("ft_plugins.events.catalogue")
     named = {name for page in PAGES for name in re.findall(r"\[`([\w.]+)`\]\(events\.md", page.read_text())}
     assert named and named <= set(catalogue.EVENTS)
 

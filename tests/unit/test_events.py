@@ -14,8 +14,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.events import SUMMED, Event, Events, file_sink, read, recent_of
+from ft_plugins.events import (
+    SUMMED,
+    Event,
+    Events,
+    EventType,
+    Severity,
+    catalogue,
+    file_sink,
+    log_sink,
+    read,
+    recent_of,
+    standing_alarm,
+)
+from ft_plugins.events.declaration import Field
 from ft_plugins.testing.job_control import entries
+
+HAPPENED = EventType(
+    "a.b", Severity.NOTICE, "It happened.", number=Field("int", "which"), filler=Field("str", "of some length")
+)
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -45,18 +62,18 @@ def test_an_event_tells_who_speaks_and_reaches_every_sink_in_order(tmp_path: Pat
     events.subscribe(lambda event: seen.append((1, event)))
     events.subscribe(file_sink(tmp_path / "events.jsonl"))
     events.subscribe(lambda event: seen.append((2, event)))
-    event = events.emit("capture.commit", iteration=5, path=tmp_path)
+    event = events.emit(catalogue.SNAPSHOT_SEALED, iteration=5, slot=1)
     assert seen == [(1, event), (2, event)]
-    assert (event.name, event.node, event.rank, event.pid) == ("capture.commit", "node7", 3, os.getpid())
+    assert (event.name, event.node, event.rank, event.pid) == ("snapshot.sealed", "node7", 3, os.getpid())
     (found,) = read(tmp_path / "events.jsonl")  # a routine event stands in the file of recent ones
-    assert found.fields == {"iteration": 5, "path": str(tmp_path)} and found.time == event.time
+    assert found.fields == {"iteration": 5, "slot": 1} and found.time == event.time
     assert stat.S_IMODE(recent_of(tmp_path / "events.jsonl").stat().st_mode) == 0o600
 
 
 def test_a_field_that_says_whom_it_is_about_stands_in_the_speakers_place(tmp_path: Path) -> None:
     events = Events("n")
     events.subscribe(file_sink(tmp_path / "e"))
-    events.emit("worker.failed", rank=9, exitcode=1)
+    events.emit(catalogue.WORKER_FAILED, rank=9, exitcode=1)
     (found,) = read(tmp_path / "e")
     assert found.rank == 9 and found.fields == {"exitcode": 1}
 
@@ -70,7 +87,7 @@ def test_lines_of_many_processes_never_interleave(tmp_path: Path) -> None:
             events = Events("n", writer)
             events.subscribe(file_sink(path))
             for number in range(200):
-                events.emit("x.y", number=number, filler="z" * (number * 40))
+                events.emit(HAPPENED, number=number, filler="z" * (number * 40))
             os._exit(0)
         children.append(pid)
     for pid in children:
@@ -93,26 +110,26 @@ def test_a_last_line_cut_short_is_left_out_and_a_missing_file_is_empty(tmp_path:
 def test_a_device_that_is_full_costs_the_line_not_the_job() -> None:
     events = Events("n")
     events.subscribe(file_sink(Path("/dev/full")))
-    assert events.emit("a.b").name == "a.b"
+    assert events.emit(HAPPENED).name == "a.b"
 
 
 def test_an_event_file_that_cannot_be_opened_loses_the_event_and_nothing_else(tmp_path: Path) -> None:
     events, heard = Events("n"), []
     events.subscribe(file_sink(tmp_path / "missing" / "events.jsonl"))
     events.subscribe(heard.append)
-    events.emit("a.b")
+    events.emit(HAPPENED)
     assert [event.name for event in heard] == ["a.b"]
 
 
 def test_an_event_file_that_is_full_makes_room_and_the_one_before_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ft_plugins.events.FILE_LIMIT", 400)
+    monkeypatch.setattr("ft_plugins.events.stream.FILE_LIMIT", 400)
     path = tmp_path / "events.jsonl"
     events = Events("n")
     events.subscribe(file_sink(path))
     for number in range(20):
-        events.emit("a.b", number=number)
+        events.emit(HAPPENED, number=number)
     kept = [event.fields["number"] for place in (tmp_path / "events.jsonl.1", path) for event in read(place)]
     assert kept == list(range(20))[-len(kept) :] and len(kept) >= 4
     assert {found.name for found in tmp_path.iterdir()} <= {"events.jsonl", "events.jsonl.1"}
@@ -124,20 +141,22 @@ def test_a_recovery_stays_in_the_history_however_many_iterations_follow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
 ) -> None:
     """One rank, with a thirty-second of the room that the ranks of a node share."""
-    monkeypatch.setattr("ft_plugins.events.FILE_LIMIT", 1 << 20)
-    monkeypatch.setattr("ft_plugins.events.RECENT_LIMIT", 1 << 20, raising=False)
+    monkeypatch.setattr("ft_plugins.events.stream.FILE_LIMIT", 1 << 20)
+    monkeypatch.setattr("ft_plugins.events.stream.RECENT_LIMIT", 1 << 20, raising=False)
     path = tmp_path / "events.jsonl"
     events = Events("n", 0)
     events.subscribe(file_sink(path))
-    events.emit("restore.done", iteration=7)
+    events.emit(catalogue.STATE_RESTORED, iteration=7)
     for iteration in range(8, 8 + iterations):
-        events.emit("fence.wait", iteration=iteration, seconds=0.001)
-        events.emit("capture.commit", lineage=2, iteration=iteration, seconds=0.25, bytes=1 << 30, slot=iteration % 3)
-    events.emit("rank.end")
+        events.emit(catalogue.FENCE_WAITED, iteration=iteration, seconds=0.001)
+        events.emit(
+            catalogue.SNAPSHOT_SEALED, lineage=2, iteration=iteration, seconds=0.25, bytes=1 << 30, slot=iteration % 3
+        )
+    events.emit(catalogue.RANK_ENDED)
     history = [event for place in (tmp_path / "events.jsonl.1", path) for event in read(place)]
-    assert [event.name for event in history].count("restore.done") == 1
-    summed = [event.fields for event in history if event.name == "routine.summary"]
-    commits = [fields for fields in summed if fields["of"] == "capture.commit"]
+    assert [event.name for event in history].count("state.restored") == 1
+    summed = [event.fields for event in history if event.name == "routine.summed"]
+    commits = [fields for fields in summed if fields["of"] == "snapshot.sealed"]
     assert sum(fields["count"] for fields in commits) == iterations
     assert sum(fields["count"] for fields in summed) == 2 * iterations
     assert (commits[0]["first"], commits[-1]["last"]) == (8, 7 + iterations)
@@ -149,10 +168,10 @@ def test_a_summary_says_how_often_from_when_to_when_and_which_was_the_longest(tm
     events.subscribe(file_sink(tmp_path / "events.jsonl"))
     for iteration in range(1, 2 * SUMMED + 1):
         seconds = 9.0 if iteration == 5 else 0.5
-        events.emit("capture.commit", lineage=1, iteration=iteration, seconds=seconds, bytes=10, slot=0)
-    first, second = (e for e in read(tmp_path / "events.jsonl") if e.name == "routine.summary")
+        events.emit(catalogue.SNAPSHOT_SEALED, lineage=1, iteration=iteration, seconds=seconds, bytes=10, slot=0)
+    first, second = (e for e in read(tmp_path / "events.jsonl") if e.name == "routine.summed")
     assert first.rank == 3 and first.fields == {
-        "of": "capture.commit", "count": SUMMED, "first": 1, "last": SUMMED, "seconds": 0.5 * (SUMMED - 1) + 9.0,
+        "of": "snapshot.sealed", "count": SUMMED, "first": 1, "last": SUMMED, "seconds": 0.5 * (SUMMED - 1) + 9.0,
         "longest": 9.0, "longest_at": 5, "bytes": 10 * SUMMED,
     }  # fmt: skip
     assert (second.fields["first"], second.fields["last"], second.fields["longest"]) == (SUMMED + 1, 2 * SUMMED, 0.5)
@@ -164,15 +183,15 @@ def test_what_came_before_an_event_of_note_stands_before_it_and_every_recent_eve
     path = tmp_path / "events.jsonl"
     events = Events("n", 0)
     events.subscribe(file_sink(path))
-    events.emit("rank.attach")
+    events.emit(catalogue.RANK_ATTACHED)
     for iteration in (1, 2, 3):
-        events.emit("fence.wait", iteration=iteration, seconds=0.5)
-    events.emit("protection.lost", reason="no SMP")
-    events.emit("fence.wait", iteration=4, seconds=0.5)
+        events.emit(catalogue.FENCE_WAITED, iteration=iteration, seconds=0.5)
+    events.emit(catalogue.PROTECTION_LOST, reason="no SMP")
+    events.emit(catalogue.FENCE_WAITED, iteration=4, seconds=0.5)
     names = [json.loads(line)["name"] for line in path.read_text().splitlines()]
-    assert names == ["rank.attach", "routine.summary", "protection.lost"]
+    assert names == ["rank.attached", "routine.summed", "protection.lost"]
     assert stat.S_IMODE(recent_of(path).stat().st_mode) == 0o600
-    both = ["rank.attach", *["fence.wait"] * 3, "routine.summary", "protection.lost", "fence.wait"]
+    both = ["rank.attached", *["fence.waited"] * 3, "routine.summed", "protection.lost", "fence.waited"]
     assert [event.name for event in read(path)] == both == [entry["name"] for entry in entries(path)]
 
 
@@ -180,15 +199,17 @@ def test_threads_of_one_process_share_a_summary(tmp_path: Path) -> None:
     events = Events("n", 0)
     events.subscribe(file_sink(tmp_path / "events.jsonl"))
     threads = [
-        threading.Thread(target=lambda: [events.emit("fence.wait", iteration=i, seconds=1.0) for i in range(500)])
+        threading.Thread(
+            target=lambda: [events.emit(catalogue.FENCE_WAITED, iteration=i, seconds=1.0) for i in range(500)]
+        )
         for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    events.emit("rank.end")
-    summed = [event.fields["count"] for event in read(tmp_path / "events.jsonl") if event.name == "routine.summary"]
+    events.emit(catalogue.RANK_ENDED)
+    summed = [event.fields["count"] for event in read(tmp_path / "events.jsonl") if event.name == "routine.summed"]
     assert sum(summed) == 2000 and max(summed) <= SUMMED
 
 
@@ -209,11 +230,71 @@ def test_what_was_written_before_and_after_a_disk_was_full_can_be_read(small_mou
     events = Events("n")
     events.subscribe(file_sink(path))
     for number in range(60):
-        events.emit("a.b", number=number, filler="y" * 50)
+        events.emit(HAPPENED, number=number, filler="y" * 50)
     ballast.unlink()
     for number in range(60, 70):
-        events.emit("a.b", number=number)
+        events.emit(HAPPENED, number=number)
     found = [event.fields["number"] for event in read(path)]
     assert found == sorted(found) and found[:10] == list(range(10)) and found[-8:] == list(range(62, 70))
     assert len(found) < 70, "some were lost"
     assert all(json.loads(event.line())["name"] == "a.b" for event in read(path))
+
+
+def test_what_was_not_declared_is_refused_in_tests_and_written_all_the_same_in_production(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events("n")
+    events.subscribe(file_sink(tmp_path / "e"))
+    with pytest.raises(ValueError, match=r"event smp\.lost declares no field color, shape"):
+        events.emit(catalogue.SMP_LOST, pid=3, shape="round", color="red")
+    for wrong in ("3", None, True, 3.0):
+        with pytest.raises(ValueError, match=r"event smp\.lost: not of the declared type: pid="):
+            events.emit(catalogue.SMP_LOST, pid=wrong)
+    events.emit(catalogue.STATE_RESTORED, lineage=None, seconds=3)
+    monkeypatch.setattr(Events, "strict", False)
+    events.emit(catalogue.SMP_LOST, pid="3", color="red")
+    assert [event.fields for event in read(tmp_path / "e")] == [{"lineage": None, "seconds": 3}, {"color": "red"}]
+
+
+def test_the_log_has_alarms_and_their_end_from_one_rank_where_all_report_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for rank in (0, 1):
+        events = Events("b", rank)
+        events.subscribe(log_sink())
+        events.emit(catalogue.RANK_ENDED)
+        events.emit(catalogue.FENCE_WAITED, iteration=1, seconds=1.0)
+        events.emit(catalogue.STATE_LOST, reason="no version", completed=0, lost=4)
+        events.emit(catalogue.PROTECTION_LOST, reason="rank 0 stopped.", echo=rank == 1)
+        events.emit(catalogue.PROTECTION_RESTORED, reason="all is well")
+    agent = Events("b")
+    agent.subscribe(log_sink("ft-run: "))
+    agent.emit(catalogue.SMP_LOST, pid=7)
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.splitlines() == [
+        f"ft_plugins: state.lost: rank 0 (node b): no version. {catalogue.STATE_LOST.action}",
+        f"ft_plugins: protection.lost: rank 0 (node b): rank 0 stopped. {catalogue.PROTECTION_LOST.action}",
+        "ft_plugins: protection.restored: rank 0 (node b): all is well",
+        "ft_plugins: protection.restored: rank 1 (node b): all is well",
+        "ft-run: smp.lost: node b: The SMP of this node died; another one is started and adopts its snapshots (pid 7). "
+        + catalogue.SMP_LOST.action,
+    ]
+
+
+def test_an_alarm_stands_until_an_event_ends_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = Events("n")
+    events.subscribe(file_sink(path))
+    assert standing_alarm(path) is None
+    steps = [
+        (catalogue.SMP_STARTED, None),
+        (catalogue.CHECKPOINT_FAILED, "checkpoint.failed"),
+        (catalogue.PROTECTION_RESTORED, "checkpoint.failed"),
+        (catalogue.SMP_LOST, "smp.lost"),
+        (catalogue.CHECKPOINT_COMPLETED, "smp.lost"),
+        (catalogue.PROTECTION_RESTORED, None),
+    ]
+    for kind, expected in steps:
+        events.emit(kind)
+        alarm = standing_alarm(path)
+        assert (alarm and alarm.name) == expected

@@ -126,11 +126,11 @@ def test_the_next_incarnation_goes_on_where_the_last_one_stood_random_numbers_in
     assert (first["resumed"], second["resumed"], second["restored_iteration"]) == (0, 5, 5)
     assert second["restored_w"] == {5.0}
     assert second["drawn"] == whole["drawn"] and len(whole["drawn"]) == 9
-    done = node.events("restore.done")[-1].fields
+    done = node.events("state.restored")[-1].fields
     assert (done["iteration"], done["completed"], done["lost"], done["tier"]) == (5, 5, 0, "process")
-    commits = [event.fields["iteration"] for event in node.events("capture.commit")]
+    commits = [event.fields["iteration"] for event in node.events("snapshot.sealed")]
     assert commits == [*range(1, 10), *range(1, 6), *range(6, 10)]
-    assert len(node.events("fence.wait")) >= 15
+    assert len(node.events("fence.waited")) >= 15
 
 
 def test_a_checkpoint_that_cannot_be_written_stands_in_the_jobs_own_log_once(
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_cannot_be_written_stands_in_the_jobs_own_log_once(
 
     live(2)
     deadline = time.monotonic() + 30
-    while not node.events("persist.failed"):
+    while not node.events("checkpoint.failed"):
         assert time.monotonic() < deadline
     live(9)
     alarms = [line for line in capfd.readouterr().err.splitlines() if "checkpoint.failed" in line]
@@ -158,12 +158,12 @@ def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
     live(3)
     printed, alarms = capfd.readouterr()
     assert "ft_plugins: training starts from the beginning (no version was captured before)" in printed
-    assert "start" not in alarms and "scratch" not in alarms
-    assert [event.name for event in node.events("start.fresh") + node.events("restore.scratch")] == ["start.fresh"]
+    assert "training.started" not in alarms and "state.lost" not in alarms
+    assert [event.name for event in node.events("training.started") + node.events("state.lost")] == ["training.started"]
     live(1, resume="fresh")
     printed, alarms = capfd.readouterr()
     assert "recovery: from the beginning (--ftp-resume fresh), 3 lost" in printed
-    assert "restore.scratch: rank 0: --ftp-resume fresh" in alarms
+    assert f"state.lost: rank 0 (node {node.run_dir.name}): --ftp-resume fresh" in alarms
 
 
 def test_encryption_on_a_single_node_says_that_it_has_no_effect(
@@ -179,9 +179,9 @@ def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(
     node: Node, live: Callable[..., dict[str, Any]]
 ) -> None:
     live(8, reft={"interval": 3})
-    assert [event.fields["iteration"] for event in node.events("capture.commit")] == [3, 6]
+    assert [event.fields["iteration"] for event in node.events("snapshot.sealed")] == [3, 6]
     assert live(8, reft={"interval": 3})["resumed"] == 6
-    done = node.events("restore.done")[-1].fields
+    done = node.events("state.restored")[-1].fields
     assert (done["iteration"], done["completed"], done["lost"]) == (6, 8, 2)
 
 
@@ -227,7 +227,7 @@ def test_a_node_alone_does_not_begin_from_nothing_what_went_on_without_it(
     kind, text, _ = live(3)["error"]
     assert kind == "ResumeError" and "went on in lineage 3 with others" in text and "--ftp-resume fresh" in text
     assert live(3, resume="fresh")["resumed"] == 0
-    assert live(4)["resumed"] == 3 and node.events("restore.done")[-1].fields["lineage"] == 4
+    assert live(4)["resumed"] == 3 and node.events("state.restored")[-1].fields["lineage"] == 4
 
 
 def test_memory_that_was_asked_for_without_protection_is_refused(ranks: Ranks) -> None:
@@ -271,9 +271,9 @@ def test_a_failed_capture_costs_protection_not_training_for_as_long_as_allowed(
     assert kind == "ProtectionError" and "rank 0: iteration 7" in text and "for 4 iterations" in text
     (lost,) = node.events("protection.lost")
     assert "capture.bucket.begin" in lost.fields["reason"] and lost.fields["max_steps"] == 4
-    assert [event.fields["iteration"] for event in node.events("capture.commit")] == [1, 2]
+    assert [event.fields["iteration"] for event in node.events("snapshot.sealed")] == [1, 2]
     assert live(0)["resumed"] == 2, "what was captured before is still there"
-    (restored,) = node.events("restore.done")
+    (restored,) = node.events("state.restored")
     assert (restored.fields["completed"], restored.fields["lost"]) == (7, 5), "what ran without protection is lost too"
 
 
@@ -289,13 +289,13 @@ def test_protection_that_was_lost_and_is_gained_again_by_a_restart_is_said_once(
     node: Node, live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     live(6, faults="capture.seal.before@iteration=3:raise")
-    said = "ft_plugins: protection.gained: rank 0: snapshots are taken again\n"
+    said = f"ft_plugins: protection.restored: rank 0 (node {node.run_dir.name}): snapshots are taken again\n"
     assert said not in capfd.readouterr().err
     live(7)
     assert capfd.readouterr().err.count(said) == 1
     live(8)
     assert said not in capfd.readouterr().err
-    assert len(node.events("protection.gained")) == 1
+    assert len(node.events("protection.restored")) == 1
 
 
 def test_small_state_that_outgrows_its_room_costs_protection_only(
@@ -390,7 +390,7 @@ def test_ranks_on_two_nodes_resume_together_what_they_share_and_what_is_their_ow
         assert [found["error"] for found in (*first, *second)] == [None] * 4
         assert [found["resumed"] for found in second] == [4, 4]
         assert [found["restored_w"] for found in second] == [{4.0}, {4.0}]
-        captured = [node.events("capture.commit")[-1].fields["bytes"] for node in both]
+        captured = [node.events("snapshot.sealed")[-1].fields["bytes"] for node in both]
         assert sum(captured) == (4096 if replicated else 2 * 4096), (
             "what is shared is captured once, a half on each node"
         )
@@ -443,7 +443,7 @@ def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
     assert [found["resumed"] for found in second] == [4] * 3
     assert [found["restored_w"] for found in second] == [{4.0}] * 3
     assert second[lost]["drawn"] == second[(lost + 1) % 3]["drawn"], "its random numbers go on as the others' do"
-    (done,) = [event for event in three[lost].events("restore.done") if event.rank == lost]
+    (done,) = [event for event in three[lost].events("state.restored") if event.rank == lost]
     assert (done.fields["tier"], done.fields["iteration"], done.fields["lost"]) == ("node", 4, 0)
     (rebuilt,) = three[lost].events("slot.rebuilt")
     assert rebuilt.fields["decoded"] and rebuilt.fields["about"] == lost
@@ -510,7 +510,7 @@ def test_a_rank_without_protection_leaves_all_without_and_all_know(node: Node, r
     assert [outcome["error"] for outcome in found] == [None, None]
     assert [outcome["iteration"] for outcome in found] == [3, 3]
     assert node.events("protection.lost")[-1].fields["reason"] == "rank 1 is not protected"
-    assert node.events("capture.commit") == []
+    assert node.events("snapshot.sealed") == []
     found = ranks(_incarnation, 2, [node.run_dir, None], node.fence(), 3, {"require_protection": True})
     assert [outcome["error"][0] for outcome in found] == ["ProtectionError"] * 2
     assert [outcome["error"][2] for outcome in found] == [True, False]

@@ -104,7 +104,7 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
         assert first[rank][1] | second[rank][1] == whole[rank][1]
     slots = node.status()["segments"][0]["slots"]
     assert {slot["iteration"]: slot.get("mark") for slot in slots} == {10: "drifting", 11: "drifting", 12: None}
-    turns = node.events("sync.averaged")
+    turns = node.events("replicas.averaged")
     assert {event.fields["iteration"] for event in turns} >= {5, 9}
 
 
@@ -146,7 +146,7 @@ def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is
     first = ranks(_until_found, 2, block, node.run_dir, node.fence())
     assert first[0][0][4] != first[1][0][4], "two that differ: one of these two"
     assert all(("replicas of iteration 4 differ" in error) == (chosen == "rollback") for _, error in first)
-    assert [event.fields["iterations"] for event in node.events("version.void")] == [[4], [4]]
+    assert [event.fields["iterations"] for event in node.events("version.voided")] == [[4], [4]]
     second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 8)
     for rank in range(2):
         assert second[rank][0] == 3
@@ -219,7 +219,7 @@ def test_a_job_that_went_wrong_before_its_first_certified_version_starts_from_th
     block = {"paft": paft, "reft": {}, "node_name": "n", "faults": EARLY_FLIP}
     first = ranks(_until_found, 3, block, node.run_dir, node.fence(), EVERY)
     assert all(("replicas of iteration 5 differ" in error) == (chosen == "rollback") for _, error in first)
-    assert {event.rank: event.fields["since"] for event in node.events("version.void")} == {0: 0, 1: 0, 2: 0}
+    assert {event.rank: event.fields["since"] for event in node.events("version.voided")} == {0: 0, 1: 0, 2: 0}
     second = ranks(_life, 3, {**block, "faults": ""}, node.run_dir, node.fence(), 8)
     assert second == [(0, versions) for _, versions in clean]
 
@@ -230,7 +230,7 @@ def test_a_verdict_behind_an_update_voids_snapshots_as_one_before_an_update_does
     block = {"paft": {**ROLLBACK, "mode": "sync", "h": EVERY}, "reft": {}, "node_name": "n"}
     first = ranks(_until_sent_back, 2, {**block, "faults": SEEN_BY_FIRST}, node.run_dir, node.fence(), 8)
     assert all("replicas of iteration 5 differ" in error for _, _, error in first)
-    assert [event.fields["since"] for event in node.events("version.void")] == [0, 0]
+    assert [event.fields["since"] for event in node.events("version.voided")] == [0, 0]
     assert not marks_in(node.status())
 
 
@@ -249,7 +249,7 @@ def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_com
     second = ranks(_life, 2, {**block, "faults": ""}, node.run_dir, node.fence(), 17)
     for rank in range(2):
         assert second[rank] == (10, {step: clean[rank][1][step] for step in range(11, 18)})
-    (done,) = {(event.fields["iteration"], event.fields["mark"]) for event in node.events("restore.done")}
+    (done,) = {(event.fields["iteration"], event.fields["mark"]) for event in node.events("state.restored")}
     assert done == (10, "certified")
 
 
@@ -302,7 +302,8 @@ def test_a_lost_node_is_rebuilt_from_a_version_that_is_certified(
     second = ranks(_on_two_nodes, 2, block, places("n0", "n2"), 0, 15)
     (resumed,) = {found for found, _ in second}
     assert resumed in (5, 10), "whichever had come to count"
-    (done,) = {(e.fields["iteration"], e.fields["tier"], e.fields["mark"]) for e in nodes("n2").events("restore.done")}
+    restored = nodes("n2").events("state.restored")
+    (done,) = {(e.fields["iteration"], e.fields["tier"], e.fields["mark"]) for e in restored}
     assert done == (resumed, "node", "certified")
     for rank, (_, versions) in enumerate(second):
         assert versions == {step: clean[rank][1][step] for step in range(resumed + 1, 16)}

@@ -73,8 +73,8 @@ def test_after_the_first_iterations_every_rank_knows_the_spans_of_all(
         assert timeline.shape == ((Kind.FORWARD, rank, 0), (Kind.UPDATE, -1, 0))
     done = sorted(read(tmp_path / "events.jsonl"), key=lambda event: event.rank)
     assert [(event.name, event.rank, event.fields["spans"]) for event in done] == [
-        ("profile.done", 0, 2),
-        ("profile.done", 1, 2),
+        ("profile.completed", 0, 2),
+        ("profile.completed", 1, 2),
     ]
     printed = capfd.readouterr().out
     assert printed.count("where an iteration's time goes") == 1, "by one rank"
@@ -108,7 +108,7 @@ def _plan(rank: int, world: int, run_dir: Path, link_mbps: float | None = 8_000.
 
 def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, tmp_path: Path) -> None:
     ranks(_plan, 2, tmp_path)
-    told = sorted((e for e in read(tmp_path / "events.jsonl") if e.name == "baft.timeline"), key=lambda e: e.rank)
+    told = sorted((e for e in read(tmp_path / "events.jsonl") if e.name == "timeline.recorded"), key=lambda e: e.rank)
     rows = [Row.read(event.rank, event.fields) for event in told]
     assert [(row.rank, row.receiver, row.nbytes) for row in rows] == [(0, 1, 8), (1, 0, 16)]
     assert all([kind for kind, _, _ in row.spans] == [Kind.FORWARD, Kind.UPDATE] for row in rows)
@@ -186,7 +186,7 @@ def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_th
         assert gate.read() is None
     session.shutdown()
     assert seen == [None, None, 0, 0, 0, None, None]
-    (done,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.done"]
+    (done,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.completed"]
     assert done.fields["left_out"] == [4]
 
 
@@ -245,7 +245,7 @@ def test_a_profile_that_no_longer_fits_is_measured_and_planned_anew_and_the_gate
     lengths = [length for phase, length in first[7:again]]
     assert again > 10 and max(lengths) < 90, "longer bubbles are not used before they were measured"
     assert max(length for phase, length in first[again + 3 :] if phase == "planned") >= 90
-    plans = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.done"]
+    plans = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.completed"]
     assert len(plans) >= 4, "two of each rank"
 
 

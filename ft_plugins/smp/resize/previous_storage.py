@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FtError
-from ...events import Events
+from ...events import Events, catalogue
 from ...snapshot.retention import Storage
 from ...snapshot.slots import SlotState
 from ..alarms import Alarms
@@ -64,7 +64,7 @@ class PreviousStorage:
                         self._running[size] = self._begin(replace(storage, interval=0, world_size=size))
                 except (FtError, OSError) as error:
                     newest = {"state": "failed", "reason": f"state of {size} ranks cannot be read: {error}"}
-                    self._events.emit("persist.failed", reason=newest["reason"])
+                    self._events.emit(catalogue.CHECKPOINT_FAILED, reason=newest["reason"])
             running = list(self._running.values())
         for persister in running:
             outcome = persister.request(reason, max(0.0, deadline - time.monotonic()))

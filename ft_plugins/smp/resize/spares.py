@@ -10,7 +10,7 @@ nothing.
     release  the job is safe in this lineage: drop what is older
 
 In: requests from SMPs of other nodes; there, the spares' endpoints (`spares.json` in the run directory, for a
-replacement SMP). Out: reports; memory freed; `spare.asked`, `spare.released`, `spare.unreached` events.
+replacement SMP). Out: reports; memory freed; `spare.queried`, `spare.released`, `release.failed` events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from ... import files
 from ...errors import FtError, ProtocolError
-from ...events import Events
+from ...events import Events, catalogue
 from ...intake import Count, read_json
 from ...snapshot.segment import Segment
 from .. import liveness
@@ -70,7 +70,7 @@ class SpareServer:
         files.write_json(self._asked_under_file, smp.token)
         own = smp.segments_of_other_sizes(world_size)
         reported = [*own, *smp.previous.all()]
-        smp.events.emit("spare.asked", ranks=world_size, segments=len(reported))
+        smp.events.emit(catalogue.SPARE_QUERIED, ranks=world_size, segments=len(reported))
         return {
             **smp.previous.report(own),
             "lineage": max((segment.newest_lineage for segment in reported), default=0),
@@ -93,7 +93,7 @@ class SpareServer:
         smp.tier.release(lineage)
         self.forget()
         if dropped:
-            smp.events.emit("spare.released", segments=dropped, lineage=lineage)
+            smp.events.emit(catalogue.SPARE_RELEASED, segments=dropped, lineage=lineage)
         return {"dropped": dropped}
 
     def forget(self) -> None:
@@ -188,7 +188,7 @@ class SpareClient:
                 break
             time.sleep(_RELEASE_PAUSE_SECONDS)
         else:
-            self._events.emit("spare.unreached", spares=[list(one) for one in endpoints], reason=reason)
+            self._events.emit(catalogue.RELEASE_FAILED, spares=[list(one) for one in endpoints], reason=reason)
         with self._lock:
             self._releasing -= done
             self._remember()

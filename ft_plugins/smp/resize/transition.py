@@ -4,13 +4,14 @@ Invariant: state of a previous size is removed only when the job is safe without
 version they restore. A checkpoint being written from it is abandoned first.
 
 In: the job's number of ranks, the version that the ranks restore. Out: segments moved out of the SMP's own, moved back,
-or removed; `smp.resize` and `smp.settled` events.
+or removed; `job.resized` and `resize.finished` events.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ...events import catalogue
 from ...snapshot.slots import SlotState, Version
 from .context import ResizeContext
 from .spares import SpareClient
@@ -37,7 +38,7 @@ class ResizeTransition:
             left = smp.previous.switch(smp.segments, world_size)
             smp.persister.let_go(left)
         if left:
-            smp.events.emit("smp.resize", ranks=world_size, set_aside=sorted(left))
+            smp.events.emit(catalogue.JOB_RESIZED, ranks=world_size, retained=sorted(left))
         return bool(smp.previous)
 
     def report(self) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class ResizeTransition:
             safe = self._safe_version()  # again: stopping takes seconds, another incarnation may have begun
             if safe is None:
                 return
-            smp.events.emit("smp.settled", segments=smp.previous.drop())
+            smp.events.emit(catalogue.RESIZE_FINISHED, segments=smp.previous.drop())
             if not self._protected:  # nodes do not protect each other at this size: parity of the previous one is left
                 smp.tier.unprotect()
         self._spares.release(safe.lineage, _RELEASE_SECONDS)

@@ -248,7 +248,7 @@ def test_such_an_error_ends_the_loop_and_the_version_before_stays(node: Node, ra
     node.start()
     [(kind, words)] = ranks(_changed, 1, node.run_dir, node.fence())
     assert kind is StateChangedError and "iteration 3: 'late' was added" in words
-    assert [event.fields["iteration"] for event in node.events("capture.commit")] == [1, 2]
+    assert [event.fields["iteration"] for event in node.events("snapshot.sealed")] == [1, 2]
     [(_, read)] = ranks(_life, 1, node.run_dir, node.fence(), ITERATIONS + 1)
     assert min(read) == 3 and node.events("protection.lost") == []
 

@@ -62,8 +62,9 @@ def test_how_sure_a_null_comparison_is_is_told_beside_it() -> None:
 
 def counts(*versions: tuple[int, int, int]) -> list[Event]:
     """A version that counts for each (iteration, bytes in bubbles, bytes late)."""
-    found = [Event("node.counts", 0.0, fields={"iteration": at, "in": i, "late": late}) for at, i, late in versions]
-    return [Event("baft.plan", 0.0), *found]
+    fields = [{"iteration": at, "in": i, "late": late} for at, i, late in versions]
+    found = [Event("version.committed", 0.0, fields=each) for each in fields]
+    return [Event("bubbles.planned", 0.0), *found]
 
 
 def test_what_went_is_counted_from_the_first_version_to_the_last_that_was_followed_by_another_one() -> None:

@@ -28,8 +28,8 @@ def test_one_replica_struck_in_every_iteration_ends_as_the_clean_run_when_audite
     assert len(set(ended[CLEAN].digests)) == 1
     assert set(ended[AUDIT].digests) == set(ended[CLEAN].digests)
     assert len(set(ended[ALONE].digests)) > 1
-    assert [event.fields["iteration"] for event in ended[AUDIT].named("sync.differs")] == [*range(1, ITERATIONS + 1)]
-    assert {event.rank for event in ended[AUDIT].named("fault.struck")} == {1}
+    assert [event.fields["iteration"] for event in ended[AUDIT].named("audit.failed")] == [*range(1, ITERATIONS + 1)]
+    assert {event.rank for event in ended[AUDIT].named("fault.injected")} == {1}
 
 
 def test_averaged_replicas_end_together_and_are_judged_on_the_way(tmp_path: Path) -> None:

@@ -307,8 +307,8 @@ def test_a_job_that_succeeds_returns_its_values_and_leaves_nothing_behind(node: 
     outcome = node.run(succeed)
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: [0, 0, 1], 1: [1, 0, 1]})
     assert not liveness.held(node.job.run_dir / "smp.lock") and not liveness.held(node.job.run_dir / "lock")
-    assert [event["status"] for event in node.events("job.end")] == ["succeeded"]
-    assert [(event["nproc"], event["script"]) for event in node.events("job.start")] == [(2, "succeed")]
+    assert [event["status"] for event in node.events("job.ended")] == ["succeeded"]
+    assert [(event["nproc"], event["script"]) for event in node.events("job.started")] == [(2, "succeed")]
 
 
 def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_a_new_token(node: Node) -> None:
@@ -317,7 +317,7 @@ def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: [0, 1, 2], 1: [1, 1, 2]})
     failed = node.events("worker.failed")
     assert [(event["rank"], event["exitcode"], event["signal"]) for event in failed] == [(1, -9, "SIGKILL")]
-    [restart] = node.events("workers.restart")
+    [restart] = node.events("workers.restarted")
     assert (restart["restart"], restart["token"]) == (1, 2)
     assert restart["seconds"] < 25 and time.monotonic() - before < WAIT  # torch would wait 30 s for the peer
 
@@ -328,7 +328,7 @@ def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node: Node) ->
     os.kill(pids[1], signal.SIGKILL)
     outcome = node.outcome()
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: 0, 1: 1})
-    assert node.events("workers.restart")[0]["seconds"] < 25
+    assert node.events("workers.restarted")[0]["seconds"] < 25
 
 
 def test_a_job_that_fails_in_the_same_way_before_its_first_iteration_is_started_twice(node: Node) -> None:
@@ -336,8 +336,8 @@ def test_a_job_that_fails_in_the_same_way_before_its_first_iteration_is_started_
     assert (outcome.status, outcome.restarts) == ("stuck", 1)
     assert "failed twice in the same way before the first iteration" in outcome.reason
     assert "rank 1 exited with status 1: RuntimeError: the loss is infinite" in outcome.reason
-    assert [event["restart"] for event in node.events("workers.restart")] == [1]
-    assert [event["status"] for event in node.events("job.end")] == ["stuck"]
+    assert [event["restart"] for event in node.events("workers.restarted")] == [1]
+    assert [event["status"] for event in node.events("job.ended")] == ["stuck"]
     assert liveness.held(node.job.run_dir / "smp.lock")  # it keeps what there is
 
 
@@ -450,5 +450,5 @@ def test_a_terminated_agent_ends_its_ranks_and_leaves_the_memory(node: Node) -> 
     os.kill(agent.pid or 0, signal.SIGTERM)
     assert node.told.hear("agent") == ["SignalException"]
     assert all(gone(pid) for pid in ranks.values())
-    assert [event["status"] for event in node.events("job.end")] == ["signalled"]
+    assert [event["status"] for event in node.events("job.ended")] == ["signalled"]
     assert len(node.left_behind()) == 2

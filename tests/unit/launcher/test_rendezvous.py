@@ -902,7 +902,7 @@ def test_workers_that_start_again_because_a_round_is_over_have_a_reason_in_the_e
     agent._events.subscribe(lambda event: happened.append(event.fields["reason"]))
     agent._failed_at, alone.over = (1.0 if failed else None), "node x was not heard of"
     agent._restart_workers(agent._worker_group)
-    assert happened == ([] if failed else ["round.over", "node x was not heard of"])
+    assert happened == ([] if failed else ["round.ended", "node x was not heard of"])
     assert agent._worker_group.spec.max_restarts == (3 if failed else 4)
 
 

@@ -113,15 +113,15 @@ def story(tmp_path: Path) -> Iterator[Story]:
 
 def test_a_killed_smp_is_reported_and_replaced_by_one_that_knows_whom_to_watch(story: Story) -> None:
     first = story.watcher.start()
-    assert story.next() == ("smp.start", {"pid": first})
+    assert story.next() == ("smp.started", {"pid": first})
     for _ in range(2):
         old = story.smp.started[-1].pid
         story.smp.kill()
         assert story.next() == ("smp.lost", {"pid": old})
         started, new = story.next(), story.smp.started[-1].pid
-        assert started == ("smp.start", {"pid": new})
+        assert started == ("smp.started", {"pid": new})
         reason = f"a new SMP, pid {new}, has taken over what the lost one kept"
-        assert story.next() == ("protection.gained", {"reason": reason})
+        assert story.next() == ("protection.restored", {"reason": reason})
     assert story.smp.watched == [(process.pid, os.getpid()) for process in story.smp.started]
     assert len(story.smp.started) == 3
 
@@ -131,7 +131,8 @@ def test_while_none_can_be_started_each_try_is_an_alarm_and_the_next_one_counts(
     story.smp.refusals = 2
     story.smp.kill()
     names = [story.next()[0] for _ in range(6)]
-    assert names == ["smp.start", "smp.lost", "protection.lost", "protection.lost", "smp.start", "protection.gained"]
+    lost = ["smp.lost", "protection.lost", "protection.lost"]
+    assert names == ["smp.started", *lost, "smp.started", "protection.restored"]
 
 
 def test_it_raises_when_there_is_none_at_the_start(story: Story) -> None:
@@ -182,7 +183,7 @@ def test_an_smp_that_hangs_is_ended_and_replaced(tmp_path: Path) -> None:
     assert story.watcher.fence() == 1
     assert [process.poll() for process in story.smp.started] == [-signal.SIGKILL, None]
     names = [story.next() for _ in range(4)]
-    assert ("smp.hangs", first) in [(name, fields.get("pid")) for name, fields in names]
+    assert ("smp.hung", first) in [(name, fields.get("pid")) for name, fields in names]
     story.watcher.stop()
     story.smp.kill()
 
@@ -240,7 +241,7 @@ def test_a_second_smp_that_hangs_from_its_beginning_is_ended_as_well(hanging: tu
     assert answered == 1
     assert second.processes[0].wait(WAIT) == -signal.SIGKILL and len(story.smp.started) == 2
     told = [story.next() for _ in range(story.events.qsize())]
-    assert [fields["pid"] for name, fields in told if name == "smp.hangs"] == [first, second.processes[0].pid]
+    assert [fields["pid"] for name, fields in told if name == "smp.hung"] == [first, second.processes[0].pid]
 
 
 def test_an_smp_that_hung_before_the_launcher_came_is_ended_unless_it_is_young(hanging: tuple[Story, Hanging]) -> None:
@@ -251,7 +252,7 @@ def test_an_smp_that_hung_before_the_launcher_came_is_ended_unless_it_is_young(h
     (owner,) = liveness.holder(old._lock)
     wait_until(lambda: liveness.age(owner[1]) > 1.0, WAIT, lambda: "time does not pass")
     assert story.watcher.start() == story.smp.started[0].pid
-    assert story.next() == ("smp.hangs", {"pid": owner[0], "request": "watch", "reason": ANY})
+    assert story.next() == ("smp.hung", {"pid": owner[0], "request": "watch", "reason": ANY})
     assert old.processes[0].wait(WAIT) == -signal.SIGKILL
 
 
@@ -270,7 +271,7 @@ def test_a_refusal_that_the_job_went_on_without_this_node_is_kept_like_state(sto
 def test_an_end_in_order_is_no_loss(story: Story) -> None:
     pid = story.watcher.start()
     story.watcher.end()
-    assert story.next() == ("smp.start", {"pid": pid})
+    assert story.next() == ("smp.started", {"pid": pid})
     assert story.events.empty()
     assert threading.active_count() == 1 or "ft-smp-watcher" not in [t.name for t in threading.enumerate()]
 
@@ -291,4 +292,4 @@ def test_no_smp_is_started_while_ranks_are_forked(story: Story) -> None:
         story.smp.kill()
         assert story.next()[0] == "smp.lost"
         assert len(story.smp.started) == 1
-    assert story.next()[0] == "smp.start"
+    assert story.next()[0] == "smp.started"

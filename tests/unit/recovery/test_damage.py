@@ -420,7 +420,7 @@ def test_a_damaged_constant_header_is_a_lost_segment_and_never_a_new_one(
             "rank 1: its segment was damaged and is lost", "--ftp-resume fresh",
         ):  # fmt: skip
             assert part in str(begun.error)
-        assert any(event.name == "segment.corrupt" for event in job.seen)
+        assert any(event.name == "segment.corrupted" for event in job.seen)
         smp = None
     fresh = job.start(job.smp(), "fresh")
     assert fresh.plan is not None and fresh.plan.version is None

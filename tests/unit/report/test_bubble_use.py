@@ -27,10 +27,10 @@ def planned(time: float, iterations: int = 2, reason: str = "") -> list[Event]:
         node, begin = rank // 2, 0.05 * (rank % 2)
         spans = [["forward", 0.05 - begin, 0.08 - begin], ["update", 0.08 - begin, 0.1 - begin]]
         windows = [] if reason else [[0, begin + 0.01, begin + 0.04, MIB]]
-        found.append(event("baft.plan", time, node, rank, iterations=iterations))
+        found.append(event("bubbles.planned", time, node, rank, iterations=iterations))
         found.append(
             event(
-                "baft.timeline", time, node, rank, seconds=0.1, spans=spans, bubbles=[[0, begin, begin + 0.05]],
+                "timeline.recorded", time, node, rank, seconds=0.1, spans=spans, bubbles=[[0, begin, begin + 0.05]],
                 windows=windows, left_out=0, bytes=2 * MIB, receiver=(rank + 2) % 4, reason=reason,
             )
         )  # fmt: skip
@@ -41,7 +41,8 @@ def counted(time: float, iteration: int, inside: int, late: int = 0, by_rate: in
     """Each node says so of its two ranks, which have sent alike."""
     return [
         event(
-            "node.counts", time, node, lineage=1, iteration=iteration, in_bubbles=inside, late=late, by_rate=by_rate,
+            "version.committed", time, node, lineage=1, iteration=iteration, in_bubbles=inside, late=late,
+            by_rate=by_rate,
             filled=[[rank, 0, inside // 2] for rank in RANKS if rank // 2 == node],
         )
         for node in (0, 1)
@@ -71,7 +72,7 @@ def test_what_went_before_there_was_a_plan_is_left_out() -> None:
 
 
 def test_another_incarnation_counts_from_nothing_and_is_not_added() -> None:
-    again = [event("rank.attach", 14, rank // 2, rank) for rank in RANKS]
+    again = [event("rank.attached", 14, rank // 2, rank) for rank in RANKS]
     after = counted(15, 13, 10_000)
     assert used(*STEADY, again, after).sending == used(*STEADY).sending
     fresh = [planned(16), counted(17, 14, 100), counted(18, 15, 200)]

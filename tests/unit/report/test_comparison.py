@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ft_plugins.events import Event, Events, file_sink, read
+from ft_plugins.events import Event, Events, catalogue, file_sink, read
 from ft_plugins.report.comparison import (
     EvidenceError,
     Loss,
@@ -40,7 +40,7 @@ def incarnation(start: float, token: int, lineage: int, iterations: range) -> li
     """What `RANKS` trainers emit: they attach, pass fences of 1, 2, 3, ... ms and commit a version a second."""
     found = [
         event(
-            "rank.attach",
+            "rank.attached",
             start + rank / 10,
             rank,
             token=token,
@@ -53,8 +53,8 @@ def incarnation(start: float, token: int, lineage: int, iterations: range) -> li
     for k in iterations:
         for rank in range(RANKS):
             now = start + 1 + k - iterations.start + rank / 100
-            found.append(event("fence.wait", now, rank, iteration=k, seconds=(k + rank) / 1000))
-            found.append(event("capture.commit", now, rank, lineage=lineage, iteration=k, seconds=0.25, bytes=1000))
+            found.append(event("fence.waited", now, rank, iteration=k, seconds=(k + rank) / 1000))
+            found.append(event("snapshot.sealed", now, rank, lineage=lineage, iteration=k, seconds=0.25, bytes=1000))
     return found
 
 
@@ -68,17 +68,17 @@ def unfailed_run() -> RunRecord:
 
 def restored(rank: int, **changes: Any) -> Event:
     found = {"lineage": 1, "iteration": 7, "tier": "process", "completed": 8, "lost": 1, "seconds": 0.1 + rank / 100}
-    return event("restore.done", 1071.0, rank, **(found | changes))
+    return event("state.restored", 1071.0, rank, **(found | changes))
 
 
 def failed_run(restores: list[Event] | None = None, **changes: Any) -> RunRecord:
     """Killed in iteration 9, when 8 were completed and 7 was the newest version: resumes from 7."""
     attempt = incarnation(1030.0, 1, 1, range(1, 9))
     events = [
-        *(e for e in attempt if not (e.name == "capture.commit" and e.rank == 3 and e.fields["iteration"] == 8)),
-        event("kill", KILLED, 2, signal="SIGKILL", iteration=8),
+        *(e for e in attempt if not (e.name == "snapshot.sealed" and e.rank == 3 and e.fields["iteration"] == 8)),
+        event("signal.sent", KILLED, 2, signal="SIGKILL", iteration=8),
         event("worker.failed", KILLED + 0.5, 2, local_rank=2, exitcode=-9, signal="SIGKILL", message=""),
-        event("workers.restart", KILLED + 1.0, restart=1, token=2),
+        event("workers.restarted", KILLED + 1.0, restart=1, token=2),
         *([restored(rank) for rank in range(RANKS)] if restores is None else restores),
         *incarnation(1070.0, 2, 2, range(8, 13)),
     ]
@@ -126,7 +126,7 @@ def test_a_version_counts_as_a_snapshot_when_every_rank_has_committed_it() -> No
     assert found[0][0] == pytest.approx(1031.03)  # when the last of the four had it
 
 
-@pytest.mark.parametrize("name", ["start.fresh", "restore.scratch"])
+@pytest.mark.parametrize("name", ["training.started", "state.lost"])
 def test_a_restart_from_scratch_is_no_proof_even_with_identical_state(name: str) -> None:
     scratch = [event(name, 1071.0, rank, reason="no version was captured before") for rank in range(RANKS)]
     found = report(restores=scratch)
@@ -137,7 +137,7 @@ def test_a_restart_from_scratch_is_no_proof_even_with_identical_state(name: str)
 
 def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None:
     run = failed_run()
-    first = [event("start.fresh", 1030.5, rank, reason="no version was captured before") for rank in range(RANKS)]
+    first = [event("training.started", 1030.5, rank, reason="no version was captured before") for rank in range(RANKS)]
     assert compare_runs(replace(run, events=[*first, *run.events]), unfailed_run()).proven
 
 
@@ -163,8 +163,9 @@ def test_without_a_kill_nothing_is_proven() -> None:
 
 def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost() -> None:
     run = failed_run([restored(rank, tier="node", iteration=6, completed=6, lost=0) for rank in range(RANKS)])
-    kill = event("kill", KILLED, lost="node1", ranks=[2, 3], signal="SIGKILL", iteration=8)
-    found = compare_runs(replace(run, events=[kill if e.name == "kill" else e for e in run.events]), unfailed_run())
+    kill = event("signal.sent", KILLED, lost="node1", ranks=[2, 3], signal="SIGKILL", iteration=8)
+    events = [kill if e.name == "signal.sent" else e for e in run.events]
+    found = compare_runs(replace(run, events=events), unfailed_run())
     assert found.proven and found.struck == "node1" and found.iterations_lost == 2
     assert "after a SIGKILL of node1 and one restore" in verdict(found)
     assert "with one node killed" in str(table(found).title)
@@ -172,9 +173,11 @@ def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost() -> 
 
 def test_what_went_in_bubbles_stands_in_the_table_where_any_were_planned() -> None:
     idle = {"seconds": 1.0, "spans": [], "bubbles": [[0, 0.0, 0.4]], "windows": [], "bytes": 9, "receiver": 0}
-    planned = [event("baft.plan", 1031.0, 0, iterations=2), event("baft.timeline", 1031.0, 0, reason="", **idle)]
+    planned = [event("bubbles.planned", 1031.0, 0, iterations=2)]
+    planned += [event("timeline.recorded", 1031.0, 0, reason="", **idle)]
     counts = [
-        event("node.counts", 1032.0 + k, iteration=3 * k, in_bubbles=90 * k, late=10 * k, by_rate=7) for k in (1, 2, 3)
+        event("version.committed", 1032.0 + k, iteration=3 * k, in_bubbles=90 * k, late=10 * k, by_rate=7)
+        for k in (1, 2, 3)
     ]
     unfailed = unfailed_run()
     found = compare_runs(failed_run(), replace(unfailed, events=[*unfailed.events, *planned, *counts]))
@@ -267,6 +270,6 @@ def test_losses_are_read_up_to_the_last_whole_line(tmp_path: Path) -> None:
 def test_a_kill_written_by_another_process_is_read_with_its_rank(tmp_path: Path) -> None:
     stream = Events()
     stream.subscribe(file_sink(tmp_path / "events.jsonl"))
-    stream.emit("kill", rank=2, signal="SIGKILL")
+    stream.emit(catalogue.SIGNAL_SENT, rank=2, signal="SIGKILL")
     (found,) = read(tmp_path / "events.jsonl")
     assert found.rank == 2 and found.fields == {"signal": "SIGKILL"}

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from ft_plugins import faults, files
 from ft_plugins.config import Config
 from ft_plugins.errors import BusyError, ConfigError, FtError, SegmentError
-from ft_plugins.events import Event, Events, file_sink
+from ft_plugins.events import Event, Events, catalogue, file_sink
 from ft_plugins.intake import within
 from ft_plugins.launcher.watcher import Job, Watcher
 from ft_plugins.recovery.resize import sizes
@@ -189,7 +189,7 @@ def test_a_damaged_token_is_said_and_no_earlier_one_is_given_out_again(
     (tmp_path / "token").write_text(content)
     smp = Smp(job, tmp_path, secret)
     assert smp.ask("fence")["token"] > 42
-    assert [event.fields["path"] for event in smp.seen if event.name == "smp.refused"] == [str(tmp_path / "token")]
+    assert [event.fields["path"] for event in smp.seen if event.name == "file.rejected"] == [str(tmp_path / "token")]
     smp.close()
 
 
@@ -218,11 +218,11 @@ def test_an_event_is_lost_where_its_file_is_none_of_ours(tmp_path: Path, kind: s
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     events = Events(NODE)
     events.subscribe(file_sink(path))
-    within(10.0, lambda: events.emit("smp.end"), "the writer")
+    within(10.0, lambda: events.emit(catalogue.SMP_ENDED), "the writer")
     os.set_blocking(reader, True)
     assert os.read(reader, 100) == (b"" if kind == "pipe" else b"precious")
     os.close(reader)
-    within(10.0, lambda: events.emit("smp.end"), "the writer")
+    within(10.0, lambda: events.emit(catalogue.SMP_ENDED), "the writer")
     assert foreign.read_text() == "precious"
 
 
@@ -385,8 +385,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
     found = Checkpoints(tmp_path, NODE, events, 1.0, threading.Event(), Alarms(tmp_path))
     found._prune(Storage(str(tmp_path), 0, 1, 1, 2), tmp_path, Origin("job", 2, {}))
     told = {event.name: event.fields for event in seen}
-    assert told["persist.pruned"] == {"removed": ["v1-2", "v1-3"]}
-    assert "v1-1" in told["persist.failed"]["reason"]
+    assert told["checkpoint.pruned"] == {"removed": ["v1-2", "v1-3"]}
+    assert "v1-1" in told["checkpoint.failed"]["reason"]
 
 
 # ---- what the SMP imports ----

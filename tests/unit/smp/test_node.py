@@ -25,7 +25,7 @@ from ft_plugins.bubbles.gate import Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
 from ft_plugins.bubbles.plan import BY_RATE
 from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
 from ft_plugins.smp.channel import Who
@@ -250,7 +250,7 @@ def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(
     wait(lambda: all(node.tier.status()["exchange"] == [2, 3] for node in job.nodes))
     for node in job.nodes:
         node.write(3, lineage=2)
-    wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
+    wait(lambda: all(node.seen[-1].name == "exchange.started" for node in job.nodes))
     for iteration in range(4, 14):  # ten iterations go by while it is being sent: neither version is overwritten
         for node in job.nodes:
             node.write(iteration, lineage=2)
@@ -290,7 +290,7 @@ def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(cl
         wait(lambda value=named: all(node.tier.status()["exchange"] == value for node in job.nodes))
         for node in job.nodes:
             node.write(version.iteration, lineage)
-        wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
+        wait(lambda: all(node.seen[-1].name == "exchange.started" for node in job.nodes))
         job.nodes[position].replace_smp()
         assert job.nodes[position].tier.inventory()["parity"] == [(version.lineage - 1, version.iteration - 1)]
         wait(lambda value=named: all(node.tier.status()["counts"] == value for node in job.nodes))
@@ -349,7 +349,7 @@ def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Callable[..., Cluster]
     job.nodes[1].write(2)
     victim.data(target)[12345] ^= 1
     job.nodes[1].tier._lock.release()
-    wait(lambda: any(event.name == "slot.corrupt" for event in job.nodes[1].seen))
+    wait(lambda: any(event.name == "slot.corrupted" for event in job.nodes[1].seen))
     assert all(node.tier.status()["counts"] == [1, 1] for node in job.nodes), "the version never counts"
     wait(lambda: all(node.tier.status()["exchange"] == [1, 3] for node in job.nodes))  # nobody waits for it for ever
     (fresh,) = job.substitute(0)
@@ -487,7 +487,7 @@ def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Callable[..., C
         gate.hold(SECONDS, time.monotonic_ns())
     for node in job.nodes:
         node.write(2)
-    wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
+    wait(lambda: all(node.seen[-1].name == "exchange.started" for node in job.nodes))
     for iteration in range(3, 30):  # `choose` refuses where all slots are pinned
         for node in job.nodes:
             node.write(iteration)
@@ -511,7 +511,7 @@ def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[.
     second.tier._server.close()  # type: ignore[union-attr]
     gone = replace(wanted, position=0, endpoints=(first.endpoint, ("127.0.0.1", 1)))
     assert first.tier.protect(gone, 1)["links"] == []
-    (event,) = [event for event in first.seen if event.name == "link.unmeasured"]
+    (event,) = [event for event in first.seen if event.name == "probe.failed"]
     assert "127.0.0.1" in event.fields["reason"]
 
 
@@ -531,7 +531,7 @@ def test_whatever_fails_while_a_copy_is_sent_is_said_and_tried_again(
     job.protection = replace(job.protection, stages=((0, 2), (1, 3)))
     job.protect()
     job.train(1, 1)  # until it counts
-    (said,) = [event for node in job.nodes for event in node.seen if event.name == "exchange.retry"]
+    (said,) = [event for node in job.nodes for event in node.seen if event.name == "exchange.retried"]
     assert said.fields["reason"] == "ZeroDivisionError: by no time"
 
 
@@ -552,7 +552,7 @@ def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_nod
     first, second = (node.run_dir / protocol.ALARM for node in job.nodes)
     wait(first.exists)
     (alarm,) = json.loads(first.read_text()).values()
-    assert re.match(r"checkpoints\.rarer: none in (2[6-9]|3\d) iterations, planned 1: ", alarm), alarm
+    assert re.match(r"exchange\.slowed: node n0: none in (2[6-9]|3\d) iterations, planned 1: ", alarm), alarm
     assert not second.exists() and job.nodes[0].tier.status()["rarer"]
 
 
@@ -566,7 +566,8 @@ def test_that_a_lost_node_is_survived_again_after_a_recovery_is_left_for_one_tra
     assert not first.exists(), "at a first start nothing was lost"
     job.protect(2, Version(1, 1))
     job.train(2, 3, lineage=2)
-    said = {"protection": "protection.gained: iteration 2 is protected on all nodes: a lost node is survived again"}
+    words = "iteration 2 is protected on all nodes: a lost node is survived again"
+    said = {"protection": f"protection.restored: node {first.parent.name}: {words}"}
     assert json.loads(first.read_text()) == said, "the first one alone"
     assert not second.exists()
 
@@ -581,9 +582,9 @@ def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(files, "write_json", full)
-    job.nodes[0].tier._alarms.say("replicas", "replica.differs: ranks 0 and 2")
+    job.nodes[0].tier._alarms.say("replicas", catalogue.REPLICA_DIVERGED, "ranks 0 and 2")
     job.train(1, 2)
-    assert not [event for node in job.nodes for event in node.seen if event.name in ("peer.silent", "node.lost")]
+    assert not [event for node in job.nodes for event in node.seen if event.name in ("coordinator.lost", "node.lost")]
 
 
 def test_what_goes_by_a_rate_is_divided_among_ranks_by_what_they_send(cluster: Callable[..., Cluster]) -> None:
@@ -617,7 +618,7 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
             Gate(segment.gate).plan(2, 1.0)
     for node in job.nodes:
         node.write(2)
-    wait(lambda: all(node.seen[-1].name == "exchange.begin" for node in job.nodes))
+    wait(lambda: all(node.seen[-1].name == "exchange.started" for node in job.nodes))
     bubbles((2,), 300_000)  # less than the copy; the last frame has to be through before it is opened anew
     wait(lambda: job.nodes[1].tier.status()["in_bubbles"] == 300_000)
     bubbles((0, 1, 2), 1 << 30)
@@ -630,14 +631,14 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     wait(lambda: all(node.tier.status()["counts"] == [1, 2] for node in job.nodes))
     assert all(node.tier.status()["late"] == 0 for node in job.nodes)
     for node, ranks in zip(job.nodes, lanes.values(), strict=True):
-        told = next(event.fields for event in reversed(node.seen) if event.name == "node.counts")
+        told = next(event.fields for event in reversed(node.seen) if event.name == "version.committed")
         assert [(rank, bubble) for rank, bubble, _ in told["filled"]] == [(rank, 0) for rank in ranks]
         assert sum(nbytes for _, _, nbytes in told["filled"]) == told["in_bubbles"]
     for node in job.nodes:
         by_rate, sent_now = (event.fields for event in node.seen if event.name == "exchange.sent")
         assert by_rate["inside"] == by_rate["late"] == 0 < by_rate["bytes"]
         assert sent_now["inside"] == sent_now["bytes"] and sent_now["late"] == 0
-        counts = [event.fields for event in node.seen if event.name == "node.counts"]
+        counts = [event.fields for event in node.seen if event.name == "version.committed"]
         assert [(one["iterations"], one["planned"]) for one in counts] == [(None, None), (1, 2)]
         status = node.tier.status()
         assert (status["iterations"], status["planned"], status["rarer"]) == (1, 2, False)

@@ -76,7 +76,7 @@ class Node:
     def begun(self, iteration: int, lineage: int = 1) -> int:
         """How often an SMP of this node has begun to send a version."""
         fields = {"iteration": iteration, "lineage": lineage}
-        return sum(event.name == "exchange.begin" and event.fields == fields for event in self.seen)
+        return sum(event.name == "exchange.started" and event.fields == fields for event in self.seen)
 
     def die_and_be_replaced(self) -> None:
         """The SMP ends where it stands, with all its pins; the watcher starts another one."""

@@ -21,7 +21,7 @@ import xxhash
 
 from ft_plugins import faults
 from ft_plugins.errors import ProtocolError
-from ft_plugins.events import Event, Events, file_sink, read
+from ft_plugins.events import Event, Events, catalogue, file_sink, read
 from ft_plugins.smp import liveness, requests
 from ft_plugins.smp.checkpoint_schedule import REQUEST
 from ft_plugins.smp.client import ensure
@@ -181,14 +181,14 @@ def test_a_version_is_written_when_its_turn_comes_and_every_rank_has_it(
     node.capture(8, 9)
     node.ranks[0].capture(10)
     time.sleep(0.3)  # three looks and more: nothing may happen, which no event tells
-    assert complete(base) == [] and not node.events("persist.begin")
+    assert complete(base) == [] and not node.events("checkpoint.started")
     node.ranks[1].capture(10)
-    (done,) = node.wait("persist.done")
+    (done,) = node.wait("checkpoint.completed")
     assert complete(base) == ["v1-10"]
     assert (done.fields["iteration"], done.fields["path"]) == (10, str(base / "v1-10"))
     assert done.fields["bytes"] == sum(path.stat().st_size for path in (base / "v1-10").glob("*.safetensors"))
     assert 0 < done.fields["seconds"] < SECONDS
-    assert [event.fields["ranks"] for event in node.events("persist.begin")] == [[0, 1]]
+    assert [event.fields["ranks"] for event in node.events("checkpoint.started")] == [[0, 1]]
     assert_filled(base, 10, node)
     until(lambda: not any(rank.pinned() for rank in node.ranks.values()))
 
@@ -212,7 +212,7 @@ def test_it_is_pinned_in_every_rank_before_the_first_byte_and_training_goes_on_m
         node.capture(*range(11, 18))  # overwrites every other slot more than once
         assert all(rank.pinned() == [Version(1, 10)] for rank in node.ranks.values())
         held.set()
-        node.wait("persist.done")
+        node.wait("checkpoint.completed")
     assert_filled(base, 10, node)
 
 
@@ -222,7 +222,7 @@ def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(
     node = host()
     node.capture(9, 10, 11, 12, 13, 14)
     node.told(storage)
-    node.wait("persist.done")
+    node.wait("checkpoint.completed")
     assert complete(base) == ["v1-14"]
     node.persister.stop()  # long after, too
     node.capture(*range(15, 30))
@@ -240,8 +240,8 @@ def test_the_newest_are_kept_and_older_ones_and_leftovers_removed_after_the_new_
     node.told(storage)
     for count, iteration in enumerate((10, 20, 30, 40), start=1):
         node.capture(iteration)
-        node.wait("persist.done", count)
-    removed = [name for event in node.wait("persist.pruned", 3) for name in event.fields["removed"]]
+        node.wait("checkpoint.completed", count)
+    removed = [name for event in node.wait("checkpoint.pruned", 3) for name in event.fields["removed"]]
     assert removed == ["v1-5.partial", "v1-10", "v1-20"]
     assert sorted(os.listdir(base)) == ["v1-30", "v1-40"]
     assert_filled(base, 30, node)
@@ -259,7 +259,7 @@ def test_on_request_the_newest_version_is_written_and_asked_again_is_there_alrea
     expected = {"state": "done", "lineage": 1, "iteration": 22, "path": str(base / "v1-22")}
     assert node.persister.request("request", SECONDS) == expected
     assert node.persister.request("request", SECONDS) == expected
-    assert complete(base) == ["v1-22"] and len(node.events("persist.begin")) == 1
+    assert complete(base) == ["v1-22"] and len(node.events("checkpoint.started")) == 1
     assert node.persister.status() == {"path": str(base), "newest": [1, 22], "writing": None, "failed": "", "kept": []}
 
 
@@ -284,7 +284,7 @@ def test_before_the_lineage_is_open_nothing_is_due(host: Callable[..., Host], st
     assert complete(base) == []
     for rank in node.ranks.values():
         rank.segment.open_lineage(2, Version(1, 10), ())
-    node.wait("persist.done")
+    node.wait("checkpoint.completed")
     assert complete(base) == ["v1-10"]
 
 
@@ -295,7 +295,7 @@ def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Callable[..., Host]
     node.told(storage)
     for number in (0, 1):
         node.ranks[number].capture(10)
-    node.wait("persist.done")
+    node.wait("checkpoint.completed")
     assert complete(base) == ["v1-10"] and not (base / "v1-10" / "rank-00002.json").exists()
 
 
@@ -308,9 +308,9 @@ def test_a_turn_waits_for_the_verdict_of_every_rank(host: Callable[..., Host], s
     node.capture(9, 10, 11)
     node.ranks[0].mark(10, Mark.CERTIFIED)
     time.sleep(0.3)  # three looks and more: nothing may happen, which no event tells
-    assert not node.events("persist.begin")
+    assert not node.events("checkpoint.started")
     node.ranks[1].mark(10, Mark.CERTIFIED)
-    node.wait("persist.done")
+    node.wait("checkpoint.completed")
     assert complete(base) == ["v1-10"] and checkpoint.read_manifest(base / "v1-10").certified
     until(lambda: not any(rank.pinned() for rank in node.ranks.values()))
 
@@ -324,7 +324,7 @@ def test_a_version_whose_replicas_differ_gives_its_turn_to_the_next_that_agrees(
     node.mark(10, Mark.DIFFERING)
     node.capture(11)
     node.mark(11, Mark.CERTIFIED)
-    node.wait("persist.done")
+    node.wait("checkpoint.completed")
     assert complete(base) == ["v1-11"]
 
 
@@ -346,8 +346,8 @@ def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
     node.capture(7)
     found = node.persister.request("signal", SECONDS)
     assert found["state"] == "failed" and "found unlike on ranks 0" in found["reason"], found
-    (failed,) = node.wait("persist.failed")
-    assert failed.fields["iteration"] == 7 and "sync.differs" in failed.fields["reason"]
+    (failed,) = node.wait("checkpoint.failed")
+    assert failed.fields["iteration"] == 7 and "audit.failed" in failed.fields["reason"]
     assert os.listdir(base) == []
     assert not any(rank.pinned() for rank in node.ranks.values())
 
@@ -361,14 +361,14 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(
         node.told(audited)
         node.capture(10)
     second.mark(10, Mark.CERTIFIED)
-    second.wait("persist.begin")
+    second.wait("checkpoint.started")
     until(lambda: (checkpoint.partial_of(base, Version(1, 10)) / "rank-00001.json").exists())
     assert second.ranks[1].pinned() == [Version(1, 10)], "watched until it is complete"
     second.mark(10, Mark.DIFFERING)
-    (failed,) = second.wait("persist.failed")
+    (failed,) = second.wait("checkpoint.failed")
     assert "found unlike on ranks 1" in failed.fields["reason"]
     first.mark(10, Mark.CERTIFIED)
-    assert "nothing of ranks 1 has appeared" in first.wait("persist.failed")[0].fields["reason"]
+    assert "nothing of ranks 1 has appeared" in first.wait("checkpoint.failed")[0].fields["reason"]
     assert complete(base) == []
     assert not second.ranks[1].pinned()
 
@@ -434,19 +434,19 @@ def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_t
     node = host()
     node.told(storage)
     node.capture(10)
-    node.wait("persist.done")
+    node.wait("checkpoint.completed")
     faults.arm("persist.write@rank=1,iteration=20:enospc")
     node.capture(20)
-    (failed,) = node.wait("persist.failed")
+    (failed,) = node.wait("checkpoint.failed")
     assert "No space left on device" in failed.fields["reason"] and failed.fields["iteration"] == 20
     assert failed.fields["newest_complete"] == str(base / "v1-10")
     assert sorted(os.listdir(base)) == ["v1-10"], "what was begun is removed"
     assert "No space left" in node.persister.status()["failed"]
     assert not any(rank.pinned() for rank in node.ranks.values())
     node.capture(21, 22, 23, 30)
-    node.wait("persist.done", 2)
+    node.wait("checkpoint.completed", 2)
     assert complete(base) == ["v1-10", "v1-30"] and node.persister.status()["failed"] == ""
-    assert len(node.events("persist.failed")) == 1
+    assert len(node.events("checkpoint.failed")) == 1
 
 
 def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another_smp(
@@ -455,13 +455,13 @@ def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another
     node = host()
     node.told(replace(storage, keep=1))
     node.capture(10)
-    node.wait("persist.done")
+    node.wait("checkpoint.completed")
     assert node.persister.request("request", SECONDS, keep=True)["path"] == str(base / "v1-10"), "it was there already"
     node.capture(11)
     assert node.persister.request("request", SECONDS, keep=True)["iteration"] == 11
-    assert [event.fields["iteration"] for event in node.events("persist.kept")] == [10, 11]
+    assert [event.fields["iteration"] for event in node.events("checkpoint.kept")] == [10, 11]
     node.capture(20)
-    node.wait("persist.done", 3)
+    node.wait("checkpoint.completed", 3)
     node.persister.stop()
 
     again = Persister(node.run_dir, node.job, node.name, Events())
@@ -493,19 +493,19 @@ def test_a_full_disk_is_left_for_a_trainer_to_print_once_and_that_it_has_room_ag
     node = host()
     node.told(storage)
     node.capture(10)
-    node.wait("persist.done")
+    node.wait("checkpoint.completed")
     assert not (node.run_dir / ALARM).exists()
     faults.arm("persist.write@rank=1:enospc")
     for count in range(1, 6):
         node.capture(10 + 10 * count)
-        node.wait("persist.failed", count)
+        node.wait("checkpoint.failed", count)
         (first,) = json.loads((node.run_dir / ALARM).read_text()).values()
         assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
-        assert first.endswith(f"training goes on, the newest checkpoint is {base / 'v1-10'}")
+        assert first.endswith(f"the newest checkpoint is {base / 'v1-10'}. {catalogue.CHECKPOINT_FAILED.action}")
     faults.arm("")
     node.capture(70)
-    node.wait("persist.done", 2)
-    said = f"checkpoint.written: node n: iteration 70 is in {base / 'v1-70'}, after 5 failed attempts"
+    node.wait("checkpoint.completed", 2)
+    said = f"checkpoint.completed: node n: iteration 70 is in {base / 'v1-70'}, after 5 failed attempts"
     until(lambda: list(json.loads((node.run_dir / ALARM).read_text()).values()) == [said])
 
 
@@ -533,13 +533,13 @@ def test_a_storage_that_cannot_be_used_is_an_event_and_is_used_again_when_it_is_
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(persist, "write_rank", gone)
             node.capture(10)
-            node.wait("persist.failed")
-    (failed,) = node.wait("persist.failed")
+            node.wait("checkpoint.failed")
+    (failed,) = node.wait("checkpoint.failed")
     reason = failed.fields["reason"]
     assert ("Not a directory" in reason or "File exists" in reason) and str(folder) in reason
     folder.unlink()
     node.capture(20)
-    node.wait("persist.done")
+    node.wait("checkpoint.completed")
     assert complete(base) == ["v1-20"]
     assert_filled(base, 20, node)
 
@@ -567,7 +567,7 @@ def test_a_checkpoint_of_another_job_in_its_place_is_left_alone(
     checkpoint.commit(base, Version(1, 10), Origin("other", 0, {"layers": 5}))
     node.told(storage)
     node.capture(10)
-    (failed,) = node.wait("persist.failed")
+    (failed,) = node.wait("checkpoint.failed")
     assert "another job" in failed.fields["reason"]
     assert os.listdir(base / "v1-10") == ["manifest.json"]
 
@@ -611,11 +611,11 @@ def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(
     for node in (first, second):
         node.told(storage)
     second.capture(10)
-    second.wait("persist.begin")
+    second.wait("checkpoint.started")
     assert complete(base) == []
     first.capture(10)
     for node in (first, second):
-        node.wait("persist.done")
+        node.wait("checkpoint.completed")
         assert_filled(base, 10, node)
     assert complete(base) == ["v1-10"]
 
@@ -628,9 +628,9 @@ def test_a_storage_that_only_one_node_sees_is_told_with_the_remedy(
     second.told(replace(storage, folder=str(tmp_path / "local")))
     for node in (first, second):
         node.capture(10)
-    reason = first.wait("persist.failed")[0].fields["reason"]
+    reason = first.wait("checkpoint.failed")[0].fields["reason"]
     assert "nothing of ranks 1 has appeared" in reason and "--reft-checkpoint-dir" in reason
-    reason = second.wait("persist.failed")[0].fields["reason"]
+    reason = second.wait("checkpoint.failed")[0].fields["reason"]
     assert "rank 0 has not completed it" in reason and "--reft-checkpoint-dir" in reason
     until(lambda: os.listdir(base) == [] == os.listdir(tmp_path / "local" / base.name))
 
@@ -759,7 +759,7 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
         rank.capture(21, 22)  # training goes on without an SMP
     node.start(armed=doomed)
     if not point.endswith("after"):  # the version of that turn has been made up for
-        until(lambda: any(each.name == "persist.done" and each.fields["iteration"] > 10 for each in node.events()))
+        until(lambda: any(each.fields["iteration"] > 10 for each in node.events("checkpoint.completed")))
     until(
         lambda: len(complete(base)) == 2 and sorted(os.listdir(base)) == complete(base), lambda: str(os.listdir(base))
     )
@@ -785,7 +785,7 @@ def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_rep
     os.kill(watched, signal.SIGKILL)
     os.waitpid(watched, 0)
     until(lambda: complete(base) == ["v1-5"], lambda: str(node.events()))
-    assert [event.fields["reason"] for event in node.events("persist.begin")] == ["orphaned"]
+    assert [event.fields["reason"] for event in node.events("checkpoint.started")] == ["orphaned"]
     assert all(rank.path.exists() for rank in ranks)
 
 
@@ -806,8 +806,8 @@ def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage
     os.waitpid(watched, 0)
     gone(node.pids[-1])
     assert complete(base) == ["v1-7"] and not any(rank.path.exists() for rank in ranks)
-    assert [event.fields["reason"] for event in node.events("smp.end")] == [f"orphaned for {seconds} s"]
-    assert len(node.events("persist.failed")) == (1 if seconds else 0)
+    assert [event.fields["reason"] for event in node.events("smp.ended")] == [f"orphaned for {seconds} s"]
+    assert len(node.events("checkpoint.failed")) == (1 if seconds else 0)
 
 
 def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
@@ -829,7 +829,7 @@ def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
     started = time.monotonic()
     node.persister.stop()
     assert time.monotonic() - started < 2, "seconds; the limit for a disk that hangs is five"
-    assert not any(rank.pinned() for rank in node.ranks.values()) and not node.events("persist.failed")
+    assert not any(rank.pinned() for rank in node.ranks.values()) and not node.events("checkpoint.failed")
 
 
 def test_an_orderly_end_leaves_the_last_good_one(node: SmpNode, storage: Storage, base: Path) -> None:

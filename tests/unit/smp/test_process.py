@@ -219,7 +219,7 @@ def test_the_end_in_order_removes_segments_and_half_made_ones_and_a_later_start_
     assert not any(path.exists() for path in [*paths, half_made])
     assert not liveness.held(node.run_dir / "smp.lock") and not liveness.started(first)
     assert not (node.run_dir / "smp.sock").exists()
-    assert node.events("smp.end")[-1].fields["reason"] == "in order"
+    assert node.events("smp.ended")[-1].fields["reason"] == "in order"
     assert node.start() != first and node.status()["token"] == token and node.fence() > token
 
 
@@ -297,7 +297,7 @@ def test_a_lost_one_loses_nothing(node: Node, trainer: Callable[..., Trainer]) -
     assert [(entry["rank"], entry["completed"]) for entry in told["segments"]] == [(0, 8), (1, 0)]
     assert told["segments"][0]["owner_pid"] == new.pid
     assert versions(node.segment(0)) == [Version(3, 8)]
-    assert node.events("smp.adopt")[-1].fields == {"segments": 2, "token": token_before}
+    assert node.events("segments.adopted")[-1].fields == {"segments": 2, "token": token_before}
     assert node.fence() == token_before + 1, "it knows whom to end, and goes on counting"
     assert new.ended_by() == signal.SIGKILL
 
@@ -435,7 +435,7 @@ def test_a_segment_whose_fingerprint_is_damaged_is_lost_and_another_one_says_so(
     found = Segment(path)
     assert found.fingerprint == FINGERPRINT and found.lost, "until a lineage is opened"
     assert all(slot.state is SlotState.EMPTY for slot in found.slots())
-    reasons = [event.fields["reason"] for event in node.events("segment.corrupt")]
+    reasons = [event.fields["reason"] for event in node.events("segment.corrupted")]
     assert reasons and all(str(path) in reason for reason in reasons)
     with node.client() as client:
         client.restore(0, 0, 1, None)
@@ -688,7 +688,7 @@ def test_a_request_that_fails_otherwise_than_foreseen_is_refused_in_a_line_and_t
             assert protocol.receive(connection) == {"ok": True}
     finally:
         server.close()
-    assert [event.name for event in seen] == ["smp.refused"] and seen[0].fields["request"] == "fail"
+    assert [event.name for event in seen] == ["request.rejected"] and seen[0].fields["request"] == "fail"
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -743,7 +743,7 @@ def test_one_that_nobody_ever_watched_ends_too(node: Node) -> None:
     command = [sys.executable, "-m", "ft_plugins.smp.process", "--orphan-seconds", "0", "--job", node.job]
     subprocess.run([*command, "--node", node.name, "--run-dir", str(node.run_dir)], check=True, timeout=SECONDS)
     assert ended(int((node.run_dir / "smp.lock").read_text()), SECONDS)
-    assert node.events("smp.end")[-1].fields["reason"] == "orphaned for 0 s"
+    assert node.events("smp.ended")[-1].fields["reason"] == "orphaned for 0 s"
 
 
 def test_one_without_patience_that_replaces_another_waits_for_whom_it_was_started_for(node: Node) -> None:

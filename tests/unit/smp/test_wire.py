@@ -147,11 +147,11 @@ class Node:
         self.threads.add(threading.get_ident())
         return self._handle(message, payload)
 
-    def reason(self, name: str = "peer.hangup") -> str:
+    def reason(self, name: str = "peer.disconnected") -> str:
         """What the next event says."""
         found = self._events.get(timeout=SECONDS)
         assert found.name == name
-        if name == "peer.hangup":
+        if name == "peer.disconnected":
             assert found.fields["peer"] == "here"
             return str(found.fields["reason"])
         assert found.fields["count"] == 1 and found.fields["addresses"] == {"127.0.0.1": 1}

@@ -174,7 +174,7 @@ def test_nothing_that_was_changed_on_the_way_is_believed(between: Callable[..., 
     assert (len(there.asked), way) in ((0, "up"), (1, "down"))
     if way == "up":
         there.peer.close()
-        assert there.events.get(timeout=SECONDS).name == "peer.hangup"
+        assert there.events.get(timeout=SECONDS).name == "peer.disconnected"
 
 
 def test_a_request_that_is_repeated_is_carried_out_once(between: Callable[..., Between]) -> None:
@@ -222,7 +222,7 @@ def test_a_relay_that_let_both_sides_prove_themselves_cannot_ask_for_itself(betw
     there.peer.ask("echo", value=1)
     read = msgpack.packb({"do": "read", "what": "data"})
     there.relay.send("up", len(read).to_bytes(4, "big") + read + os.urandom(TAG))
-    assert there.events.get(timeout=SECONDS).name == "peer.hangup"
+    assert there.events.get(timeout=SECONDS).name == "peer.disconnected"
     assert len(there.asked) == 1
 
 

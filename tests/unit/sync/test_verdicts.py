@@ -70,7 +70,7 @@ def test_a_fault_that_several_replica_sets_see_is_one_offence_and_said_once(rank
     assert one.offences.by_rank == {3: 1} and one.offences.repeated() == ()
     await_(one, 2)
     assert one.offences.by_rank == {3: 2}
-    told: list[Any] = [event.fields["count"] for event in written if event.name == "sync.offender"]
+    told: list[Any] = [event.fields["count"] for event in written if event.name == "rank.suspected"]
     assert told == ([2] if rank == 0 else []), "rank 0 speaks, though rank 1 is the first that knows it of the expert"
 
 

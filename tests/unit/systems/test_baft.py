@@ -258,7 +258,7 @@ def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
     assert found is not None, "computing does not close it"
     assert found.windows[0][2] == NBYTES[0] and found.bubble == STEADY
     (event,) = rank.written
-    assert event.name == "baft.plan" and "no bubbles" in event.fields["reason"]
+    assert event.name == "bubbles.planned" and "no bubbles" in event.fields["reason"]
     rank.plan(Profile(tuple(busy)), others=4)
     rank.baft.iteration_begin()
     found = rank.gate.read()

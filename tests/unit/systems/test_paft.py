@@ -44,7 +44,7 @@ def test_without_faults_nothing_changes_and_the_interval_becomes_the_largest(ran
     clean = ranks(train, 2, None, 20)
     found = ranks(train, 2, block, 20)
     assert [one["versions"] for one in found] == [one["versions"] for one in clean]
-    turns = found[0]["events"]["sync.averaged"]
+    turns = found[0]["events"]["replicas.averaged"]
     expected = {"sync": [4, 8, 12, 16, 20], "dyn": [5, 12, 19]}[block.get("mode", "dyn")]
     expected = [5] if block.get("aggregate") else expected
     assert [turn["iteration"] for turn in turns] == expected
@@ -56,7 +56,7 @@ def test_noise_is_measured_alike_on_all_ranks_and_drift_is_0_after_each_turn(ran
     """Averaging started behind the update of a turn is in place before the next one."""
     options = {"optimizer": optimizer}
     found = ranks(train, 2, {"h": 6, "h_min": 2, "h_max": 500}, 30, NOISE.format(NOISES[optimizer]), options)
-    first, second = (one["events"]["sync.averaged"] for one in found)
+    first, second = (one["events"]["replicas.averaged"] for one in found)
     keys = ("iteration", "next", "sigma", "signal", "divergence", "reason")
     assert [[turn[key] for key in keys] for turn in first] == [[turn[key] for key in keys] for turn in second]
     assert len(first) >= 2 and first[0]["iteration"] == 6
@@ -93,7 +93,7 @@ def _gradient_norm(rank: int, world: int) -> Any:
     watched.run(6)
     norms = torch.tensor([own if r == rank else 0.0 for r in range(world)], dtype=torch.float64)
     torch.distributed.all_reduce(norms)
-    return watched.end()["events"]["sync.averaged"][0], norms.tolist()
+    return watched.end()["events"]["replicas.averaged"][0], norms.tolist()
 
 
 def test_a_waiting_synchronisation_leaves_one_version_on_all_ranks_at_every_h_iterations(ranks: Ranks) -> None:
@@ -101,7 +101,7 @@ def test_a_waiting_synchronisation_leaves_one_version_on_all_ranks_at_every_h_it
     assert {step: len(at(found, "versions", step)) for step in range(1, 10)} == {
         step: 1 if step % 4 == 0 else 2 for step in range(1, 10)
     }
-    turns = found[0]["events"]["sync.averaged"]
+    turns = found[0]["events"]["replicas.averaged"]
     assert [turn["sigma"] for turn in turns] == pytest.approx([0.02, 0.02], rel=0.05)
 
 
@@ -116,12 +116,12 @@ def test_a_nan_at_a_turn_is_named_and_left_out_and_the_gradients_made_of_it_are_
     """Optimizer state is averaged too: the NaN is in the moments as well, and would come back."""
     block = {"h": 5, "h_min": 3, "h_max": 50, "average_optimizer_state": True}
     found = ranks(train, 2, block, 12, "update.gradients@iteration=5,rank=1:nan")
-    turn, after = found[0]["events"]["sync.averaged"][:2]
+    turn, after = found[0]["events"]["replicas.averaged"][:2]
     assert turn["nonfinite"] == [1] and (turn["interval"], turn["next"]) == (3, 8)
     assert "no finite state on ranks 1: h_min" in turn["reason"]
     assert after["nonfinite"] == [] and after["interval"] == 50, "all is well again"
-    assert [one["iteration"] for one in found[1]["events"]["fault.struck"]] == [5]
-    assert "fault.struck" not in found[0]["events"]
+    assert [one["iteration"] for one in found[1]["events"]["fault.injected"]] == [5]
+    assert "fault.injected" not in found[0]["events"]
     assert all(one["recomputed"] == [6] and one["finite"] for one in found)
 
 
@@ -149,17 +149,17 @@ def test_a_nan_between_turns_reaches_all_by_the_gradients_and_all_are_named(rank
     block = {"h": 5, "h_min": 3, "h_max": 50}
     armed = "update.gradients@iteration=3,rank=1:nan"
     found = ranks(train, 2, block, 7, armed)
-    (turn,) = found[0]["events"]["sync.averaged"]
+    (turn,) = found[0]["events"]["replicas.averaged"]
     assert turn["nonfinite"] == [0, 1] and turn["interval"] == 3 and not found[0]["finite"]
     audited = ranks(train, 2, {**block, "audit_interval": 1}, 7, armed)
     assert all(one["finite"] and one["recomputed"] == [4] for one in audited)
-    assert audited[0]["events"]["sync.averaged"][0]["nonfinite"] == []
+    assert audited[0]["events"]["replicas.averaged"][0]["nonfinite"] == []
 
 
 def test_a_nan_that_parameters_have_at_a_waiting_turn_is_never_used(ranks: Ranks) -> None:
     block = {"mode": "sync", "h": 5, "average_optimizer_state": True}
     found = ranks(train, 2, block, 12, "update.parameters@iteration=5,rank=1:nan")
-    assert found[0]["events"]["sync.averaged"][0]["nonfinite"] == [1]
+    assert found[0]["events"]["replicas.averaged"][0]["nonfinite"] == [1]
     assert all(one["finite"] and one["recomputed"] == [] for one in found)
 
 
@@ -217,7 +217,7 @@ def test_a_job_killed_while_an_averaging_is_in_flight_goes_on_as_if_it_had_not_b
 
 
 def _turns(events: dict[str, Any]) -> list[Any]:
-    return [[turn[key] for key in ("iteration", "next", "sigma", "signal")] for turn in events["sync.averaged"]]
+    return [[turn[key] for key in ("iteration", "next", "sigma", "signal")] for turn in events["replicas.averaged"]]
 
 
 def _resumed(rank: int, world: int) -> Any:
@@ -248,18 +248,18 @@ def test_replicas_that_agree_are_compared_and_left_alone(ranks: Ranks) -> None:
     clean = ranks(train, 2, None, 6)
     found = ranks(train, 2, AUDIT, 6)
     assert [one["versions"] for one in found] == [one["versions"] for one in clean]
-    assert all("sync.differs" not in one["events"] and one["recomputed"] == [] for one in found)
+    assert all("audit.failed" not in one["events"] and one["recomputed"] == [] for one in found)
 
 
 @pytest.mark.parametrize("chosen", ["repair", "average"])
 def test_two_that_differ_are_named_as_one_of_these_two_and_averaged(ranks: Ranks, chosen: str) -> None:
     found = ranks(train, 2, {**AUDIT, "on_corruption": chosen}, 8, "update.parameters@iteration=4,rank=1:flip=20~3")
-    struck = found[1]["events"]["fault.struck"][0]
-    (event,) = found[0]["events"]["sync.differs"]
+    struck = found[1]["events"]["fault.injected"][0]
+    (event,) = found[0]["events"]["audit.failed"]
     assert (event["iteration"], event["ranks"], event["majority"]) == (4, [0, 1], False)
     assert event["layers"] == [int(struck["item"].split(".")[0])] and "one of these two" in event["reason"]
     assert f"layer {event['layers'][0]}, moment" in event["reason"] and struck["item"].endswith("exp_avg_sq")
-    assert "sync.differs" not in found[1]["events"], "said once"
+    assert "audit.failed" not in found[1]["events"], "said once"
     assert len(at(found, "versions", 4)) == 2 and all(len(at(found, "versions", step)) == 1 for step in (5, 6, 7, 8))
     assert found[0]["recomputed"] == [5]
 
@@ -273,7 +273,7 @@ def test_of_two_the_one_with_a_nan_is_not_averaged_in(ranks: Ranks) -> None:
 def test_a_later_audit_finds_what_an_earlier_one_could_not_have(ranks: Ranks) -> None:
     """Every three iterations: found within one interval, and the replicas agree from then on."""
     found = ranks(train, 2, {**AUDIT, "audit_interval": 3}, 8, "update.parameters@iteration=4,rank=1:flip=20~3")
-    (event,) = found[0]["events"]["sync.differs"]
+    (event,) = found[0]["events"]["audit.failed"]
     assert event["iteration"] == 6
     assert [len(at(found, "versions", step)) for step in (3, 4, 5, 6, 7, 8)] == [1, 2, 2, 2, 1, 1]
 

@@ -113,8 +113,8 @@ def test_a_wrong_copy_is_named_and_gathered_anew_and_the_run_is_bit_identical_to
     for step in range(1, 8):
         differing = [r for r in range(world) if found[r]["versions"][step] != clean[r]["versions"][step]]
         assert differing == ([1] if step == 4 else []), step
-    struck = found[1]["events"]["fault.struck"][0]
-    (event,) = found[0]["events"]["sync.differs"]
+    struck = found[1]["events"]["fault.injected"][0]
+    (event,) = found[0]["events"]["audit.failed"]
     assert event["iteration"] == 4 and event["ranks"] == ([1] if world == 3 else [0, 1])
     assert event["layers"] == [int(struck["item"].split(".")[0])] and ", copy (" in event["reason"]
     assert all(one["recomputed"] == [5] for one in found)
@@ -149,7 +149,7 @@ def test_an_error_in_an_owned_shard_is_in_all_copies_alike_and_the_audit_says_be
 ) -> None:
     found = ranks(_run, 2, AUDIT, "update.gradients@iteration=4,rank=1:gauss=0.01")
     clean = ranks(_run, 2, None)
-    assert all("sync.differs" not in one["events"] for one in found)
+    assert all("audit.failed" not in one["events"] for one in found)
     assert found[0]["versions"][7][1] == found[1]["versions"][7][1] != clean[0]["versions"][7][1]
     assert "an error in one reaches all replicas alike" in found[0]["told"]
 

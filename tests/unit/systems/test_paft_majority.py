@@ -62,8 +62,8 @@ def test_a_wrong_replica_is_named_and_repaired_and_the_run_is_bit_identical_to_a
         assert len(set(right)) == 1
         differing = [rank for rank in range(4) if versions(found, step)[rank] != right[rank]]
         assert differing == ([2] if step == 4 else [])
-    struck = found[2]["events"]["fault.struck"][0]
-    told = [one["events"].get("sync.differs", []) for one in found]
+    struck = found[2]["events"]["fault.injected"][0]
+    told = [one["events"].get("audit.failed", []) for one in found]
     assert [len(events) for events in told] == [1, 0, 0, 0], "the first of the majority speaks for all"
     (event,) = told[0]
     assert (event["iteration"], event["ranks"], event["majority"]) == (4, [2], True)
@@ -85,7 +85,7 @@ def test_beside_averaging_a_repair_comes_first_and_what_was_averaged_of_wrong_st
     for mode in ({"mode": "dyn", "h": 4, "h_min": 2, "h_max": 4}, {"mode": "sync", "h": 4}):
         found = ranks(train, 4, {**mode, "audit_interval": 1}, 9, FLIPS["gradient"])
         assert versions(found, 9) == versions(clean, 9)
-        turns = found[0]["events"]["sync.averaged"]
+        turns = found[0]["events"]["replicas.averaged"]
         assert turns[0]["iteration"] == 4 and turns[0]["applied"] is (mode["mode"] == "sync")
         assert turns[-1]["applied"] and turns[-1]["divergence"] == 0
 
@@ -93,10 +93,10 @@ def test_beside_averaging_a_repair_comes_first_and_what_was_averaged_of_wrong_st
 def test_a_rank_that_is_wrong_again_is_named_as_one_to_drain(ranks: Ranks) -> None:
     armed = ";".join(f"update.parameters@iteration={step},rank=3:flip=12~{step}" for step in (2, 5, 6))
     found = ranks(train, 4, AUDIT, 7, armed)
-    offences = found[0]["events"]["sync.offender"]
+    offences = found[0]["events"]["rank.suspected"]
     assert [(one["rank"], one["count"]) for one in offences] == [(3, 2), (3, 3)]
     assert "rank 3 was wrong at 2 audits" in offences[0]["reason"] and "drained" in offences[0]["reason"]
-    told = [one["events"].get("sync.offenders", []) for one in found]
+    told = [one["events"].get("suspect.listed", []) for one in found]
     assert [[(one["rank"], one["count"]) for one in said] for said in told] == [[(3, 3)], [], [], []], "at the end"
     assert told[0][0]["reason"] == "rank 3 was wrong at 3 audits: drain its device"
     assert len(set(versions(found, 7))) == 1
@@ -161,7 +161,8 @@ def test_stages_average_each_by_itself_and_take_one_interval_from_the_noise_of_t
     """Only the replicas of stage 0 are noised: the whole model has half the variance."""
     armed = ";".join(f"update.gradients@rank={rank}:gauss=0.004" for rank in (0, 2))
     found = ranks(_staged, 4, {"h": 4, "h_min": 2, "h_max": 50}, 12, armed, "sgd")
-    told = [[[t[k] for k in ("iteration", "next", "sigma")] for t in one["events"]["sync.averaged"]] for one in found]
+    averaged = [one["events"]["replicas.averaged"] for one in found]
+    told = [[[t[k] for k in ("iteration", "next", "sigma")] for t in turns] for turns in averaged]
     assert told[0] == told[1] == told[2] == told[3] and len(told[0]) >= 2
     for _, _, sigma in told[0]:
         assert sigma == pytest.approx(0.004 / math.sqrt(2), rel=0.05)
@@ -184,14 +185,15 @@ NOISED = ";".join(f"update.gradients@rank={rank}:gauss=0.004" for rank in range(
 
 def test_stages_that_update_at_rates_of_their_own_take_one_interval_all_the_same(ranks: Ranks) -> None:
     found = ranks(_own_rates, 4)
-    told = [[[t[k] for k in ("iteration", "next", "sigma")] for t in one["events"]["sync.averaged"]] for one in found]
+    averaged = [one["events"]["replicas.averaged"] for one in found]
+    told = [[[t[k] for k in ("iteration", "next", "sigma")] for t in turns] for turns in averaged]
     assert told[0] == told[1] == told[2] == told[3] and len(told[0]) >= 2
 
 
 def test_a_fault_in_one_stage_has_all_ranks_compute_their_gradients_again(ranks: Ranks) -> None:
     found = ranks(_staged, 4, AUDIT, 6, "update.parameters@iteration=3,rank=3:flip=12~1", "adam")
     assert all(one["recomputed"] == [4] for one in found)
-    (event,) = found[1]["events"]["sync.differs"]
+    (event,) = found[1]["events"]["audit.failed"]
     assert event["ranks"] == [1, 3] and not event["majority"]
-    assert not any("sync.differs" in found[rank]["events"] for rank in (0, 2, 3))
+    assert not any("audit.failed" in found[rank]["events"] for rank in (0, 2, 3))
     assert found[1]["versions"][6] == found[3]["versions"][6] != found[0]["versions"][6] == found[2]["versions"][6]

@@ -113,7 +113,7 @@ def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path: Path)
     assert after[-1].iteration == ITERATIONS
 
     events = job.events()
-    kill, failure = (next(e for e in events if e.name == name) for name in ("kill", "worker.failed"))
+    kill, failure = (next(e for e in events if e.name == name) for name in ("signal.sent", "worker.failed"))
     assert (kill.rank, kill.fields["killed_pid"], kill.fields["iteration"]) == (1, pid, WAITS_AT - 1)
     assert failure.rank == 1 and failure.fields["exitcode"] == -signal.SIGKILL and failure.time > kill.time
 
@@ -133,7 +133,7 @@ def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(t
         assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
         before = follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
         assert before[-1].attached == 2
-        wait_until(lambda: any(e.name == "node.counts" for e in job.events()), 60, lambda: "no version counts")
+        wait_until(lambda: any(e.name == "version.committed" for e in job.events()), 60, lambda: "no version counts")
         assert segments_of(job.job, "node1")
         assert job.kill_node() == ("node1", "node2")
         assert not segments_of(job.job, "node1")
@@ -144,10 +144,10 @@ def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(t
 
     events = job.events()
     assert [event.time for event in events] == sorted(event.time for event in events)
-    assert any(event.name == "rank.attach" and event.node == "node1" for event in events), "what it wrote is kept"
-    (kill,) = (event for event in events if event.name == "kill")
+    assert any(event.name == "rank.attached" and event.node == "node1" for event in events), "what it wrote is kept"
+    (kill,) = (event for event in events if event.name == "signal.sent")
     assert (kill.node, kill.fields["lost"], kill.fields["ranks"]) == ("node0", "node1", [1])
-    started = [event for event in events if event.name in ("job.start", "rank.attach", "smp.start")]
+    started = [event for event in events if event.name in ("job.started", "rank.attached", "smp.started")]
     assert {event.node for event in started} == {"node0", "node1", "node2"}
     assert not any(liveness.started(event.pid) for event in started)
 
@@ -169,14 +169,14 @@ def test_a_job_that_fails_is_told_with_its_log_and_leaves_nothing(tmp_path: Path
         follow(job, DrivePhase.DONE)
     assert "cannot go on" in job.tail()
     assert nothing_is_left(job, [])
-    assert any(event.name == "job.end" for event in job.events())
+    assert any(event.name == "job.ended" for event in job.events())
 
 
 def test_a_job_that_stands_still_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:
     pids = []
     with pytest.raises(KeyboardInterrupt), drive(tmp_path, waits_at=WAITS_AT) as job:
         follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
-        pids += [event.pid for event in job.events() if event.name in ("rank.attach", "job.start", "smp.start")]
+        pids += [event.pid for event in job.events() if event.name in ("rank.attached", "job.started", "smp.started")]
         assert len(pids) == 4 and all(map(liveness.started, pids))
         with pytest.raises(DriveError, match="rank 7 cannot be killed: it is not running"):
             job.kill(7)

@@ -53,7 +53,7 @@ class Told:
 def restored(tier: str, iteration: int, lineage: int = 1, reason: str = "why", mark: str = "") -> Event:
     fields = {"tier": tier, "iteration": iteration, "lineage": lineage, "reason": reason}
     fields |= {"mark": mark} if mark else {}
-    return Event("restore.done", 0.0, fields=fields)
+    return Event("state.restored", 0.0, fields=fields)
 
 
 def sent(what: str, iteration: int, time: float = -1.0, lineage: int = 1) -> Event:
@@ -65,19 +65,19 @@ def lost(*names: str) -> Event:
 
 
 def stored(iteration: int, lineage: int = 1) -> Event:
-    return Event("persist.done", 0.0, fields={"iteration": iteration, "lineage": lineage})
+    return Event("checkpoint.completed", 0.0, fields={"iteration": iteration, "lineage": lineage})
 
 
 def differs(iteration: int, *ranks: int) -> Event:
-    return Event("sync.differs", 0.0, fields={"iteration": iteration, "ranks": list(ranks)})
+    return Event("audit.failed", 0.0, fields={"iteration": iteration, "ranks": list(ranks)})
 
 
 def bubbled(nbytes: int) -> Event:
-    return Event("node.counts", 0.0, fields={"in_bubbles": nbytes})
+    return Event("version.committed", 0.0, fields={"in_bubbles": nbytes})
 
 
 def anew(completed: int) -> Event:
-    return Event("restore.scratch" if completed else "start.fresh", 0.0, fields={"completed": completed})
+    return Event("state.lost" if completed else "training.started", 0.0, fields={"completed": completed})
 
 
 def follow(folder: Path, said: str, *nodes: Told) -> None:
@@ -93,8 +93,8 @@ def follow(folder: Path, said: str, *nodes: Told) -> None:
 NODE, FIRST, LAST = restored("node", 4), restored("node", 0), restored("storage", 6)
 CERTIFIED = restored("node", 4, mark="certified")
 ENDED = "when the job has ended\nthen "
-AT_4 = [sent("exchange.begin", 4), sent("node.counts", 4)]
-AT_8, HALF = sent("node.counts", 8), sent("exchange.begin", 8)
+AT_4 = [sent("exchange.started", 4), sent("version.committed", 4)]
+AT_8, HALF = sent("version.committed", 8), sent("exchange.started", 8)
 COUNTED = "s restored the committed version, not the one in transfer"
 IN_TRANSFER = "version 8 was in transfer"
 EVERY_6 = "every node restored from storage, iteration >= 6"
@@ -117,10 +117,14 @@ EVERY_6 = "every node restored from storage, iteration >= 6"
         (COUNTED, [*AT_4, HALF, NODE], [*AT_4, HALF, restored("node", 8)]),
         (COUNTED, [*AT_4, HALF, NODE], [*AT_4, HALF, AT_8, NODE]),
         (COUNTED, [*AT_4, HALF, NODE], [HALF, NODE]),
-        (COUNTED, [*AT_4, HALF, NODE, sent("node.counts", 8, 1.0)], [*AT_4, sent("exchange.begin", 8, 1.0), NODE]),
-        (IN_TRANSFER, [*AT_4, HALF, LAST, sent("node.counts", 8, 1.0)], [*AT_4, HALF, AT_8, LAST]),
+        (
+            COUNTED,
+            [*AT_4, HALF, NODE, sent("version.committed", 8, 1.0)],
+            [*AT_4, sent("exchange.started", 8, 1.0), NODE],
+        ),
+        (IN_TRANSFER, [*AT_4, HALF, LAST, sent("version.committed", 8, 1.0)], [*AT_4, HALF, AT_8, LAST]),
         (IN_TRANSFER, [HALF, LAST], [*AT_4, LAST]),
-        (IN_TRANSFER, [HALF, LAST], [sent("exchange.begin", 8, lineage=2), LAST]),
+        (IN_TRANSFER, [HALF, LAST], [sent("exchange.started", 8, lineage=2), LAST]),
         (IN_TRANSFER, [HALF, LAST], [HALF]),
         ("no rank started from scratch", [anew(0)], [anew(0), anew(3)]),
         ("rank 2 differed in iteration 3", [differs(3, 2), differs(3, 2)], []),

@@ -188,7 +188,7 @@ def test_a_size_that_cannot_be_read_is_an_event_and_the_others_go_to_storage(
     found = node.storage.request("orphaned", SECONDS)
     assert (found["state"], found["iteration"]) == ("done", 4), found
     assert checkpoint.read_manifest(tmp_path / "ck" / job / "v1-4").world_size == 1
-    [failed] = [event.fields["reason"] for event in node.seen if event.name == "persist.failed"]
+    [failed] = [event.fields["reason"] for event in node.seen if event.name == "checkpoint.failed"]
     assert "state of 2 ranks cannot be read" in failed and node.path.name in failed
 
 

@@ -304,4 +304,4 @@ def test_a_spare_that_is_gone_is_reported_and_blocks_nothing(pair: Job, monkeypa
         pair.spare(seconds=0.5)
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     commit(pair, Version(2, 6))
-    until(lambda: "spare.unreached" in pair.member.names())
+    until(lambda: "release.failed" in pair.member.names())

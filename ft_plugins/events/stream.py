@@ -2,10 +2,10 @@
 
 Invariant: an event is one line of JSON, written with one `write` to a file opened with O_APPEND, so that lines of
 the agent, the SMP and the trainers of a node never interleave. The stream outlives incarnations and answers
-'where did the downtime go?': what every iteration reports is summed up in it, so that it does not push out the rest.
+'where did the downtime go?': routine events are summarised in it, so that they do not push out the rest.
 
-In: `Events.emit(name, **fields)`. Out: `Event` objects to every subscriber; `read(path)` gives them back; and what is
-to be read in the job's own log, `say`.
+In: `Events.emit(catalogue.X, **fields)`. Out: `Event` objects to every subscriber; `read(path)` gives them back;
+alarms in the job's own log (`log_sink`, `say`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from . import catalogue
+from .declaration import EventType, Severity
 
 FILE_LIMIT = 32 << 20  # bytes of the history
 RECENT_LIMIT = 16 << 20  # bytes of routine events, one by one
-ROUTINE = frozenset({"capture.commit", "fence.wait", "exchange.begin", "exchange.sent", "node.counts"})
 SUMMED = 100  # routine events of one name in a summary
 
 
@@ -32,8 +34,8 @@ SUMMED = 100  # routine events of one name in a summary
 class Event:
     """One thing that happened. `time` is seconds since the epoch; `rank` is None for agent and SMP.
 
-    Who speaks is whom it is about, unless a field says otherwise: the `pid` of `smp.lost`, the `rank` of
-    `worker.failed`. In the file the field stands in the speaker's place, and so it is read back.
+    By default an event describes its sender. A field of the same name says otherwise (the `pid` of `smp.lost`, the
+    `rank` of `worker.failed`): in the file it replaces the sender's, and so it is read back.
     """
 
     name: str
@@ -42,6 +44,23 @@ class Event:
     rank: int | None = None
     pid: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def type(self) -> EventType | None:
+        """Its declaration; None for a name that this version does not know."""
+        return catalogue.EVENTS.get(self.name)
+
+    def sentence(self) -> str:
+        """The event for the job's log."""
+        where = f"node {self.node}"
+        if self.rank is not None:
+            where = f"rank {self.rank} ({where})" if self.node else f"rank {self.rank}"
+        kind = self.type
+        if kind is None:
+            return f"{self.name}: {where}"
+        facts = ", ".join(f"{key} {value}" for key, value in self.fields.items())
+        reason = self.fields.get("reason") or (f"{kind.what.rstrip('.')} ({facts})" if facts else kind.what)
+        return kind.sentence(where, str(reason))
 
     def line(self) -> str:
         """The event as one line of JSON, without the newline."""
@@ -62,7 +81,9 @@ Sink = Callable[[Event], None]
 
 
 class Events:
-    """The stream as one process sees it: knows who speaks, passes every event to its sinks in order."""
+    """The stream as one process sees it: adds the sender, passes every event to its sinks in order."""
+
+    strict: ClassVar[bool] = False  # refuse what was not declared; in tests only: an event never ends a healthy job
 
     def __init__(self, node: str = "", rank: int | None = None) -> None:
         self.node = node
@@ -73,16 +94,30 @@ class Events:
         """Call `sink` with every event from now on."""
         self._sinks.append(sink)
 
-    def emit(self, name: str, **fields: Any) -> Event:
-        """Report `name`, in the form `subject.verb` (`capture.commit`, `smp.lost`), with its facts."""
-        event = Event(name, time.time(), self.node, self.rank, os.getpid(), fields)
+    def emit(self, kind: EventType, /, **fields: Any) -> Event:
+        """Report an event of the catalogue with its facts. Raises ValueError for others than declared, if `strict`."""
+        if self.strict and (problem := kind.problem(fields)):
+            raise ValueError(f"event {problem}")
+        event = Event(kind.name, time.time(), self.node, self.rank, os.getpid(), fields)
         for sink in self._sinks:
             sink(event)
         return event
 
 
+def log_sink(who: str = "ft_plugins: ") -> Sink:
+    """A sink that prints alarms, and that they are over, in the job's log. What all ranks report, rank 0 prints."""
+
+    def write(event: Event) -> None:
+        kind = event.type
+        if kind is None or not kind.printed or event.rank and (kind.once or event.fields.get("echo")):
+            return
+        say(event.sentence(), alarm=True, who=who)
+
+    return write
+
+
 def file_sink(path: Path) -> Sink:
-    """A sink that appends to `path`; routine events to `recent_of(path)`, and in `path` a `routine.summary` stands for
+    """A sink that appends to `path`; routine events to `recent_of(path)`, and in `path` a `routine.summed` stands for
     up to SUMMED of them, written no later than the next event that is not routine.
 
     A full disk or a folder that is gone loses lines, never the job: nothing is raised. A file that has reached its
@@ -94,7 +129,7 @@ def file_sink(path: Path) -> Sink:
 
     def write(event: Event) -> None:
         with lock:
-            if event.name not in ROUTINE:
+            if event.type is None or event.type.severity is not Severity.ROUTINE:
                 for summary in summaries.values():
                     _append(path, summary.event(), FILE_LIMIT)
                 summaries.clear()
@@ -139,7 +174,9 @@ class _Summary:
         facts |= {"first": self._oldest.fields.get("iteration"), "last": newest.fields.get("iteration")}
         if "seconds" in self._sums:
             facts |= {"longest": longest["seconds"], "longest_at": longest.get("iteration")}
-        return Event("routine.summary", newest.time, newest.node, newest.rank, newest.pid, facts | self._sums)
+        return Event(
+            catalogue.ROUTINE_SUMMED.name, newest.time, newest.node, newest.rank, newest.pid, facts | self._sums
+        )
 
 
 def _append(path: Path, event: Event, limit: int) -> None:
@@ -185,3 +222,15 @@ def _read(path: Path) -> Iterator[Event]:
             continue
         known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
         yield Event(**known, fields=entry)
+
+
+def standing_alarm(path: Path) -> Event | None:
+    """Of a history, the newest alarm that no later event has ended; None where there is none."""
+    newest: Event | None = None
+    for event in _read(path):
+        kind = event.type
+        if kind is not None and kind.severity is Severity.ALARM:
+            newest = event
+        elif kind is not None and newest is not None and newest.name in kind.ends:
+            newest = None
+    return newest

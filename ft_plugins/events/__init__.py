@@ -1,0 +1,10 @@
+"""What happened, when and to whom: a catalogue of event types, and one append-only stream of events per node."""
+
+from . import catalogue
+from .declaration import EventType, Severity
+from .stream import SUMMED, Event, Events, Sink, file_sink, log_sink, read, recent_of, say, standing_alarm
+
+__all__ = [
+    "SUMMED", "Event", "EventType", "Events", "Severity", "Sink", "catalogue", "file_sink", "log_sink", "read",
+    "recent_of", "say", "standing_alarm",
+]  # fmt: skip

@@ -1,0 +1,437 @@
+"""The catalogue: every event that this package emits, declared once.
+
+To add an event: declare it here, emit it with `events.emit(catalogue.NAME, ...)`, and write docs/events.md again with
+`python -m ft_plugins.events`. Tests compare the three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .declaration import EventType, Field, Severity
+
+ROUTINE, NOTICE, WARNING, ALARM = Severity.ROUTINE, Severity.NOTICE, Severity.WARNING, Severity.ALARM
+
+# ---- fields that several events share ----
+
+_LINEAGE = Field("int", "lineage of the version", optional=True)
+_ITERATION = Field("int", "training iteration")
+_VERSION: dict[str, Any] = {"lineage": _LINEAGE, "iteration": _ITERATION}
+_REASON = Field("str", "why, in words")
+_SECONDS = Field("float", "duration", "s")
+_BYTES = Field("int", "amount of data", "bytes")
+_ABOUT = Field("int", "rank that the event describes")
+_TOKEN = Field("int", "fencing token of the incarnation")
+_PID = Field("int", "process that the event describes")
+_PATH = Field("str", "file or folder")
+_RANKS = Field("list", "ranks concerned")
+_WORLD_SIZE = Field("int", "ranks of the job")
+_SEGMENTS = Field("int", "shared-memory segments")
+_COUNT = Field("int", "how many times")
+_LOST = Field("list", "lost nodes or ranks, in words")
+_ECHO = Field("bool", "another rank reports the cause")
+_PACE: dict[str, Any] = {
+    "iterations": Field("int", "iterations between the two newest committed versions", "iterations", optional=True),
+    "planned": Field("int", "iterations per version by the bubble plan", "iterations", optional=True),
+    "in_bubbles": Field("int", "sent within bubbles", "bytes"),
+    "late": Field("int", "sent in windows that closed before the data was through", "bytes"),
+    "by_rate": Field("int", "sent outside bubbles, rate-limited", "bytes"),
+    "taken": Field("int", "used of the windows in which data was waiting", "bytes"),
+    "offered": Field("int", "offered by those windows", "bytes"),
+}
+
+# ---- a job and its processes ----
+
+JOB_STARTED = EventType(
+    "job.started", NOTICE, "The job was started on this node.",
+    nproc=Field("int", "ranks of this node"), script=Field("str", "what is run"),
+)  # fmt: skip
+JOB_ENDED = EventType("job.ended", NOTICE, "The job ended on this node.", status=Field("str", "outcome"))
+WORKER_FAILED = EventType(
+    "worker.failed", WARNING, "A training process ended with an error; the job restarts if restarts are left.",
+    "Read its message and log. If one device or node fails repeatedly, drain it.",
+    rank=Field("int", "rank that failed"), local_rank=Field("int", "its rank within the node"),
+    exitcode=Field("int", "exit code; negative for a signal"), signal=Field("str", "name of that signal, or empty"),
+    message=Field("str", "the last error that it reported, or empty"),
+)  # fmt: skip
+WORKERS_RESTARTED = EventType(
+    "workers.restarted", NOTICE, "The training processes of this node were started again.",
+    restart=Field("int", "restarts so far"), token=_TOKEN,
+    seconds=Field("float", "since the failure was seen on this node", "s", optional=True),
+)  # fmt: skip
+WORKERS_KILLED = EventType(
+    "workers.killed", ALARM,
+    "Other nodes or ranks were lost, so the training processes of this node wait in vain; they were killed to restart.",
+    "Find out why those were lost; the job continues when enough nodes have joined.", lost=_LOST,
+)  # fmt: skip
+ROUND_LOST = EventType(
+    "round.lost", WARNING, "The rendezvous lost its store before training processes had started; it is held again.",
+    "If it repeats, check the network between the nodes.", reason=_REASON,
+)  # fmt: skip
+ROUND_ENDED = EventType(
+    "round.ended", ALARM,
+    "Another node failed, left or wants to join; the training processes of this node restart in a new rendezvous.",
+    "Look at that node's log.", reason=_REASON,
+)  # fmt: skip
+RANK_ATTACHED = EventType(
+    "rank.attached", NOTICE, "A rank mapped the memory for its snapshots.",
+    token=_TOKEN, share_bytes=Field("int", "captured by this rank per version", "bytes"),
+    budget_bytes=Field("int", "claimed by this rank", "bytes"),
+    resident_bytes=Field("int", "resident, by the kernel's figure", "bytes"),
+)  # fmt: skip
+RANK_ENDED = EventType("rank.ended", NOTICE, "A rank finished training in order.")
+
+# ---- snapshots, and protection on the own node ----
+
+SNAPSHOT_SEALED = EventType(
+    "snapshot.sealed", ROUTINE, "A rank's snapshot of an iteration is whole in shared memory.",
+    **_VERSION, seconds=Field("float", "from the version point to the seal, hidden behind compute", "s"),
+    bytes=_BYTES, slot=Field("int", "slot that holds it"),
+)  # fmt: skip
+FENCE_WAITED = EventType(
+    "fence.waited", ROUTINE, "The update of an iteration waited for the snapshot before it.",
+    iteration=_ITERATION, seconds=Field("float", "time for which training stood still", "s"),
+)  # fmt: skip
+PROTECTION_LOST = EventType(
+    "protection.lost", ALARM, "Snapshots are no longer taken, or no SMP keeps them; training continues unprotected.",
+    "Fix the cause and restart before --ftp-max-unprotected-steps ends the job.",
+    reason=_REASON, max_steps=Field("int", "iterations that may pass unprotected", "iterations"), echo=_ECHO,
+)  # fmt: skip
+PROTECTION_RESTORED = EventType(
+    "protection.restored",
+    NOTICE,
+    "The job is protected again.",
+    ends=("protection.lost", "smp.lost", "smp.hung"),
+    reason=_REASON,
+)
+VERSION_VOIDED = EventType(
+    "version.voided", WARNING, "Snapshots taken since the replicas last agreed were discarded.",
+    "See audit.failed.", since=Field("int", "last iteration whose replicas agreed"),
+    iterations=Field("list", "iterations of the discarded snapshots"),
+)  # fmt: skip
+VERSION_TAINTED = EventType(
+    "version.tainted", ALARM, "Snapshots that hold a wrong replica are being sent or written; they are never restored.",
+    "See audit.failed.", iterations=Field("list", "iterations of these snapshots"), reason=_REASON,
+)  # fmt: skip
+SLOT_CORRUPTED = EventType(
+    "slot.corrupted", ALARM, "A snapshot failed its digest; another version or tier is used.",
+    "If it repeats on one node, check its memory and drain it.", reason=_REASON,
+)  # fmt: skip
+SLOT_LOST = EventType(
+    "slot.lost", WARNING, "A rank does not have the version that is restored; it is rebuilt from other nodes.",
+    "If it repeats on one node, look at its log.", reason=_REASON,
+)  # fmt: skip
+SLOT_REBUILT = EventType(
+    "slot.rebuilt", NOTICE, "A lost snapshot was rebuilt from other nodes.", about=_ABOUT, **_VERSION,
+    decoded=Field("bool", "from parity; else from a copy"), bytes=_BYTES,
+    read_bytes=Field("int", "received from other nodes", "bytes"), seconds=_SECONDS,
+)  # fmt: skip
+SEGMENT_CORRUPTED = EventType(
+    "segment.corrupted", ALARM, "The header of a rank's segment is damaged; its snapshots are lost on this node.",
+    "If it repeats on one node, check its memory and drain it.", about=_ABOUT, path=_PATH, reason=_REASON,
+)  # fmt: skip
+
+# ---- the snapshot process (SMP) ----
+
+SMP_STARTED = EventType("smp.started", NOTICE, "An SMP is running on this node.", pid=_PID)
+SMP_LOST = EventType(
+    "smp.lost", ALARM, "The SMP of this node died; another one is started and adopts its snapshots.",
+    "If it repeats, look at smp.log in the run directory and at the kernel's log.", pid=_PID,
+)  # fmt: skip
+SMP_HUNG = EventType(
+    "smp.hung", ALARM, "The SMP of this node did not answer and is killed; another one adopts its snapshots.",
+    "If it repeats, look at smp.log in the run directory and at the node's load.",
+    pid=_PID, request=Field("str", "request without an answer"), reason=_REASON,
+)  # fmt: skip
+SMP_ORPHANED = EventType(
+    "smp.orphaned", WARNING, "The job's ft-run is gone; the SMP keeps the snapshots for a while.",
+    "Give the same command again to resume from memory.",
+    seconds=Field("float", "for which it waits (--ftp-orphan-seconds)", "s"),
+)  # fmt: skip
+SMP_RETAINED = EventType(
+    "smp.retained", ALARM, "The job ended here, but the SMP or its segments stay.",
+    "When the job is over on all nodes: `ft-plugins end`, or `ft-plugins sweep` where no SMP runs.", reason=_REASON,
+)  # fmt: skip
+SMP_ENDED = EventType(
+    "smp.ended", NOTICE, "The SMP ended and removed its segments.", reason=_REASON, segments=_SEGMENTS
+)
+SMP_KILLED = EventType(
+    "smp.killed", NOTICE, "A test driver killed an SMP that did not answer.",
+    killed_pid=Field("int", "its process"), reason=_REASON,
+)  # fmt: skip
+SEGMENTS_ADOPTED = EventType(
+    "segments.adopted", NOTICE, "A new SMP took over the segments of the one before.", segments=_SEGMENTS, token=_TOKEN
+)
+INCARNATION_FENCED = EventType(
+    "incarnation.fenced", NOTICE, "The previous training processes of this node are gone; a new incarnation may begin.",
+    token=_TOKEN,
+)  # fmt: skip
+REQUEST_REJECTED = EventType(
+    "request.rejected", WARNING, "The SMP rejected a request.", "If training was affected, its own error says how.",
+    request=Field("str", "request", optional=True), reason=_REASON,
+)  # fmt: skip
+FILE_REJECTED = EventType(
+    "file.rejected", WARNING, "A segment or a file of the run directory cannot be used by the SMP.",
+    "If it belongs to no running job, remove it.", path=_PATH, reason=_REASON,
+)  # fmt: skip
+SWEEP_COMPLETED = EventType(
+    "sweep.completed", NOTICE, "Shared memory of jobs that are gone was removed.", paths=Field("list", "removed files")
+)
+SWEEP_FAILED = EventType(
+    "sweep.failed", WARNING, "Shared memory of jobs that are gone could not be removed.",
+    "Remove it with `ft-plugins sweep` as its owner.", reason=_REASON,
+)  # fmt: skip
+
+# ---- the node tier ----
+
+EXCHANGE_STARTED = EventType("exchange.started", ROUTINE, "A node began to send a version to other nodes.", **_VERSION)
+EXCHANGE_SENT = EventType(
+    "exchange.sent", ROUTINE, "A node sent its part of a version.", **_VERSION, bytes=_BYTES,
+    inside=Field("int", "sent within bubbles", "bytes"), late=Field("int", "through only after their bubble", "bytes"),
+    compared=Field("int", "ranges of replicas compared with other nodes"), seconds=_SECONDS,
+)  # fmt: skip
+EXCHANGE_RETRIED = EventType(
+    "exchange.retried", WARNING, "Sending to another node failed and is tried again.",
+    "If versions are no longer committed, check that node and the link to it.",
+    target=Field("str", "node that receives"), reason=_REASON,
+)  # fmt: skip
+VERSION_COMMITTED = EventType(
+    "version.committed", ROUTINE, "A version is complete on all nodes: a lost node would be rebuilt from it.",
+    **_VERSION, seconds=Field("float", "since its exchange was announced", "s"),
+    position=Field("int", "position of the node in the exchange plan"), **_PACE,
+    filled=Field("list", "rank, bubble and bytes of copies, for the fullest bubbles"),
+)  # fmt: skip
+EXCHANGE_SLOWED = EventType(
+    "exchange.slowed", ALARM, "Versions are committed less often than planned: a lost node costs more iterations.",
+    "Links carry less than planned, or bubbles have become shorter: see `ft-plugins status`.", **_PACE,
+)  # fmt: skip
+EXCHANGE_RECOVERED = EventType(
+    "exchange.recovered",
+    NOTICE,
+    "Versions are committed as often as planned again.",
+    ends=("exchange.slowed",),
+    **_PACE,
+)
+EXCHANGE_INTERRUPTED = EventType(
+    "exchange.interrupted", WARNING,
+    "A new SMP cannot continue the exchange of the one before; no version is committed until training restarts.",
+    "If it repeats, check the run directory's disk.", reason=_REASON,
+)  # fmt: skip
+REPLICA_DIVERGED = EventType(
+    "replica.diverged", ALARM,
+    "Two ranks hold different bytes of state that must be identical; that version is not sent.",
+    "Drain the device of one of them; --paft-audit-interval finds out which.",
+    about=_ABOUT, ranks=_RANKS, bucket=Field("int", "bucket in which they differ"), **_VERSION,
+    offset=Field("int", "first byte of the range compared", "bytes"), bytes=_BYTES,
+    count=Field("int", "ranges that differ"), reason=_REASON,
+)  # fmt: skip
+NODE_LOST = EventType(
+    "node.lost", WARNING, "Other nodes or ranks stopped responding; the job restarts without waiting for timeouts.",
+    "Find out why; the job continues when enough nodes have joined.", lost=_LOST,
+)  # fmt: skip
+COORDINATOR_LOST = EventType(
+    "coordinator.lost", WARNING, "The node that coordinates the exchange stopped responding.", "See node.lost.",
+    reason=_REASON,
+)  # fmt: skip
+PEER_REJECTED = EventType(
+    "peer.rejected", WARNING, "Connections were rejected, or ended, before the other side had proved its identity.",
+    "If the addresses are not of this job, keep them out by a firewall; else compare the secret files.",
+    count=Field("int", "connections since the last such event"), reasons=Field("dict", "connections by reason"),
+    addresses=Field("dict", "connections by address"),
+)  # fmt: skip
+PEER_DISCONNECTED = EventType(
+    "peer.disconnected", WARNING, "The connection of another node was closed because of an error.",
+    "If it repeats, check that node.", peer=Field("str", "name of that node"), reason=_REASON,
+)  # fmt: skip
+PROBE_FAILED = EventType(
+    "probe.failed", WARNING, "The speed of the links could not be measured; a usual one is assumed.",
+    "Give --baft-link-mbps where links are slower.", reason=_REASON,
+)  # fmt: skip
+
+# ---- recovery and resizing ----
+
+TRAINING_STARTED = EventType(
+    "training.started", NOTICE, "Training starts from its beginning: there was nothing to resume from.",
+    reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
+    lost=Field("int", "iterations to be computed again", "iterations"),
+)  # fmt: skip
+STATE_LOST = EventType(
+    "state.lost", ALARM, "No tier has a restorable version: training starts from its beginning, and progress is lost.",
+    "Configure checkpoints (--reft-checkpoint-dir), or survive more lost nodes (--reft-redundancy).", once=True,
+    reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
+    lost=Field("int", "iterations to be computed again", "iterations"),
+)  # fmt: skip
+STATE_RESTORED = EventType(
+    "state.restored", NOTICE, "A rank's state was restored.", **_VERSION, tier=Field("str", "process, node or storage"),
+    reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
+    lost=Field("int", "iterations to be computed again", "iterations"),
+    mark=Field("str", "what an audit found of the version"), seconds=_SECONDS,
+    verify_seconds=Field("float", "until every snapshot was whole and verified", "s"),
+    load_seconds=Field("float", "from then until tensors were loaded", "s"),
+)  # fmt: skip
+STATE_RESHARDED = EventType(
+    "state.resharded", NOTICE, "State of a job of another size was distributed to the ranks of this one.",
+    ranks=Field("int", "previous size of the job", "ranks"), **_VERSION, bytes=_BYTES, seconds=_SECONDS,
+)  # fmt: skip
+JOB_RESIZED = EventType(
+    "job.resized", NOTICE, "The job has another size; snapshots of the previous size are retained.",
+    ranks=_WORLD_SIZE, retained=Field("list", "ranks of the previous size whose segments are here"),
+)  # fmt: skip
+RESIZE_FINISHED = EventType(
+    "resize.finished", NOTICE, "State is safe at the new size; snapshots of the previous size were removed.",
+    segments=_SEGMENTS,
+)  # fmt: skip
+SPARE_QUERIED = EventType(
+    "spare.queried", NOTICE, "The job asked this node, which takes no part, for snapshots of a previous size.",
+    ranks=_WORLD_SIZE, segments=_SEGMENTS,
+)  # fmt: skip
+SPARE_RELEASED = EventType(
+    "spare.released", NOTICE, "The job needs nothing of this node any more; its snapshots were removed.",
+    segments=_SEGMENTS, lineage=_LINEAGE,
+)  # fmt: skip
+RELEASE_FAILED = EventType(
+    "release.failed", WARNING, "Nodes that take no part could not be notified that they may free their snapshots.",
+    "Free them there with `ft-plugins end`.", spares=Field("list", "address and port of each"), reason=_REASON,
+)  # fmt: skip
+
+# ---- checkpoints in storage ----
+
+CHECKPOINT_STARTED = EventType(
+    "checkpoint.started", NOTICE, "A node began to write its ranks' part of a checkpoint.",
+    **_VERSION, reason=_REASON, ranks=_RANKS,
+)  # fmt: skip
+CHECKPOINT_COMPLETED = EventType(
+    "checkpoint.completed", NOTICE, "A checkpoint is complete in storage.", ends=("checkpoint.failed",),
+    **_VERSION, seconds=_SECONDS, bytes=_BYTES, path=_PATH,
+)  # fmt: skip
+CHECKPOINT_FAILED = EventType(
+    "checkpoint.failed", ALARM, "A checkpoint was not written, or older ones were not removed; training continues.",
+    "Fix the storage; the next interval tries again.",
+    **_VERSION, reason=_REASON, newest_complete=Field("str", "the newest complete checkpoint", optional=True),
+)  # fmt: skip
+CHECKPOINT_SUPERSEDED = EventType(
+    "checkpoint.superseded", NOTICE, "A checkpoint was left off because a newer one was complete first.",
+    **_VERSION, reason=_REASON, newest_complete=Field("str", "the newest complete checkpoint", optional=True),
+)  # fmt: skip
+CHECKPOINT_KEPT = EventType(
+    "checkpoint.kept", NOTICE, "A checkpoint was asked for with --keep and is never pruned.", **_VERSION, path=_PATH
+)
+CHECKPOINT_PRUNED = EventType(
+    "checkpoint.pruned", NOTICE, "Checkpoints older than those to keep were removed.",
+    removed=Field("list", "their folders"),
+)  # fmt: skip
+CHECKPOINT_MISSED = EventType(
+    "checkpoint.missed", WARNING, "The job ended before its newest snapshot was in storage.",
+    "Resume from memory with the same command, or from the newest complete checkpoint.", reason=_REASON,
+)  # fmt: skip
+CHECKPOINT_IGNORED = EventType(
+    "checkpoint.ignored", WARNING, "Folders whose names are not those of checkpoints were passed over.",
+    "Remove them.", reason=_REASON,
+)  # fmt: skip
+CHECKPOINT_CORRUPTED = EventType(
+    "checkpoint.corrupted", ALARM, "A checkpoint is damaged; an older one is used.",
+    "Put its files back, or remove it.", reason=_REASON,
+)  # fmt: skip
+STORAGE_FAILED = EventType(
+    "storage.failed", ALARM, "The folder for checkpoints cannot be read; the job resumes from memory.",
+    "Make it a folder that all nodes share and may write to.", reason=_REASON,
+)  # fmt: skip
+EXPORT_DISABLED = EventType(
+    "export.disabled", WARNING, "Checkpoints of this job cannot be exported in the framework's own format.",
+    "Resume such checkpoints with ft_plugins.", reason=_REASON,
+)  # fmt: skip
+
+# ---- bubbles ----
+
+PROFILE_COMPLETED = EventType(
+    "profile.completed", NOTICE, "The iterations were measured.",
+    seconds=Field("float", "of one iteration", "s"), spans=Field("int", "spans of one iteration"),
+    idle_seconds=Field("float", "bubbles of one iteration", "s"),
+    waited_seconds=Field("float", "time that measuring cost", "s"),
+    left_out=Field("list", "iterations that were not used"),
+)  # fmt: skip
+PROFILE_LOST = EventType(
+    "profile.lost", ALARM, "There is no bubble plan; copies go rate-limited, next to training's own messages.",
+    "If training slows down, restart it to measure again.", once=True, reason=_REASON,
+)  # fmt: skip
+BUBBLES_PLANNED = EventType(
+    "bubbles.planned", NOTICE, "A rank planned which of its bytes go in which bubble.",
+    iterations=Field("int", "iterations per version", "iterations"),
+    seconds=Field("float", "of one iteration", "s"), bytes=_BYTES,
+    idle_seconds=Field("float", "bubbles of one iteration", "s"),
+    shared_seconds=Field("float", "bubbles in which other ranks use the same link", "s"),
+    fill_bytes=Field("float", "how full the windows are that the copy needs, filled by bytes", "share", optional=True),
+    fill_layers=Field("float", "the same, filled by whole layers", "share", optional=True),
+    granularity=Field("str", "bytes or layer"),
+    reason=Field("str", "why no bubble carries the copy; empty if one does"),
+    message_seconds=Field("float", "longest message of training on the link", "s"),
+    link_mbps=Field("float", "speed of the link", "Mbit/s"),
+)  # fmt: skip
+TIMELINE_RECORDED = EventType(
+    "timeline.recorded", NOTICE, "One iteration of a rank and what is planned in it, for pictures.",
+    seconds=Field("float", "of one iteration", "s"), spans=Field("list", "kind, begin and end of each span", "s"),
+    bubbles=Field("list", "index, begin and end of each bubble", "s"),
+    windows=Field("list", "bubble, begin, end and bytes of each window", "s, bytes"),
+    left_out=Field("int", "entries beyond the limit"), bytes=_BYTES, receiver=Field("int", "rank that keeps the copy"),
+    reason=Field("str", "why no bubble carries the copy; empty if one does"),
+)  # fmt: skip
+
+# ---- replicas: audits and averaging ----
+
+AUDIT_FAILED = EventType(
+    "audit.failed", ALARM, "Data-parallel replicas differ after an iteration.",
+    "Drain the device of the ranks named if it repeats.", iteration=_ITERATION,
+    ranks=Field("list", "ranks that are wrong, or may be"), majority=Field("bool", "a majority says which are wrong"),
+    waited_seconds=Field("float", "time for which training waited for the verdict", "s"),
+    layers=Field("list", "layers that differ"), buckets=Field("list", "buckets that differ"), reason=_REASON,
+)  # fmt: skip
+RANK_SUSPECTED = EventType(
+    "rank.suspected", ALARM, "A rank was wrong at several audits.", "Drain its device.",
+    rank=Field("int", "rank that was wrong"), count=_COUNT, reason=_REASON,
+)  # fmt: skip
+SUSPECT_LISTED = EventType(
+    "suspect.listed", ALARM, "The job ends; a rank was wrong at several audits.", "Drain its device.",
+    rank=Field("int", "rank that was wrong"), count=_COUNT, reason=_REASON,
+)  # fmt: skip
+AVERAGING_PREPARED = EventType(
+    "averaging.prepared", NOTICE, "Memory for averaging replicas was claimed.",
+    nbytes=Field("int", "claimed on this rank", "bytes"), buckets=Field("int", "buckets that are averaged"),
+)  # fmt: skip
+REPLICAS_AVERAGED = EventType(
+    "replicas.averaged", NOTICE, "Replicas were averaged.", iteration=_ITERATION,
+    applied=Field("bool", "applied; else out of date"),
+    waited_seconds=Field("float", "time for which training waited", "s"),
+    next=Field("int", "iteration of the next averaging"),
+    interval=Field("int", "iterations until it", "iterations"), reason=Field("str", "why that interval"),
+    divergence=Field("float", "norm of the distance from the mean"),
+    sigma=Field("float", "estimated noise of one parameter", optional=True),
+    signal=Field("float", "norm of the last step"), nonfinite=Field("list", "ranks with non-finite parameters"),
+)  # fmt: skip
+NONFINITE_DETECTED = EventType(
+    "nonfinite.detected", ALARM, "Parameters of some ranks were infinite or NaN when replicas were averaged.",
+    "Look at the loss; if it is always the same rank, drain its device.", once=True,
+    iteration=_ITERATION, ranks=Field("str", "those ranks"), reason=_REASON,
+)  # fmt: skip
+
+# ---- the stream itself, and tests ----
+
+ROUTINE_SUMMED = EventType(
+    "routine.summed", NOTICE, "Stands for routine events of one name and process.",
+    of=Field("str", "their name"), count=Field("int", "how many"),
+    first=Field("int", "first iteration", optional=True), last=Field("int", "last iteration", optional=True),
+    seconds=Field("float", "sum of their durations", "s"), bytes=_BYTES,
+    longest=Field("float", "longest duration", "s"), longest_at=Field("int", "iteration of the longest", optional=True),
+)  # fmt: skip
+FAULT_INJECTED = EventType(
+    "fault.injected", NOTICE, "A test altered numbers on purpose.", iteration=_ITERATION,
+    point=Field("str", "where"), word=Field("str", "how"), item=Field("str", "tensor, if it was one coordinate"),
+    index=Field("int", "that coordinate, else -1"), bit=Field("int", "its bit, else -1"),
+)  # fmt: skip
+SIGNAL_SENT = EventType(
+    "signal.sent", NOTICE, "A test driver is about to kill a rank or a node.",
+    rank=Field("int", "rank to be killed"), lost=Field("str", "node to be killed"), ranks=_RANKS,
+    signal=Field("str", "name of the signal"), iteration=_ITERATION, killed_pid=Field("int", "process it is sent to"),
+)  # fmt: skip
+
+EVENTS: Mapping[str, EventType] = {each.name: each for each in list(vars().values()) if isinstance(each, EventType)}
