@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import itertools
 import secrets
 import time
 from collections import Counter
@@ -37,6 +36,8 @@ _DEAF_SECONDS = 60.0
 _NONCE = 32  # bytes
 _SIZE = 8  # bytes before a payload that hold its length
 ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory that restoring takes
+
+_TO_ALL = "to all ranks"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -79,8 +80,13 @@ class Gathering:
 
     def _opened(self, rank: int, part: bytes) -> bytes:
         payload = part[_SIZE:-TAG][: int.from_bytes(part[:_SIZE], "little")]
-        self.proofs.check("to all", self.number, rank, payload, part[-TAG:])
+        self.proofs.check(_TO_ALL, self.number, rank, payload, part[-TAG:])
         return payload
+
+
+def _between(sender: int, receiver: int) -> str:
+    """The purpose of what one rank sends to another alone."""
+    return f"rank {sender} to rank {receiver}"
 
 
 class Collective:
@@ -104,8 +110,7 @@ class Collective:
             self._group = dist.new_group(backend="gloo")
         self.rank = 0 if not dist.is_initialized() else dist.get_rank()
         self.world_size = 1 if self._alone else dist.get_world_size()
-        self._gathers = itertools.count()  # the same on all ranks
-        self._passed: Counter[str] = Counter()  # payloads by purpose, the same on all who take part
+        self._passed: Counter[str] = Counter()  # payloads by purpose; equal on all ranks that take part in one
         self._proofs = Proofs(self.rank, self._agree_on_key(secret))
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -119,8 +124,8 @@ class Collective:
         """Start a gather of payloads of at most `longest` bytes, the same number on every rank, and do not wait."""
         if len(payload) > longest:
             raise ValueError(f"rank {self.rank}: a payload of {len(payload)} bytes, but all agreed on {longest}")
-        number = next(self._gathers)
-        tag = self._proofs.tag("to all", number, self.rank, payload)
+        number = self._next_number(_TO_ALL)
+        tag = self._proofs.tag(_TO_ALL, number, self.rank, payload)
         framed = b"".join((len(payload).to_bytes(_SIZE, "little"), payload, bytes(longest - len(payload)), tag))
         found, own, work = self._send_to_all(framed)
         return Gathering(found, own, work, number, self._proofs)
@@ -204,24 +209,23 @@ class Collective:
     def swap(self, send: Mapping[int, Bytes], receive: Mapping[int, Bytes]) -> None:
         """Send these bytes to these ranks, and have those of others in place when it returns.
 
-        Called by every pair alike, as often and with equal sizes. Nobody else takes part. Raises ProtocolError for
-        bytes that were altered on the way.
+        Both ranks of a pair call equally often and with equal sizes; no other rank takes part. Raises ProtocolError
+        for bytes that were altered on the way.
         """
         arriving = {rank: torch.empty(len(into) + TAG, dtype=torch.uint8) for rank, into in sorted(receive.items())}
-        leaving = {rank: self._with_tag(f"to rank {rank}", data) for rank, data in sorted(send.items())}
+        leaving = {rank: self._with_tag(_between(self.rank, rank), data) for rank, data in sorted(send.items())}
         pending = [dist.irecv(framed, src=rank, group=self._group) for rank, framed in arriving.items()]
         pending += [dist.isend(framed, dst=rank, group=self._group) for rank, framed in leaving.items()]
         for work in pending:
             if work is not None:  # None: not a member of the group, which all ranks are
                 work.wait()
         for rank, framed in arriving.items():
-            purpose = f"to rank {self.rank}"
-            number = self._count(f"{purpose} of rank {rank}")
-            receive[rank][:] = self._checked(purpose, number, rank, framed.numpy())
+            purpose = _between(rank, self.rank)
+            receive[rank][:] = self._checked(purpose, self._next_number(purpose), rank, framed.numpy())
 
     def _with_tag(self, purpose: str, data: Bytes) -> torch.Tensor:
         """Bytes of this rank for `purpose`, and their tag."""
-        tag = self._proofs.tag(purpose, self._count(f"{purpose} of rank {self.rank}"), self.rank, data.data)
+        tag = self._proofs.tag(purpose, self._next_number(purpose), self.rank, data.data)
         return torch.from_numpy(np.concatenate([data, np.frombuffer(tag, dtype=np.uint8)]))
 
     def _checked(self, purpose: str, number: int, sender: int, framed: Bytes) -> Bytes:
@@ -230,8 +234,8 @@ class Collective:
         self._proofs.check(purpose, number, sender, payload.data, framed[-TAG:].data)
         return payload
 
-    def _count(self, purpose: str) -> int:
-        """Payloads that were sent for that until now."""
+    def _next_number(self, purpose: str) -> int:
+        """The number of the next payload for that purpose."""
         self._passed[purpose] += 1
         return self._passed[purpose] - 1
 
@@ -270,7 +274,7 @@ class Collective:
         send = np.zeros(size + TAG, dtype=np.uint8)
         found = [torch.empty(size + TAG, dtype=torch.uint8) for _ in replicas]
         for at in range(0, longest, size):
-            part, number = own[at : at + size], self._count(purpose)
+            part, number = own[at : at + size], self._next_number(purpose)
             send[: len(part)] = part
             send[size:] = np.frombuffer(self._proofs.tag(purpose, number, self.rank, send[:size].data), dtype=np.uint8)
             dist.all_gather(found, torch.from_numpy(send), group=group)
