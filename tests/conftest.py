@@ -19,12 +19,33 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run the whole product of configurations")
+    parser.addoption("--all", action="store_true", help="run everything, not only what headlines.txt names")
+
+
+HEADLINES = Path(__file__).with_name("headlines.txt")
+WHOLE_JOBS = ("tests/scenarios/", "tests/integration/")
+
+
+def headlines() -> tuple[str, ...]:
+    """How the ids of those tests begin that start whole jobs and run by default."""
+    lines = HEADLINES.read_text().splitlines()
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+def runs_by_default(item: pytest.Item, begin: tuple[str, ...]) -> bool:
+    """Whether a test runs without `--all`."""
+    if item.nodeid.startswith(WHOLE_JOBS):
+        return item.nodeid.startswith(begin)
+    return item.get_closest_marker("all_configurations") is None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    begin = headlines()
+    unknown = [line for line in begin if not any(item.nodeid.startswith(line) for item in items)]
+    if unknown and {str(path) for path in config.args} == {"tests"}:  # all tests were collected
+        raise pytest.UsageError(f"{HEADLINES}: no test's id begins so: {unknown}")
     if not config.getoption("--all"):
-        rest = [item for item in items if item.get_closest_marker("all_configurations")]
+        rest = [item for item in items if not runs_by_default(item, begin)]
         if rest:
             config.hook.pytest_deselected(items=rest)
             items[:] = [item for item in items if item not in rest]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests, after setting the project up if needed. Arguments go to pytest; --all adds the whole product of
-# configurations. Fails if anything is left behind in /dev/shm.
+# Runs the default tier of the tests, or with --all every test (tests/README.md), after setting the project up if
+# needed. Other arguments go to pytest. Fails if anything is left behind in /dev/shm.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh

@@ -1,7 +1,7 @@
-"""Authentication tags by a key that only the ranks of one incarnation have: sender and content of each payload.
+"""Authenticate payloads between the ranks of one incarnation, by a key that only they have.
 
-Invariant: no two payloads of one sender share a purpose and a number, so a payload cannot be replayed in another place,
-and the nonces of AES-GMAC never repeat under a key.
+Invariant: the caller never uses a number twice for one sender and purpose. So a payload is accepted only in its own
+place, and no nonce of AES-GMAC repeats under a key: each purpose has a key, and the nonce is sender and number.
 
 In: the incarnation's key, payloads. Out: tags of TAG bytes; a ProtocolError for a payload that does not match its tag.
 """
@@ -21,7 +21,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Proofs:
-    """Makes and checks the proofs of one rank."""
+    """Makes and checks the tags of one rank."""
 
     def __init__(self, rank: int, key: bytes) -> None:
         self._rank = rank
@@ -29,11 +29,11 @@ class Proofs:
         self._ciphers: dict[str, AESGCM] = {}  # by purpose
 
     def word(self, word: str) -> bytes:
-        """The proof, of 32 bytes, that a rank of this incarnation announced `word`."""
+        """32 bytes that prove that a rank of this incarnation has published `word`."""
         return hmac.digest(self._key, word.encode(), "sha256")
 
     def tag(self, purpose: str, number: int, sender: int, payload: Buffer) -> bytes:
-        """The tag of payload `number` of `sender` for `purpose`."""
+        """The tag of payload `number` that `sender` sends for `purpose`."""
         return self._cipher(purpose).encrypt(_nonce(sender, number), b"", payload)
 
     def check(self, purpose: str, number: int, sender: int, payload: Buffer, tag: Buffer) -> None:

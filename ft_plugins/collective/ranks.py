@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import itertools
 import secrets
 import time
 from collections import Counter
@@ -36,6 +35,8 @@ _RETRY_SECONDS = 60.0  # until a store that did not answer is asked again
 _NONCE = 32  # bytes
 _SIZE = 8  # bytes of the length in front of a payload
 ROUND_BYTES = 32 << 20  # per member and round of a share exchange: bounds the memory of a restore
+
+_TO_ALL = "to all ranks"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -77,7 +78,7 @@ class PendingGather:
 
     def _opened(self, rank: int, part: bytes) -> bytes:
         payload = part[_SIZE:-TAG][: int.from_bytes(part[:_SIZE], "little")]
-        self.proofs.check("to all", self.number, rank, payload, part[-TAG:])
+        self.proofs.check(_TO_ALL, self.number, rank, payload, part[-TAG:])
         return payload
 
 
@@ -86,6 +87,11 @@ class Agreement:
     """How the block of `Collective.agreement` ended on this rank where no rank raises: `tolerated` is its own error."""
 
     tolerated: FtError | None = None
+
+
+def _between(sender: int, receiver: int) -> str:
+    """The purpose of what one rank sends to another alone."""
+    return f"rank {sender} to rank {receiver}"
 
 
 class Collective:
@@ -109,8 +115,7 @@ class Collective:
             self._group = dist.new_group(backend="gloo")
         self.rank = 0 if not dist.is_initialized() else dist.get_rank()
         self.world_size = 1 if self._alone else dist.get_world_size()
-        self._gathers = itertools.count()  # the same on all ranks
-        self._passed: Counter[str] = Counter()  # payloads by purpose, the same on all participants
+        self._passed: Counter[str] = Counter()  # payloads by purpose; equal on all ranks that take part in one
         self._proofs = Proofs(self.rank, self._agree_on_key(secret))
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -124,8 +129,8 @@ class Collective:
         """Start a gather of payloads of at most `longest` bytes, which is the same on every rank. Does not wait."""
         if len(payload) > longest:
             raise ValueError(f"rank {self.rank}: the payload has {len(payload)} bytes, more than the agreed {longest}")
-        number = next(self._gathers)
-        tag = self._proofs.tag("to all", number, self.rank, payload)
+        number = self._next_number(_TO_ALL)
+        tag = self._proofs.tag(_TO_ALL, number, self.rank, payload)
         framed = b"".join((len(payload).to_bytes(_SIZE, "little"), payload, bytes(longest - len(payload)), tag))
         received, own, work = self._send_to_all(framed)
         return PendingGather(received, own, work, number, self._proofs)
@@ -235,20 +240,19 @@ class Collective:
         for altered bytes.
         """
         arriving = {rank: torch.empty(len(into) + TAG, dtype=torch.uint8) for rank, into in sorted(receive.items())}
-        leaving = {rank: self._with_tag(f"to rank {rank}", data) for rank, data in sorted(send.items())}
+        leaving = {rank: self._with_tag(_between(self.rank, rank), data) for rank, data in sorted(send.items())}
         pending = [dist.irecv(framed, src=rank, group=self._group) for rank, framed in arriving.items()]
         pending += [dist.isend(framed, dst=rank, group=self._group) for rank, framed in leaving.items()]
         for work in pending:
             if work is not None:  # None: not a member of the group, which all ranks are
                 work.wait()
         for rank, framed in arriving.items():
-            purpose = f"to rank {self.rank}"
-            number = self._count(f"{purpose} of rank {rank}")
-            receive[rank][:] = self._checked(purpose, number, rank, framed.numpy())
+            purpose = _between(rank, self.rank)
+            receive[rank][:] = self._checked(purpose, self._next_number(purpose), rank, framed.numpy())
 
     def _with_tag(self, purpose: str, data: Bytes) -> torch.Tensor:
-        """`data` of this rank for `purpose`, followed by its tag."""
-        tag = self._proofs.tag(purpose, self._count(f"{purpose} of rank {self.rank}"), self.rank, data.data)
+        """Bytes of this rank for `purpose`, and their tag."""
+        tag = self._proofs.tag(purpose, self._next_number(purpose), self.rank, data.data)
         return torch.from_numpy(np.concatenate([data, np.frombuffer(tag, dtype=np.uint8)]))
 
     def _checked(self, purpose: str, number: int, sender: int, framed: Bytes) -> Bytes:
@@ -257,8 +261,8 @@ class Collective:
         self._proofs.check(purpose, number, sender, payload.data, framed[-TAG:].data)
         return payload
 
-    def _count(self, purpose: str) -> int:
-        """The number of the next payload for `purpose`."""
+    def _next_number(self, purpose: str) -> int:
+        """The number of the next payload for that purpose."""
         self._passed[purpose] += 1
         return self._passed[purpose] - 1
 
@@ -297,7 +301,7 @@ class Collective:
         send = np.zeros(size + TAG, dtype=np.uint8)
         received = [torch.empty(size + TAG, dtype=torch.uint8) for _ in replicas]
         for at in range(0, longest, size):
-            part, number = own[at : at + size], self._count(purpose)
+            part, number = own[at : at + size], self._next_number(purpose)
             send[: len(part)] = part
             send[size:] = np.frombuffer(self._proofs.tag(purpose, number, self.rank, send[:size].data), dtype=np.uint8)
             dist.all_gather(received, torch.from_numpy(send), group=group)

@@ -58,8 +58,8 @@ class Alarms:
 
 
 class Failing:
-    """Reports something that fails repeatedly: the first failure as `failure`, then one in AGAIN_SECONDS with their number, and
-    as `success` that it works again. For one thread."""
+    """Reports something that fails repeatedly: the first failure as `failure`, then one in AGAIN_SECONDS with their
+    number; as `success` that it works again. For one thread."""
 
     def __init__(self, alarms: Alarms, about: str, failure: EventType, success: EventType, node: str = "") -> None:
         self._alarms = alarms

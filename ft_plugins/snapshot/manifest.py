@@ -18,7 +18,7 @@ from ..intake import Count, Text, Unfit, shown, typed
 from .layout import Layout, pieces_of
 
 REPLICATED, SHARDED, OWN = "replicated", "sharded", "own"
-_LARGEST = 8 << 20  # bytes of a manifest, decompressed: 80,000 pieces of tensors. Read, it takes up to 80 times as much
+_LARGEST = 8 << 20  # bytes of a manifest, decompressed: 80,000 pieces of tensors; decoding takes up to 80 times as much
 
 
 @dataclass(frozen=True)

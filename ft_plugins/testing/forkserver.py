@@ -40,9 +40,9 @@ from ..smp import protocol
 _FORK_SECONDS = 60.0  # for the ranks of one incarnation to be forked
 _LOOK_SECONDS = 0.002
 _CLONE_NEWNET = 0x40000000
-_WHERE = signal.SIGUSR1  # makes an agent or a rank write the stack of its main thread to the job's log
-_WHERE_SECONDS = 0.3
-_STACK_LINES = 12  # of a stack: the innermost calls
+_STACK = signal.SIGUSR1  # makes an agent or a rank write the stack of its main thread into the job's log
+_STACK_SECONDS = 0.3  # for that to be written, while the process goes on
+_STACK_LINES = 12  # of a stack
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RunningJob:
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         if not poller.poll(seconds * 1000):
-            raise TimeoutError(f"{self.spec.name} had not ended after {seconds:.0f} s:\n{self.where()}")
+            raise TimeoutError(f"{self.spec.name} had not ended after {seconds:.0f} s:\n{self.stacks()}")
         outcome = _outcome(self.spec)
         return json.loads(outcome.read_text()) if outcome.exists() else {"status": "killed"}
 
@@ -99,19 +99,25 @@ class RunningJob:
         except ProcessLookupError:
             return
 
-    def where(self) -> str:
-        """The end of the job's output, and where its agent and its ranks are."""
-        said = [self.tail()]
+    def stacks(self) -> str:
+        """The end of the job's output, and the stack of the main thread of its agent and of each of its ranks."""
+        parts = [self.tail()]
         with contextlib.suppress(psutil.NoSuchProcess):
             agent = psutil.Process(self.pid)
             for process in (agent, *agent.children(recursive=True)):
-                if _has_stack_handler(process.pid):
-                    before = len(self.log.read_bytes())
-                    process.send_signal(_WHERE)
-                    time.sleep(_WHERE_SECONDS)  # only the time to write: it goes on
-                    stack = self.log.read_bytes()[before:].decode(errors="replace").splitlines()
-                    said.append("\n".join([f"process {process.pid}:", *stack[:_STACK_LINES]]))
-        return "\n".join(said)
+                with contextlib.suppress(psutil.NoSuchProcess, OSError):  # it has ended meanwhile
+                    parts.append(self._stack(process))
+        return "\n".join(filter(None, parts))
+
+    def _stack(self, process: psutil.Process) -> str:
+        """The innermost calls of a process; '' for one that has no handler for `_STACK`, which would end it."""
+        if not _catches(process.pid, _STACK):
+            return ""
+        before = len(self.log.read_bytes())
+        process.send_signal(_STACK)
+        time.sleep(_STACK_SECONDS)
+        stack = self.log.read_bytes()[before:].decode(errors="replace").splitlines()
+        return "\n".join([f"process {process.pid}:", *stack[:_STACK_LINES]])
 
     @property
     def ended(self) -> bool:
@@ -262,11 +268,11 @@ def _run(spec: JobSpec) -> dict[str, Any]:
     return {"status": outcome.status, "reason": outcome.reason, "restarts": outcome.restarts}
 
 
-def _has_stack_handler(pid: int) -> bool:
-    """Whether a process has a handler for `_WHERE`, which would end it otherwise."""
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal. Raises OSError for one that has ended."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught, 16) >> (_WHERE - 1) & 1)
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def enter(namespace: str) -> None:
@@ -286,7 +292,7 @@ def _job(spec: JobSpec) -> None:
     log = os.open(_log(spec), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
         os.dup2(log, target)
-    faulthandler.register(_WHERE, all_threads=False)  # its ranks are forked from here and inherit it
+    faulthandler.register(_STACK, all_threads=False)  # inherited by the ranks, which are forked from here
     os.environ.update(spec.environment)
     if spec.namespace:
         enter(spec.namespace)

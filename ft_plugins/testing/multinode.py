@@ -126,6 +126,6 @@ class MultiNodeJob:
             try:
                 outcome = job.wait(BOUND)
             except TimeoutError as error:
-                others = [f"node {other}:\n{each.where()}" for other, each in self.nodes.items() if other != name]
+                others = [f"node {other}:\n{each.stacks()}" for other, each in self.nodes.items() if other != name]
                 raise TimeoutError("\n\n".join([f"node {name}: {error}", *others])) from error
             assert outcome["status"] == "succeeded", job.tail()

@@ -182,9 +182,11 @@ def _pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def test_a_trainer_killed_at_a_hundred_random_times_resumes_a_complete_version(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+@pytest.mark.parametrize(("old", "young"), [pytest.param(12, 4, id="short"), pytest.param(72, 32, id="long")])
+def test_a_trainer_killed_at_random_times_resumes_a_complete_version(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path, old: int, young: int
 ) -> None:
+    """`old` times one job that has long had versions, and `young` jobs of which most die before they have three."""
     rng = random.Random(20261121)
     found: list[Entry] = []
     journal = tmp_path / "long" / "journal"
@@ -192,18 +194,18 @@ def test_a_trainer_killed_at_a_hundred_random_times_resumes_a_complete_version(
     spec = fills(jobs, journal, 1_000_000)
     job = torch_server.start(spec)
     try:
-        kill_trainer_at_random(job, journal, 72, rng, longest=0.4)
-        found += wait_for(journal, lambda written: len(written) > 72, 60)
+        kill_trainer_at_random(job, journal, old, rng, longest=0.4)
+        found += wait_for(journal, lambda written: len(written) > old, 60)
         assert_at_most_one_lost(job)
     finally:
         job.kill()
     early: list[Entry] = []
-    for number in range(32):  # young jobs: most die before three versions exist
+    for number in range(young):
         folder = tmp_path / f"y{number}"
         folder.mkdir()
-        young = fills(jobs, folder / "journal", 1_000_000)
-        young = jobs(**{**vars(young), "name": f"y{os.getpid()}-{number}", "folder": str(folder)})
-        running = torch_server.start(young)
+        spec = fills(jobs, folder / "journal", 1_000_000)
+        spec = jobs(**{**vars(spec), "name": f"y{os.getpid()}-{number}", "folder": str(folder)})
+        running = torch_server.start(spec)
         try:
             kill_trainer_at_random(running, folder / "journal", 1, rng, longest=0.06)
             early += wait_for(folder / "journal", lambda written: len(written) > 1, 60)
@@ -211,12 +213,13 @@ def test_a_trainer_killed_at_a_hundred_random_times_resumes_a_complete_version(
         finally:
             running.kill()
         running.wait(60)
-        with Client(young.run_dir) as client:
+        with Client(spec.run_dir) as client:
             client.end()  # its 768 MiB are needed by the next ones
     assert_never_torn(found + early)
     slots = [entry["found"] for entry in found + early if entry.get("found")]
     dirty = sum("DIRTY" in states for states in slots)
     young_slots = sum("EMPTY" in states or states.count("CLEAN") < 2 for states in slots)
     print(json.dumps({"kills": len(slots), "dirty": dirty, "none_dirty": len(slots) - dirty, "young": young_slots}))
-    assert len(slots) >= 100
-    assert dirty >= 10 and len(slots) - dirty >= 10 and young_slots >= 10
+    assert len(slots) >= old + young - 4  # a job that dies at once has not looked at its slots
+    if old + young > 100:  # enough to have met every state
+        assert dirty >= 10 and len(slots) - dirty >= 10 and young_slots >= 10

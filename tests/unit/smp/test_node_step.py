@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ft_plugins.errors import ProtocolError
+from ft_plugins.events import catalogue
 from ft_plugins.smp.agreement import Coordinator, ExchangeDecision, ExchangeEpoch
 from ft_plugins.smp.node_step import (
     Action,
@@ -116,7 +117,7 @@ def test_the_restored_version_needs_no_audit() -> None:
 
 def test_replicas_that_differ_raise_an_alarm_with_every_report() -> None:
     _, actions = run(FRESH, HeartbeatDue(Observation(5, None, v(4), difference="ranks 0 and 2 differ")))
-    assert actions[0] == RaiseAlarm("replicas", "replica.differs", "ranks 0 and 2 differ")
+    assert actions[0] == RaiseAlarm("replicas", catalogue.REPLICA_DIVERGED, "ranks 0 and 2 differ")
 
 
 def test_what_was_not_carried_out_is_requested_again() -> None:
@@ -133,7 +134,7 @@ def test_what_was_not_carried_out_is_requested_again() -> None:
 
 def test_the_first_commit_after_a_recovery_is_announced_by_the_first_node_alone() -> None:
     state, (alarm,) = run(RESTORED, Committed(v(10)))
-    assert isinstance(alarm, RaiseAlarm) and alarm.event == "protection.gained" and "iteration 10" in alarm.words
+    assert isinstance(alarm, RaiseAlarm) and alarm.kind is catalogue.PROTECTION_RESTORED and "iteration 10" in alarm.words
     assert run(state, Committed(v(12, 2)))[1] == []
     assert run(replace(RESTORED, position=1), Committed(v(10)))[1] == []
     assert run(replace(FRESH, position=0), Committed(v(4)))[1] == [], "nothing was lost before"

@@ -1,0 +1,30 @@
+"""A job that hangs: the timeout of the test that waits for it reports the stack of each of its processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ft_plugins.testing.forkserver import ForkServer, JobSpec
+
+
+def wait_forever(argv: Sequence[str]) -> None:
+    """Entry of each rank."""
+    print("begun", flush=True)
+    threading.Event().wait()
+
+
+def test_a_timeout_reports_the_stacks_of_the_agent_and_of_every_rank(
+    torch_server: ForkServer, jobs: Callable[..., JobSpec]
+) -> None:
+    job = torch_server.start(jobs(entry=f"{__file__}:wait_forever", argv=(), flags=(), nproc=2))
+    with pytest.raises(TimeoutError, match="had not ended after 3 s") as caught:
+        job.wait(3)
+    assert not job.ended, "the report leaves the job running"
+    report = str(caught.value)
+    assert report.startswith(f"{job.spec.name} had not ended after 3 s:\nbegun\nbegun\nprocess {job.pid}:\n")
+    agent, *ranks = report.split("process ")[1:]
+    assert "in _invoke_run" in agent
+    assert ["in wait_forever" in rank for rank in ranks] == [True, True]

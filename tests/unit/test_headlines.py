@@ -1,0 +1,46 @@
+"""Which tests run by default."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+
+
+@pytest.fixture(scope="module")
+def tiers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tiers", CONFTEST)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "marked", "expected"),
+    [
+        ("tests/scenarios/test_x.py::test_a[one]", False, True),
+        ("tests/scenarios/test_x.py::test_a[one]", True, True),  # it is the one of its kind
+        ("tests/scenarios/test_x.py::test_a[two]", False, False),
+        ("tests/integration/test_y.py::test_b", False, True),
+        ("tests/integration/test_z.py::test_b", False, False),
+        ("tests/unit/test_x.py::test_a", False, True),
+        ("tests/unit/test_x.py::test_a", True, False),
+    ],
+)
+def test_a_test_that_starts_jobs_runs_if_it_is_named_and_any_other_unless_it_is_marked(
+    tiers: ModuleType, name: str, marked: bool, expected: bool
+) -> None:
+    begin = ("tests/scenarios/test_x.py::test_a[one]", "tests/integration/test_y.py::")
+    item = SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: object() if marked else None)
+    assert tiers.runs_by_default(item, begin) is expected
+
+
+def test_the_headlines_are_tests_that_start_jobs(tiers: ModuleType) -> None:
+    begin = tiers.headlines()
+    assert len(begin) > 40 and len(set(begin)) == len(begin)
+    assert all(line.startswith(tiers.WHOLE_JOBS) for line in begin)
