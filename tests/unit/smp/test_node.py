@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -575,7 +576,7 @@ def test_a_disk_that_is_full_of_something_else_costs_an_alarm_and_no_node(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     for module in ("node", "alarms"):
-        monkeypatch.setattr(f"ft_plugins.smp.{module}.written", full)
+        monkeypatch.setattr(f"ft_plugins.smp.{module}.files", SimpleNamespace(write_json=full))
     job.nodes[0].tier._tell("replicas", "replica.differs", "ranks 0 and 2")
     job.train(1, 2)
     assert not [event for node in job.nodes for event in node.seen if event.name in ("peer.silent", "node.lost")]
