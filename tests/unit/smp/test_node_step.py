@@ -134,7 +134,8 @@ def test_what_was_not_carried_out_is_requested_again() -> None:
 
 def test_the_first_commit_after_a_recovery_is_announced_by_the_first_node_alone() -> None:
     state, (alarm,) = run(RESTORED, Committed(v(10)))
-    assert isinstance(alarm, RaiseAlarm) and alarm.kind is catalogue.PROTECTION_RESTORED and "iteration 10" in alarm.words
+    assert isinstance(alarm, RaiseAlarm) and alarm.kind is catalogue.PROTECTION_RESTORED
+    assert "iteration 10" in alarm.words
     assert run(state, Committed(v(12, 2)))[1] == []
     assert run(replace(RESTORED, position=1), Committed(v(10)))[1] == []
     assert run(replace(FRESH, position=0), Committed(v(4)))[1] == [], "nothing was lost before"
