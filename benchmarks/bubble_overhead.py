@@ -59,10 +59,10 @@ from pathlib import Path
 from typing import Any
 
 from figures import line
+from ft_plugins.bubbles.bubble_plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.filling import Granularity, Transfer
 from ft_plugins.bubbles.messages import traffic
 from ft_plugins.bubbles.pacing import least_bytes
-from ft_plugins.bubbles.plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.events import catalogue
 from ft_plugins.model.timeline import Kind, Profile, Timeline, busy_share

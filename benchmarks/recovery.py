@@ -291,7 +291,7 @@ def measure(quick: bool, namespaces: bool) -> dict[str, float | bool]:
         places = [EmulatedHost("", f"127.78.0.{host}", "lo") for host in hosts]
         if namespaces:
             places = stack.enter_context(network(hosts))
-        preload = [str(Path(__file__).resolve()), "ft_plugins.launcher.launch"]
+        preload = [str(Path(__file__).resolve()), "ft_plugins.launcher.node_launch"]
         server = stack.enter_context(ForkServer(preload))
         print(HEAD)
         with Cluster(server, folder, places, 3, "raim5", mib, compute) as job, memory.watched(job):

@@ -148,7 +148,7 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="a new or empty folder, for the framework's own --load")],
 ) -> None:
     """Write a checkpoint as the framework's own: it loads without ft_plugins then. Needs no GPU and no job."""
-    from .adapters.export import export as write  # torch and the framework take their time
+    from .adapters.export_command import export as write  # torch and the framework take their time
 
     found = write(checkpoint, to)
     print(f"{to}: {found['framework']}, iteration {found['iteration']}, {found['tensors']} tensors")

@@ -20,7 +20,7 @@ the system once for an opening, to wake who waits for it (bubbles.futex).
 It lies in the header page of the rank's segment, which trainer and SMP have mapped anyway, between words and
 fingerprint: nothing more to create, find, or clean up.
 
-In: grants of a plan (bubbles.plan), spans as they begin and end. Out: `Opening`s, which bubbles.gate_pacer follows.
+In: grants of `bubble_plan`, spans as they begin and end. Out: `Opening`s, which `gate_pacer` follows.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ import numpy.typing as npt
 import xxhash
 
 from ..model.timeline import COMPUTE, Kind
+from .bubble_plan import SenderPlan
 from .filling import Grant
 from .futex import FutexWord
-from .plan import SenderPlan
 from .windows import WINDOWS
 
 _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..model.pacer import Allowance, Pacer
+from .bubble_plan import BY_RATE
 from .gate import Gate
 from .pacing import LIMITS, AskFallback, GateSight, PacingLimits, PacingState, SendNow, decide
-from .plan import BY_RATE
 from .window_use import Fullness
 
 

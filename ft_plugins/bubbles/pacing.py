@@ -14,8 +14,8 @@ from collections import ChainMap
 from dataclasses import dataclass, field
 
 from ..model.pacer import NO_DEADLINE, Allowance
+from .bubble_plan import BY_RATE
 from .gate import STEADY, Opening
-from .plan import BY_RATE
 from .round_trips import RoundTrips
 from .window_use import Fullness, Shortened, WindowKey
 

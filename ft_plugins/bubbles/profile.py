@@ -44,7 +44,7 @@ _NUMBER = 8  # bytes
 _LARGEST = (1 << 63) - 1
 
 
-class PendingGather(Protocol):
+class GatherResult(Protocol):
     """Payloads on their way."""
 
     def result(self) -> list[bytes]:
@@ -55,7 +55,7 @@ class PendingGather(Protocol):
 class Gathers(Protocol):
     """What starts a gather of payloads of at most `longest` bytes, which all ranks know, without waiting for it."""
 
-    def start_gather(self, payload: bytes, longest: int) -> PendingGather: ...
+    def start_gather(self, payload: bytes, longest: int) -> GatherResult: ...
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Profiler:
         self._disturbed = False
         self._left_out: list[int] = []  # iterations that were disturbed
         self._payload = b""
-        self._pending: PendingGather | None = None
+        self._pending: GatherResult | None = None
         self._misses = settings.misses_of(1.0)  # of no profile yet
         self._failure = ""  # of this rank, for the next message
 

@@ -26,7 +26,7 @@ from typing import Any, overload
 import msgpack
 
 from ..model.timeline import COMPUTE, Bubble, Kind, Span, Timeline
-from .plan import SenderPlan
+from .bubble_plan import SenderPlan
 
 _KINDS = tuple(Kind)
 

@@ -15,7 +15,7 @@ a secret: what is secret is a file that only its owner can read.
 
 from . import deepspeed_json
 from .keys import Key
-from .launch import LaunchContext, launch_context, run_directory, run_root, worker_environment
+from .launch_context import LaunchContext, launch_context, run_directory, run_root, worker_environment
 from .schema import BaftConfig, Config, PaftConfig, ReftConfig, SystemConfig, add_flags, keys, merge
 
 __all__ = [

@@ -27,7 +27,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from ..config import Config, add_flags, deepspeed_json, merge, run_directory
 from ..errors import EXIT_REFUSED, ConfigError, FtError
 from . import identity
-from .launch import Outcome, launch
+from .node_launch import Outcome, launch
 from .plugin import BACKEND
 from .watcher import Job
 

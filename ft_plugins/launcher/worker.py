@@ -8,7 +8,8 @@ so that a script that does not know them is not disturbed. Frameworks whose pars
 `launch_context().config`. Hooks and, on a machine without CUDA, device patches are registered before the script runs
 and act when it imports the framework.
 
-In: the environment of `config.launch`. Out: the script, run as `__main__`; `TORCHELASTIC_ERROR_FILE` for the agent.
+In: the environment of `config.launch_context`. Out: the script, run as `__main__`; `TORCHELASTIC_ERROR_FILE` for the
+agent.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Within how many iterations a checkpoint fits into the bubbles of a pipeline: by the plan that a job makes of its own
-profile (`bubbles.plan`), here of simulated timelines.
+profile (`bubbles.bubble_plan`), here of simulated timelines.
 
 So what a forecast says is what BAFT does: bubbles that sender and receiver share, without what is reserved for
 messages at both ends of each, the link of a node divided among its ranks, by bytes or by whole layers; and a rank that
@@ -29,9 +29,9 @@ from enum import Enum
 from math import ceil
 from typing import Protocol
 
+from ..bubbles.bubble_plan import BubblePlan, plan_bubbles
 from ..bubbles.filling import Granularity, Transfer
 from ..bubbles.messages import Traffic
-from ..bubbles.plan import BubblePlan, plan_bubbles
 from ..bubbles.windows import Reserve
 from ..model.timeline import Timeline, bubbles, busy_share
 from ..redundancy.neighbour import partner

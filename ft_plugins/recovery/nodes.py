@@ -3,7 +3,7 @@
 Invariant: one rank of each node, the lowest, speaks to the SMP of that node; what it hears all ranks hear. Every call
 is made by every rank of the job, in the same order, and fails on all of them alike.
 
-In: nodes, sharding groups and segments' shapes of all ranks. Out: `recovery.run.Nodes` for a recovery; after it,
+In: nodes, sharding groups and segments' shapes of all ranks. Out: `recovery.restore.Nodes` for a recovery; after it,
 `protect` has the SMPs guard each other's slots.
 """
 
@@ -22,13 +22,13 @@ import psutil
 
 from ..collective import Collective
 from ..errors import BudgetError, ConfigError, FencedError, FtError, ProtocolError
-from ..redundancy.plan import ExchangePlan, positions
+from ..redundancy.exchange_plan import ExchangePlan, positions
 from ..smp.client import Client
 from ..smp.protection import Protection
 from ..snapshot.double import Told, gathered
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version
-from .plan import NodeFacts, RecoveryPlan, Way, counted
+from .recovery_plan import NodeFacts, RecoveryPlan, Way, counted
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Version
-from .plan import RecoveryPlan, choose_source
+from .recovery_plan import RecoveryPlan, choose_source
 
 LOOK_SECONDS = 60.0  # for the folder to be listed; a storage that hangs longer is out of reach
 _OFFERED = 16  # checkpoints that are tried, in the order of `retention.candidates`

@@ -33,8 +33,8 @@ from functools import cached_property
 
 from ..errors import TopologyError
 from ..model.topology import Topology
+from .exchange_plan import ExchangePlan, plan_exchange, positions
 from .parity import ALIGNMENT, OnDemand, Placement, Stripe, StripePiece
-from .plan import ExchangePlan, plan_exchange, positions
 from .sections import Extent, Section
 
 NAME = "a copy on the neighbouring stage"

@@ -35,7 +35,7 @@ from .. import faults
 from ..errors import CorruptSlotError, FtError
 from ..events import Events, catalogue
 from ..model.pacer import Allowance, Pacer
-from ..redundancy.plan import ExchangePlan, Send
+from ..redundancy.exchange_plan import ExchangePlan, Send
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Version
 from . import replica_checks

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..redundancy.exchange_plan import ExchangePlan
 from ..redundancy.parity import StripeRebuild, plan_decode
-from ..redundancy.plan import ExchangePlan
 from ..redundancy.sections import Encoding, Section
 from ..snapshot.slots import Version
 from .wire import PAYLOAD_LIMIT

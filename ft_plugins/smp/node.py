@@ -24,7 +24,7 @@ from .. import files
 from ..errors import FtError, ProtocolError
 from ..events import Events, catalogue
 from ..intake import Address, Count, Flag, Port, Text, read_json, typed
-from ..redundancy.plan import ExchangePlan
+from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot.paths import vault_of
 from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Pin, SlotState, Version

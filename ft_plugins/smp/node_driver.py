@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ..bubbles.bubble_plan import by_rate_shares
 from ..bubbles.gate import Gate
 from ..bubbles.gate_pacer import GatePacer
-from ..bubbles.plan import by_rate_shares
 from ..errors import FtError, ProtocolError
 from ..events import Events, catalogue
 from ..intake import parsed

@@ -29,8 +29,8 @@ import xxhash
 
 from .. import faults
 from ..errors import ProtocolError, SegmentError
+from ..redundancy.exchange_plan import Area, ExchangePlan
 from ..redundancy.field import power
-from ..redundancy.plan import Area, ExchangePlan
 from ..snapshot import segment as segments
 from ..snapshot.segment import Segment
 from ..snapshot.shape import Shape

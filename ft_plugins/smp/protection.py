@@ -17,8 +17,8 @@ from pydantic import BeforeValidator, Field
 
 from ..errors import ProtocolError
 from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, typed
+from ..redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ..redundancy.neighbour import plan_both, plan_neighbours
-from ..redundancy.plan import ExchangePlan, plan_exchange
 from ..redundancy.sections import Extent
 from ..snapshot.shape import Shape
 from .agreement import ExchangeEpoch

@@ -27,7 +27,7 @@ import xxhash
 
 from .. import faults
 from ..errors import CorruptSlotError, ResumeError, SegmentError
-from ..redundancy.plan import ExchangePlan
+from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot import manifest
 from ..snapshot.segment import NOT_COMPUTED, Segment
 from ..snapshot.shape import PAGE

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from ..errors import ProtocolError
-from ..redundancy.plan import Check, ExchangePlan
+from ..redundancy.exchange_plan import Check, ExchangePlan
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..redundancy.plan import positions
+from ..redundancy.exchange_plan import positions
 from ..redundancy.sections import Extent, ParityPart, Section, lay_out, local_sections
 from .layout import Layout, ParityBucket, ParitySource, ReplicaStream, Share
 

@@ -21,9 +21,9 @@ import xxhash
 
 from .aggregate import Aggregate
 from .audit import Audit, Following, OnCorruption, Remedy, judge, remedy
+from .averager import Tensors, mixed, read, views, write
 from .buckets import Buckets, ReplicaBucket
 from .links import Links
-from .run import Tensors, mixed, read, views, write
 
 
 class Scalars(Protocol):

@@ -19,11 +19,11 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from ..events import Events, catalogue
+from .averager import Averaging
 from .background import Background, BackgroundJob
 from .links import Links
 from .noise import NoiseMeasurement, NoisePart, combine
 from .policy import Policy
-from .run import Averaging
 from .schedule import SyncSchedule, Turn
 
 

@@ -30,11 +30,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from ..bubbles.bubble_plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate import STEADY, Gate, Gatekeeper, edge_tolerance
 from ..bubbles.messages import Traffic, traffic
 from ..bubbles.pacing import least_bytes
-from ..bubbles.plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
 from ..events import Events, catalogue

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..bubbles.bubble_plan import BubblePlan
 from ..bubbles.clock import clock_of
 from ..bubbles.gate import Gate
-from ..bubbles.plan import BubblePlan
 from ..bubbles.profile import Gathers, Profiler, Profiling, ProfilingPhase
 from ..bubbles.record import Recorder, Several
 from ..bubbles.timeline_values import shown

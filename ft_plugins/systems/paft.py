@@ -33,12 +33,12 @@ from ..model.inventory import Inventory
 from ..snapshot.slots import Mark
 from ..sync.aggregate import Aggregate, require_enough, told
 from ..sync.audit import OnCorruption, promise
+from ..sync.averager import Averaging
 from ..sync.background import Background
 from ..sync.buckets import plan_buckets, require_replicas
 from ..sync.compare import Auditing
 from ..sync.links import Links
 from ..sync.policy import Label, PaftPolicy, Replicas
-from ..sync.run import Averaging
 from ..sync.schedule import schedule_of
 from ..sync.turns import SyncTurns
 from ..sync.verdicts import Verdicts

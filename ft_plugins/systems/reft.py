@@ -22,7 +22,7 @@ from ..errors import BudgetError, ConfigError, FtError, ProtectionError
 from ..events import Events
 from ..model.host import Host
 from ..model.timeline import SenderFacts
-from ..recovery.plan import RecoveryPlan
+from ..recovery.recovery_plan import RecoveryPlan
 from ..smp.client import Client
 from ..snapshot import index
 from ..snapshot.capture import Capture

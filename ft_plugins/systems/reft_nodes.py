@@ -26,7 +26,7 @@ from ..recovery.resize.previous_job import PreviousJob
 from ..recovery.resize.previous_size import ResizePlan
 from ..recovery.resize.refill import refill
 from ..redundancy import neighbour
-from ..redundancy.plan import unprotected
+from ..redundancy.exchange_plan import unprotected
 from ..snapshot.double import told, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest

@@ -21,8 +21,8 @@ from ..errors import ResumeError
 from ..events import say
 from ..model.host import Host
 from ..recovery.nodes import JobNodes, SeenNodes
-from ..recovery.plan import RecoveryPlan, choose_source
-from ..recovery.run import agree_on_version, load_tensors
+from ..recovery.recovery_plan import RecoveryPlan, choose_source
+from ..recovery.restore import agree_on_version, load_tensors
 from ..recovery.storage import StorageTier
 from ..redundancy.neighbour import BothPlan, CopyPlan, NeighbourPlan
 from ..smp.client import Client

@@ -19,7 +19,7 @@ from ..errors import CorruptHeaderError, CorruptSlotError, FtError, printable
 from ..events import Events, EventType, catalogue, say
 from ..intake import Text, read_json
 from ..recovery.nodes import JobNodes
-from ..recovery.plan import RecoveryPlan
+from ..recovery.recovery_plan import RecoveryPlan
 from ..smp.protocol import ALARM
 from ..snapshot.capture import Commit
 from ..snapshot.shape import Shape

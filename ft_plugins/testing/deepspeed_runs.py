@@ -20,7 +20,7 @@ ITERATIONS = 6
 EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "deepspeed_gpt.py"
 PRELOAD = (
     *("ft_plugins.adapters.deepspeed:prepare", "ft_plugins.adapters.deepspeed:install"),
-    *(str(EXAMPLE), "ft_plugins.launcher.launch"),
+    *(str(EXAMPLE), "ft_plugins.launcher.node_launch"),
 )
 _MODEL = ("--layers", "2", "--hidden", "32", "--sequence", "16")
 

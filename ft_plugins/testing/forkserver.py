@@ -242,7 +242,7 @@ def _run(spec: JobSpec) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    from ..launcher.launch import launch
+    from ..launcher.node_launch import launch
     from ..launcher.watcher import Job
 
     config, rest = Config.from_flags(spec.flags)

@@ -19,7 +19,7 @@ RANKS = 8
 ITERATIONS = 8
 SKIPPED, EVALUATED = 3, 5  # iterations
 EXAMPLE = Path(__file__).resolve().parents[2] / "launch" / "examples" / "megatron_gpt.py"
-PRELOAD = ("ft_plugins.adapters.megatron:prepare", str(EXAMPLE), "ft_plugins.launcher.launch")
+PRELOAD = ("ft_plugins.adapters.megatron:prepare", str(EXAMPLE), "ft_plugins.launcher.node_launch")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ NPROC = 2
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer([str(RANK), "ft_plugins.launcher.launch"]) as found:
+    with ForkServer([str(RANK), "ft_plugins.launcher.node_launch"]) as found:
         yield found
 
 

@@ -27,7 +27,7 @@ Start = Callable[..., RunningJob]
 def torch_server() -> Iterator[ForkServer]:
     """Jobs of torch alone."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    with ForkServer(["ft_plugins.testing.fills", "ft_plugins.launcher.launch"]) as server:
+    with ForkServer(["ft_plugins.testing.fills", "ft_plugins.launcher.node_launch"]) as server:
         yield server
 
 

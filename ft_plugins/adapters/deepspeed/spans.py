@@ -4,7 +4,7 @@
     SendActivation, SendGrad          SEND
     RecvActivation, RecvGrad          RECV: all of it is spent waiting
     ReduceTiedGrads, ReduceGrads      REDUCE
-    OptimizerStep                     REDUCE until all stages agree, then UPDATE (`adapters.spans`)
+    OptimizerStep                     REDUCE until all stages agree, then UPDATE (`adapters.update_spans`)
 
 A step of the schedule without a command needs no span: the time until the next one is a bubble.
 
@@ -26,7 +26,7 @@ from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
 from ..script_hooks import replace_in_deepspeed as replace
-from ..spans import around, around_update
+from ..update_spans import around, around_update
 
 _COUNTED = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
 _OTHERS = {

@@ -4,7 +4,7 @@
     P2PCommunicator._communicate             RECV where it waits for something to arrive, else SEND
     the requests that it hands back          RECV, SEND: where the interleaved schedule waits for them
     config.finalize_model_grads_func         REDUCE; the last stage waits there for the first, by tied embeddings
-    optimizer.step                           REDUCE until all agree, then UPDATE (`adapters.spans`)
+    optimizer.step                           REDUCE until all agree, then UPDATE (`adapters.update_spans`)
 
 Invariant: functions are replaced in the module, class and objects that use them, and call what was there with the
 arguments that it was called with. Only this host's model is followed, and only where gradients are wanted: an
@@ -27,7 +27,7 @@ from ...model.host import Edges
 from ...model.timeline import Kind
 from ..script_hooks import REPLACED
 from ..script_hooks import replace_in_megatron as replace
-from ..spans import around, around_update
+from ..update_spans import around, around_update
 
 _MODEL, _CONFIG = 2, 6  # places of these arguments of forward_step
 

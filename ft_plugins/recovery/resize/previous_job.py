@@ -28,7 +28,7 @@ from ...snapshot.paths import previous_path_of
 from ...snapshot.segment import Segment
 from ...snapshot.slots import SlotState, Version
 from ..nodes import Endpoint, SeenNodes, Spare
-from ..plan import RecoveryPlan, Way
+from ..recovery_plan import RecoveryPlan, Way
 from .previous_size import (
     Place,
     PreviousSize,

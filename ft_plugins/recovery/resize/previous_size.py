@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...redundancy.plan import ExchangePlan
+from ...redundancy.exchange_plan import ExchangePlan
 from ...smp.protection import Protection
 from ...snapshot.slots import Mark, Slot, SlotState, Version
 from ..nodes import read_marks
-from ..plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
+from ..recovery_plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
 
 Place = tuple[int, int]  # in the model: pipeline stage, tensor rank
 

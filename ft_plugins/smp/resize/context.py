@@ -15,7 +15,7 @@ from .previous_segments import PreviousSegments
 from .previous_storage import PreviousStorage
 
 
-class Incarnation(Protocol):
+class TokenHolder(Protocol):
     """Knows the fencing token of the incarnation that runs now; it changes when another one begins."""
 
     token: int
@@ -29,7 +29,7 @@ class ResizeContext:
     thread that writes a checkpoint has mappings of its own.
     """
 
-    incarnation: Incarnation
+    incarnation: TokenHolder
     segments: MutableMapping[int, Segment]  # of the current size, by rank
     previous: PreviousSegments
     previous_storage: PreviousStorage

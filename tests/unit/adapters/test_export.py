@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters import export
+from ft_plugins.adapters import export_command as export
 from ft_plugins.adapters.megatron.arguments import namespace, plain
 from ft_plugins.adapters.megatron.assembly import assemble
 from ft_plugins.errors import ConfigError, StorageError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ft_plugins.adapters.spans import around, around_update
+from ft_plugins.adapters.update_spans import around, around_update
 from ft_plugins.model.timeline import Kind
 
 

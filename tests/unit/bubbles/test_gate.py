@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_plugins.bubbles.bubble_plan import SenderPlan
 from ft_plugins.bubbles.filling import Grant, Transfer
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate, Gatekeeper, Opening
-from ft_plugins.bubbles.plan import SenderPlan
 from ft_plugins.bubbles.windows import WINDOWS
 from ft_plugins.model.timeline import Kind
 from ft_plugins.snapshot.segment import Segment, create

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
+from ft_plugins.bubbles.bubble_plan import BY_RATE
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import GATE_BYTES, STEADY, Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
@@ -32,7 +33,6 @@ from ft_plugins.bubbles.pacing import (
     WaitFor,
     decide,
 )
-from ft_plugins.bubbles.plan import BY_RATE
 from ft_plugins.bubbles.round_trips import LAST
 from ft_plugins.model.pacer import Allowance
 

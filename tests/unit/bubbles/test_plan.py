@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.filling import Grant, Granularity, Transfer, transfers_of
-from ft_plugins.bubbles.plan import (
+from ft_plugins.bubbles.bubble_plan import (
     BY_RATE,
     BubblePlan,
     SenderPlan,
     by_rate_shares,
     plan_bubbles,
 )
+from ft_plugins.bubbles.filling import Grant, Granularity, Transfer, transfers_of
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Bubble, Kind, SenderFacts, Span, Timeline

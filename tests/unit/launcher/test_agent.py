@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ft_plugins import events
 from ft_plugins.config import Config, launch_context, run_directory
 from ft_plugins.errors import BudgetError, BusyError, ConfigError
-from ft_plugins.launcher.launch import Outcome, launch
+from ft_plugins.launcher.node_launch import Outcome, launch
 from ft_plugins.launcher.watcher import Job
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client

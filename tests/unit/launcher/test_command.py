@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher import command
 from ft_plugins.launcher.command import Plan
-from ft_plugins.launcher.launch import Outcome
+from ft_plugins.launcher.node_launch import Outcome
 
 
 @pytest.fixture

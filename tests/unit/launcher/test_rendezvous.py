@@ -43,9 +43,9 @@ from ft_plugins.launcher.agent import ProgressAgent
 from ft_plugins.launcher.bounds import MOST_NODES
 from ft_plugins.launcher.endpoint import Endpoint
 from ft_plugins.launcher.gathering import Place, Roster
-from ft_plugins.launcher.launch import _specify
 from ft_plugins.launcher.line import Credentials
 from ft_plugins.launcher.memory import Memory
+from ft_plugins.launcher.node_launch import _specify
 from ft_plugins.launcher.plugin import Settings
 from ft_plugins.launcher.rendezvous import Rendezvous
 from ft_plugins.launcher.waiting import command

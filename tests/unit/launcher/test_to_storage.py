@@ -8,7 +8,7 @@ import pytest
 
 from ft_plugins.errors import ProtectionError
 from ft_plugins.events import Event, Events
-from ft_plugins.launcher.launch import _to_storage
+from ft_plugins.launcher.node_launch import _to_storage
 
 
 class Watcher:

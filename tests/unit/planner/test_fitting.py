@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ft_plugins.bubbles.bubble_plan import plan_bubbles
 from ft_plugins.bubbles.filling import Granularity, transfers_of
-from ft_plugins.bubbles.plan import plan_bubbles
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.model.timeline import Kind, SenderFacts, Span, Timeline, bubbles
 from ft_plugins.planner import fitting

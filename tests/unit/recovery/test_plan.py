@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError
-from ft_plugins.recovery.plan import NodeFacts, RankFacts, Source, Way, choose_source, counted, plan_recovery
-from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
+from ft_plugins.recovery.recovery_plan import NodeFacts, RankFacts, Source, Way, choose_source, counted, plan_recovery
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.snapshot.slots import SLOTS, Mark, Slot, SlotState, Version, void
 
 versions = st.builds(Version, st.integers(0, 2), st.integers(1, 5))

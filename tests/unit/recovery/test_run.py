@@ -13,7 +13,7 @@ from ft_plugins.collective import Collective
 from ft_plugins.collective import ranks as module
 from ft_plugins.errors import CorruptSlotError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
-from ft_plugins.recovery.run import agree_on_version, load_tensors
+from ft_plugins.recovery.restore import agree_on_version, load_tensors
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.copiers import flat_bytes
 from ft_plugins.snapshot.layout import plan_layout

@@ -12,7 +12,7 @@ import pytest
 from ft_plugins.collective import Collective
 from ft_plugins.errors import ResumeError
 from ft_plugins.intake import within
-from ft_plugins.recovery.plan import RecoveryPlan
+from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier, _differing, with_storage
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot.checkpoint import Origin

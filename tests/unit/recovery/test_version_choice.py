@@ -20,8 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError
-from ft_plugins.recovery.plan import NodeFacts, RankFacts, RecoveryPlan, Way, choose_source, counted, plan_recovery
-from ft_plugins.redundancy.plan import plan_exchange
+from ft_plugins.recovery.recovery_plan import (
+    NodeFacts,
+    RankFacts,
+    RecoveryPlan,
+    Way,
+    choose_source,
+    counted,
+    plan_recovery,
+)
+from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide
 from ft_plugins.snapshot.slots import Pin, Slot, SlotState, Version, choose, may_pin, slots_for, void
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError, TopologyError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.model.topology import Topology
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.neighbour import (
     NeighbourCopy,
     NeighbourPlan,
@@ -30,7 +31,6 @@ from ft_plugins.redundancy.neighbour import (
     plan_neighbours,
     unplaced,
 )
-from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
 from ft_plugins.smp.frames import Parity, decoded
 from ft_plugins.snapshot.layout import plan_layout
 from ft_plugins.snapshot.slots import Version

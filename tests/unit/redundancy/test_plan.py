@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import TopologyError
 from ft_plugins.model.topology import Topology
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, Extent, Section, plan_exchange, positions, unprotected
 from ft_plugins.redundancy.field import ORDER
 from ft_plugins.redundancy.parity import ALIGNMENT, plan_decode
-from ft_plugins.redundancy.plan import ExchangePlan, Extent, Section, plan_exchange, positions, unprotected
 
 NEEDED = {1: 2, 2: 4}  # nodes of a sharding group, by losses
 SIZES = st.just(0) | st.integers(1, 70) | st.integers(0, 900)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.parity import ALIGNMENT, plan_decode
-from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Encoding, Extent
 
 PLANNING_SECONDS = 60  # a few seconds on a core of one's own; the machine of the tests has other work beside it

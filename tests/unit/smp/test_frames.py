@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError
 from ft_plugins.redundancy import blocked
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.field import power, times
-from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Extent
 from ft_plugins.smp import frames as module
 from ft_plugins.smp.frames import Data, Frame, Parity, copied, decoded

@@ -20,10 +20,10 @@ import pytest
 import xxhash
 
 from ft_plugins import files
+from ft_plugins.bubbles.bubble_plan import BY_RATE
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate import Gate
 from ft_plugins.bubbles.gate_pacer import GatePacer
-from ft_plugins.bubbles.plan import BY_RATE
 from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.pacer import Allowance

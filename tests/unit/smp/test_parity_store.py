@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from ft_plugins import faults
 from ft_plugins.errors import ProtocolError, SegmentError
-from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.smp import parity_store as module
 from ft_plugins.smp.parity_store import ParityStore, shape_of
 from ft_plugins.snapshot.paths import remove, vault_of

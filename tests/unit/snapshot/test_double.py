@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ft_plugins import faults
 from ft_plugins.errors import FencedError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
-from ft_plugins.redundancy.plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Encoding
 from ft_plugins.snapshot.capture import Capture
 from ft_plugins.snapshot.checkpoint import Origin

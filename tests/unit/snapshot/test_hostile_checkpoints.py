@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ft_plugins import intake
 from ft_plugins.collective import Collective
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
-from ft_plugins.recovery.plan import RecoveryPlan
+from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier
 from ft_plugins.smp.notices import Notices
 from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist, retention

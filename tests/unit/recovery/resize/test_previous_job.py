@@ -12,7 +12,7 @@ from ft_plugins.collective import Collective
 from ft_plugins.errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
 from ft_plugins.recovery import nodes as job_nodes
 from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
-from ft_plugins.recovery.plan import RecoveryPlan
+from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.resize.previous_job import PreviousJob
 from ft_plugins.smp.protection import Protection
 from ft_plugins.snapshot.shape import Shape

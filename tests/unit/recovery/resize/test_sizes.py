@@ -13,8 +13,8 @@ from ft_plugins.launcher.rounds import Rules
 from ft_plugins.model.topology import Topology
 from ft_plugins.recovery.resize import sizes
 from ft_plugins.recovery.resize.sizes import SizeReport, admissible
+from ft_plugins.redundancy.exchange_plan import unprotected
 from ft_plugins.redundancy.neighbour import pipelines, unplaced
-from ft_plugins.redundancy.plan import unprotected
 
 
 def nodes(count: int, each: int) -> list[str]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..errors import ResumeError
-from ..redundancy.plan import ExchangePlan
+from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot.slots import Mark, Slot, SlotState, Version, in_order, marks_of
 
 _SHOWN = 8  # ranks of which a message says what they hold, or what of theirs is damaged

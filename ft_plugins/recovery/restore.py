@@ -22,12 +22,12 @@ import torch
 from .. import faults
 from ..collective import Collective
 from ..errors import CorruptHeaderError, CorruptSlotError, FtError, ProtocolError, SegmentError
-from ..redundancy.plan import ExchangePlan
+from ..redundancy.exchange_plan import ExchangePlan
 from ..snapshot.copiers import flat_bytes
 from ..snapshot.layout import Layout, ReplicaStream
 from ..snapshot.segment import COMPLETED, Segment
 from ..snapshot.slots import Mark, Slot, SlotState, Version
-from .plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
+from .recovery_plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
 
 _FACTS_BYTES = 1 << 16  # of a rank's report on its slots
 
