@@ -153,8 +153,8 @@ def _damage(segment: Segment) -> list[FtError]:
     damaged = [slot.index for slot in segment.slots() if slot.damaged]
     errors: list[FtError] = [
         CorruptSlotError(
-            f"rank {segment.rank}: slot {index} is not used: its header, digest table or small state does not match its "
-            "digest"
+            f"rank {segment.rank}: slot {index} is not used: its header, digest table or small state does not match "
+            "its digest"
         )
         for index in damaged
     ]
