@@ -202,7 +202,7 @@ class JobNodes(LinkedNodes):
         replicated: Sequence[Told],
         config: NodeTierConfig,
     ) -> None:
-        """`replicated` is `double.told` of this rank's layout.
+        """`replicated`: this rank's part in each replica set (snapshot.double).
 
         Raises ConfigError (secret, interface), ProtocolError, on all ranks.
         """

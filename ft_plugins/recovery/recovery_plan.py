@@ -305,7 +305,7 @@ def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
     """
     if mode == "storage" and not loaded:
         raise ResumeError(
-            "--ftp-resume storage was asked for, but there is no checkpoint in --reft-checkpoint-dir and the framework "
+            "--ftp-resume storage was asked for, but found no checkpoint in --reft-checkpoint-dir, and the framework "
             "has loaded none; name one by its own flags (Megatron-LM: --load), or restore from memory with "
             "--ftp-resume auto"
         )
