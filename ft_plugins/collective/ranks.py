@@ -42,8 +42,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def _bounded(store: dist.Store) -> dist.Store | None:
-    """A separate connection to the job's store with a short timeout; the store itself where torch cannot clone it, None
-    where it does not answer."""
+    """A separate connection to the job's store with a short timeout; the store itself if torch cannot clone it, None
+    if it does not answer."""
     bound = timedelta(seconds=_ANSWER_SECONDS)
 
     def connect() -> dist.Store:

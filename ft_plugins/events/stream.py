@@ -2,7 +2,7 @@
 
 Invariant: an event is one line of JSON, written with one `write` to a file opened with O_APPEND, so that lines of
 the agent, the SMP and the trainers of a node never interleave. The stream outlives incarnations and answers
-'where did the downtime go?': routine events are summarised in it, so that they do not push out the rest.
+'where did the downtime go?': routine events are summarised in it, so that they do not displace the rest.
 
 In: `Events.emit(catalogue.X, **fields)`. Out: `Event` objects to every subscriber; `read(path)` gives them back;
 alarms in the job's own log (`log_sink`, `say`).

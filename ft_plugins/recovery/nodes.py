@@ -57,10 +57,10 @@ class NodeTierConfig:
 
 @dataclass(frozen=True)
 class Spare:
-    """A node without a part in the job. `report` of its SMP at `where` lists what it holds of previous sizes."""
+    """A node without a part in the job. `report` of its SMP at `endpoint` lists what it holds of previous sizes."""
 
     name: str
-    where: Endpoint
+    endpoint: Endpoint
     report: Mapping[str, Any]
 
 

@@ -243,7 +243,7 @@ def _locate(
 def _on_another_node(
     own: Mapping[int, Collection[Version]], corrupt: Corrupt, nodes: Sequence[NodeFacts]
 ) -> str:
-    """Which rank's state is on a node where that rank does not run now; '' for none."""
+    """A message on a rank whose state is on a node that the rank does not run on now; '' for none."""
     for index, node in enumerate(nodes):
         for rank, versions in sorted(node.slots.items()):
             if rank in own and not own[rank] and any((rank, version) not in corrupt for version in versions):

@@ -20,7 +20,7 @@ _ENTRY = "ft_plugins.paft"  # in the small state
 
 
 class CarryingHost:
-    """`host`, except for its small state and, where replicas may diverge, its inventory."""
+    """`host`, except for its small state and, if replicas may diverge, its inventory."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

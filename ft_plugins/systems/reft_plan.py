@@ -77,7 +77,7 @@ class CapturePlan:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Which bytes of which tensors lie where in this rank's slots."""
+        """The place of each tensor's bytes in this rank's slots."""
         at = self._host.topology().coords(self._host.rank)
         return manifest.manifest_of(self.layout, self._world_size, (at.pp, at.tp))
 

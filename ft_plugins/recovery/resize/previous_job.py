@@ -62,7 +62,7 @@ class PreviousJob:
     def plan_resize(self, fingerprint: Mapping[str, Any]) -> ResizePlan | None:
         """Choose the state to restore, and gather it on the nodes that the plan names.
 
-        None where there is none, or the current size has a version as new. Raises ResumeError on all ranks."""
+        None if there is none, or the current size has a version as new. Raises ResumeError on all ranks."""
         reports = self._nodes.ask(lambda client: client.previous_sizes())
         self._spares = self._ask_spares(reports)
         for report in (*reports, *(spare.report for spare in self._spares)):
@@ -96,7 +96,7 @@ class PreviousJob:
 
     def keep_only(self, plan: ResizePlan) -> None:
         """Free the memory of everything but the state in `plan`. Spares keep theirs until the job is safe without."""
-        rank, spares = self._collective.rank, [spare.where for spare in self._spares]
+        rank, spares = self._collective.rank, [spare.endpoint for spare in self._spares]
         self._nodes.ask(lambda client: client.settle(rank, self._token, plan.world_size, plan.version, spares))
 
     def drop(self) -> None:
@@ -109,7 +109,7 @@ class PreviousJob:
         spares: dict[Endpoint, Spare] = {}
         for size in read_previous_sizes(reports):
             if size.protection is not None:
-                spares |= {spare.where: spare for spare in self._nodes.spares(size.protection, self._report)}
+                spares |= {spare.endpoint: spare for spare in self._nodes.spares(size.protection, self._report)}
         return list(spares.values())
 
     def _read_again(self, size: PreviousSize) -> PreviousSize:
@@ -178,11 +178,11 @@ class PreviousJob:
             holder = size.holder(rank, plan.version)
             spare = None
             if not decode and not rebuilt_before and holder is not None and holder >= size.members:
-                spare = self._spares[holder - size.members].where
+                spare = self._spares[holder - size.members].endpoint
             try:
                 if decode or spare is not None:
                     assert size.protection is not None  # without it nothing is decoded, and no spares are known
-                    spares = [one.where for one in self._spares]
+                    spares = [one.endpoint for one in self._spares]
                     self._nodes.rebuild_previous(rank, plan, size.protection, size.fingerprint, spare, spares)
                     own.append([rank, "rebuilt"])
                 else:
