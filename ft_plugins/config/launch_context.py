@@ -45,24 +45,6 @@ class LaunchContext:
     restart: int  # incarnations before this one
     master_addr: str = _LOCAL  # a host of the job
 
-    def environment(self) -> dict[str, str]:
-        """The variables from which `launch_context` reads this context."""
-        ranks = {
-            "RANK": self.rank,
-            "LOCAL_RANK": self.local_rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_WORLD_SIZE": self.local_world_size,
-            "GROUP_RANK": self.group_rank,
-            "TORCHELASTIC_RESTART_COUNT": self.restart,
-        }
-        environment = {name: str(value) for name, value in ranks.items()} | self._master()
-        if self.run_dir is None or self.agent_pid is None:
-            return environment
-        return environment | worker_environment(self.config or Config(), self.run_dir, self.token, self.agent_pid)
-
-    def _master(self) -> dict[str, str]:
-        return {"MASTER_ADDR": self.master_addr} if self.master_addr != _LOCAL else {}
-
 
 def worker_environment(config: Config, run_dir: Path, token: int, agent_pid: int) -> dict[str, str]:
     """The variables by which a worker receives what ft-run decided."""

@@ -9,7 +9,7 @@ In: the content of segments, the inventories of SMPs. Out: `RankFacts`, `NodeFac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..snapshot.slots import Mark, Slot, SlotState, Version, marks_of
@@ -76,8 +76,7 @@ def usable(
     facts, nodes = _without_void(facts, nodes)
     reported = [(slot.version, slot.mark) for rank in facts for slot in rank.slots]
     marks = marks_of([*reported, *(entry for node in nodes for entry in node.marks.items())])
-    facts, nodes = _without_differing(facts, nodes, marks)
-    return facts, nodes, marks
+    return *_only(lambda version: marks.get(version) is not Mark.DIFFERING, facts, nodes), marks
 
 
 def _without_void(
@@ -89,39 +88,27 @@ def _without_void(
     if not any(rank.from_nothing and rank.lineage == newest for rank in facts):
         return facts, nodes
 
-    def valid(versions: Iterable[Version]) -> frozenset[Version]:
-        return frozenset(version for version in versions if version.lineage >= newest)
+    def without_old_damage(rank: RankFacts) -> RankFacts:
+        if rank.lineage == newest or rank.damaged:
+            return rank
+        return replace(rank, slots=tuple(slot for slot in rank.slots if not slot.damaged), lost=False)
 
-    def without_void(rank: RankFacts) -> RankFacts:
-        recorded = rank.lineage == newest or bool(rank.damaged)
-        slots = (slot for slot in rank.slots if recorded or not slot.damaged)
-        slots = (slot for slot in slots if slot.version is None or slot.version.lineage >= newest)
-        return replace(rank, slots=tuple(slots), lost=rank.lost and recorded)
-
-    return [without_void(rank) for rank in facts], [
-        replace(
-            node,
-            slots={rank: valid(versions) for rank, versions in node.slots.items()},
-            parity=valid(node.parity),
-            committed=node.committed if node.committed and node.committed.lineage >= newest else None,
-        )
-        for node in nodes
-    ]
+    return _only(lambda version: version.lineage >= newest, [without_old_damage(rank) for rank in facts], nodes)
 
 
-def _without_differing(
-    facts: Sequence[RankFacts], nodes: Sequence[NodeFacts], marks: Mapping[Version, Mark]
+def _only(
+    valid: Callable[[Version], bool], facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]
 ) -> tuple[Sequence[RankFacts], Sequence[NodeFacts]]:
-    """Remove the versions whose replicas differ, from all ranks and nodes."""
-    bad = {version for version, mark in marks.items() if mark is Mark.DIFFERING}
-    if not bad:
-        return facts, nodes
-    return [replace(rank, slots=tuple(slot for slot in rank.slots if slot.version not in bad)) for rank in facts], [
+    """The facts with only the `valid` versions."""
+    return [
+        replace(rank, slots=tuple(slot for slot in rank.slots if slot.version is None or valid(slot.version)))
+        for rank in facts
+    ], [
         replace(
             node,
-            slots={rank: frozenset(versions - bad) for rank, versions in node.slots.items()},
-            parity=frozenset(node.parity - bad),
-            committed=None if node.committed in bad else node.committed,
+            slots={rank: frozenset(filter(valid, versions)) for rank, versions in node.slots.items()},
+            parity=frozenset(filter(valid, node.parity)),
+            committed=node.committed if node.committed and valid(node.committed) else None,
         )
         for node in nodes
     ]

@@ -4,13 +4,13 @@ Invariant: nothing is loaded before every rank has verified its share of the sam
 from other nodes, or all ranks try the next older version. Items that only this rank holds come from its own segment;
 replicated ones are all-gathered from the shares, so that every share is read on its own node.
 
-In: segment, layout, live tensors. Out: the restored tensors, the slot's small state, the plan.
+In: segment, layout, live tensors. Out: the plan, the restored tensors, the slot's small state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgpack
@@ -30,14 +30,6 @@ from .facts import NodeFacts, RankFacts
 from .recovery_plan import RecoveryPlan, Way, plan_recovery
 
 _FACTS_BYTES = 1 << 16  # of a rank's report on its slots
-
-
-@dataclass(frozen=True)
-class LoadedState:
-    """`plan` as carried out, and the encoded small state of the restored version, None if nothing was restored."""
-
-    plan: RecoveryPlan
-    small: bytes | None
 
 
 class Nodes(Protocol):
@@ -114,10 +106,13 @@ def _verify_or_rebuild(
 
 def load_tensors(
     plan: RecoveryPlan, segment: Segment, layout: Layout, tensors: Mapping[str, torch.Tensor], collective: Collective
-) -> LoadedState:
-    """Copy the plan's version into `tensors`, in place. Every rank of the job calls. Raises CorruptSlotError."""
+) -> bytes | None:
+    """Copy the plan's version into `tensors`, in place. Returns its encoded small state, None if nothing is restored.
+
+    Every rank of the job calls. Raises CorruptSlotError.
+    """
     if plan.version is None:
-        return LoadedState(plan, None)
+        return None
     index = next((s.index for s in segment.slots() if s.version == plan.version and s.state is SlotState.CLEAN), None)
     if index is None:
         raise CorruptSlotError(f"rank {segment.rank}: version {plan.version} is no longer in memory; restart the job")
@@ -131,7 +126,7 @@ def load_tensors(
         ranges = [(share.start, share.stop) for share in stream.shares]
         for offset, arrived in collective.exchange_shares(stream.replicas, ranges, share):
             _scatter(stream, flat, offset, arrived)
-    return LoadedState(plan, segment.small(index))
+    return segment.small(index)
 
 
 def _scatter(

@@ -100,13 +100,13 @@ class ReftRecovery:
     def _load(self, segment: Segment, plan: RecoveryPlan) -> dict[str, Any] | None:
         """Copy the plan's version into the host. Returns its small state, None if nothing is restored."""
         layout, tensors = self._plan.layout, self._host.tensors
-        loaded = load_tensors(plan, segment, layout, tensors(), self._collective)
+        encoded = load_tensors(plan, segment, layout, tensors(), self._collective)
         if plan.version is not None and segment.lacks_parity(plan.version):  # from storage, or of another size
             with contextlib.closing(Capture(segment, layout, tensors, self._token)) as capture:
                 capture.add_parity(plan.version)
         small: dict[str, Any] | None = None
-        if loaded.small is not None:
-            small = codec.decode(manifest.split(loaded.small)[1])
+        if encoded is not None:
+            small = codec.decode(manifest.split(encoded)[1])
             self._host.restore(small)
         if plan.version is not None and plan.mark:  # maybe only one rank knew it, or the slot is new
             segment.mark(plan.version, plan.mark)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ft_plugins.config import Config, LaunchContext, run_directory
+from ft_plugins.config import Config, run_directory, worker_environment
 from ft_plugins.smp.client import Client, ensure
 from ft_plugins.snapshot.paths import path_of
 from ft_plugins.snapshot.segment import Segment
@@ -44,10 +44,11 @@ class Node:
         config = Config.from_flags(
             ["--reft", "--reft-bucket-mib", "16", *(["--ftp-faults", faults] if faults else [])]
         )[0]
-        context = LaunchContext(config, self.run_dir, token, os.getpid(), 0, 0, 1, 1, 0, token - 1)
+        launched = worker_environment(config, self.run_dir, token, os.getpid())
+        launched["TORCHELASTIC_RESTART_COUNT"] = str(token - 1)
         words = ["--iterations", str(iterations), "--mib", "64", "--journal", str(self.journal)]
         command = [sys.executable, "-c", f"from ft_plugins.testing import fills; fills.main({words!r})"]
-        process = subprocess.Popen(command, env={**os.environ, **context.environment(), "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(command, env={**os.environ, **launched, "OMP_NUM_THREADS": "1"})
         self.started.append(process)
         return process
 

@@ -373,9 +373,7 @@ TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE
 def test_a_worker_of_ft_run_reads_what_ft_run_wrote() -> None:
     config = Config.from_json({"job": "a", "reft": {"interval": 2}})
     environ = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"} | worker_environment(config, Path("/run/x"), 9, 77)
-    context = launch_context(environ)
-    assert context == LaunchContext(config, Path("/run/x"), 9, 77, 5, 1, 8, 4, 1, 2)
-    assert context.environment() == environ
+    assert launch_context(environ) == LaunchContext(config, Path("/run/x"), 9, 77, 5, 1, 8, 4, 1, 2)
 
 
 def test_a_worker_of_torchrun_has_a_place_and_no_configuration() -> None:
