@@ -110,10 +110,7 @@ class SeenNodes:
 
     def rebuild(self, plan: RecoveryPlan) -> None:
         """Raises ProtocolError: nothing can be rebuilt."""
-        raise ProtocolError(
-            f"rank {self._collective.rank}: nodes do not protect each other, so nothing can be rebuilt for "
-            f"'{plan.table()}'"
-        )
+        raise ProtocolError(f"rank {self._collective.rank}: nodes do not protect each other, but got '{plan.table()}'")
 
     def spares(self, previous: Protection, report: Callable[[FtError], None]) -> list[Spare]:
         """None: these nodes reach no other SMPs."""

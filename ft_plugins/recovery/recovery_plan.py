@@ -240,9 +240,7 @@ def _locate(
     return tuple(sources[rank] for rank in sorted(sources)), holders, gone
 
 
-def _on_another_node(
-    own: Mapping[int, Collection[Version]], corrupt: Corrupt, nodes: Sequence[NodeFacts]
-) -> str:
+def _on_another_node(own: Mapping[int, Collection[Version]], corrupt: Corrupt, nodes: Sequence[NodeFacts]) -> str:
     """A message on a rank whose state is on a node that the rank does not run on now; '' for none."""
     for index, node in enumerate(nodes):
         for rank, versions in sorted(node.slots.items()):
@@ -279,11 +277,7 @@ def _too_much_lost(
 
 
 def _holders(
-    version: Version,
-    corrupt: Corrupt,
-    nodes: Sequence[NodeFacts],
-    exchange: ExchangePlan,
-    plan_digest: int,
+    version: Version, corrupt: Corrupt, nodes: Sequence[NodeFacts], exchange: ExchangePlan, plan_digest: int
 ) -> dict[int, int]:
     """The node, by position, that has all of `version` at that position: the slots of its ranks and its parity."""
     holders = {}
@@ -310,9 +304,7 @@ def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
             "--ftp-resume auto"
         )
     if mode == "memory" and plan.version is None:
-        raise ResumeError(
-            f"--ftp-resume memory was asked for, but {plan.reason}; --ftp-resume auto starts without that"
-        )
+        raise ResumeError(f"--ftp-resume memory was asked for, but {plan.reason}; --ftp-resume auto starts without")
     if mode in ("auto", "memory"):
         if plan.version is not None and plan.version.iteration >= loaded:
             return plan

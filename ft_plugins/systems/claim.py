@@ -11,10 +11,9 @@ reason why there is none; `LossRecord`, which limits training without protection
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 import msgpack
 
@@ -62,19 +61,14 @@ def require_one_job(host: Host, config: Config, collective: Collective) -> None:
     own = {key: value for key, value in config.model_dump().items() if key not in _PER_NODE}
     blocks = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(own))]
     with collective.agreement():
-        require_same(blocks)
-
-
-def require_same(blocks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError for the first rank whose configuration differs from that of rank 0. Pure."""
-    for rank, block in enumerate(blocks):
-        differing = sorted(key for key in block.keys() | blocks[0].keys() if block.get(key) != blocks[0].get(key))
-        if differing:
-            raise ConfigError(
-                f"ft_plugins is not configured the same way on all ranks: {', '.join(differing)} of rank {rank} is "
-                f"{[block.get(key) for key in differing]}, of rank 0 {[blocks[0].get(key) for key in differing]}; "
-                "give the same flags on all nodes"
-            )
+        for rank, block in enumerate(blocks):
+            differing = sorted(key for key in block.keys() | blocks[0].keys() if block.get(key) != blocks[0].get(key))
+            if differing:
+                raise ConfigError(
+                    f"ft_plugins is not configured the same way on all ranks: {', '.join(differing)} of rank {rank} is "
+                    f"{[block.get(key) for key in differing]}, of rank 0 {[blocks[0].get(key) for key in differing]}; "
+                    "give the same flags on all nodes"
+                )
 
 
 def may_begin_unprotected(error: FtError, config: Config, restart: int, state: bool) -> bool:

@@ -9,7 +9,7 @@ In: host, configuration, layout. Out: `Shape`, `Manifest`, `Storage`, small stat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -96,31 +96,18 @@ class CapturePlan:
 
 def check_replicas(inventory: Inventory, collective: Collective) -> None:
     """Check that the ranks of each replica set hold the same items. Every rank calls. Raises InventoryError."""
-    own = replica_digests(inventory)
-    gathered = collective.gather(msgpack.packb([[list(key), value] for key, value in own.items()]))
-    by_rank = [{tuple(key): value for key, value in msgpack.unpackb(part)} for part in gathered]
-    require_same_items(inventory, own, by_rank)
-
-
-def replica_digests(inventory: Inventory) -> dict[tuple[int, ...], int]:
-    """A digest of the items of each replica set of this rank. Pure."""
-    return {
+    shared = {replicas: items for replicas, items in inventory.replica_sets().items() if len(replicas) > 1}
+    own = {
         replicas: xxhash.xxh3_64_intdigest(repr([(i.name, i.dtype, i.shape, i.background) for i in items]).encode())
-        for replicas, items in inventory.replica_sets().items()
-        if len(replicas) > 1
+        for replicas, items in shared.items()
     }
-
-
-def require_same_items(
-    inventory: Inventory, own: Mapping[tuple[int, ...], int], by_rank: Sequence[Mapping[tuple[int, ...], int]]
-) -> None:
-    """Raises InventoryError if a rank of a replica set has other items than this rank. Pure."""
+    gathered = collective.gather(msgpack.packb([[list(key), digest] for key, digest in own.items()]))
+    by_rank = [{tuple(key): digest for key, digest in msgpack.unpackb(part)} for part in gathered]
     for replicas, digest in own.items():
         for rank in replicas:
             if by_rank[rank].get(replicas) != digest:
-                count = len(inventory.replica_sets()[replicas])
                 raise InventoryError(
-                    f"rank {inventory.rank}: expected rank {rank} to hold the same {count} items as the other replicas "
-                    f"in {replicas}, but it has different ones; build the replicas of a parameter the same way on all "
-                    "ranks"
+                    f"rank {inventory.rank}: expected rank {rank} to hold the same {len(shared[replicas])} items as "
+                    f"the other replicas in {replicas}, but it has different ones; build the replicas of a parameter "
+                    "the same way on all ranks"
                 )

@@ -149,7 +149,7 @@ def test_a_checkpoint_that_cannot_be_written_stands_in_the_jobs_own_log_once(
     live(9)
     alarms = [line for line in capfd.readouterr().err.splitlines() if "checkpoint.failed" in line]
     assert len(alarms) == 1 and alarms[0].startswith(f"ft_plugins: checkpoint.failed: node {node.name}: iteration ")
-    assert "No space left on device" in alarms[0] and "training goes on, there is no checkpoint yet" in alarms[0]
+    assert "No space left on device" in alarms[0] and "training goes on, none is complete yet" in alarms[0]
 
 
 def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
@@ -268,7 +268,8 @@ def test_a_failed_capture_costs_protection_not_training_for_as_long_as_allowed(
     """Given a capture of iteration 3 that fails; its fence is before the update of 4."""
     found = live(20, faults="capture.bucket.begin@iteration=3:raise", max_unprotected_steps=4)
     kind, text, _ = found["error"]
-    assert kind == "ProtectionError" and "rank 0: iteration 7" in text and "for 4 iterations" in text
+    assert kind == "ProtectionError"
+    assert "rank 0: iteration 7" in text and "after 4 iterations without protection" in text
     (lost,) = node.events("protection.lost")
     assert "capture.bucket.begin" in lost.fields["reason"] and lost.fields["max_steps"] == 4
     assert [event.fields["iteration"] for event in node.events("snapshot.sealed")] == [1, 2]
@@ -552,7 +553,7 @@ def test_ranks_on_other_nodes_than_before_are_told_so_where_nothing_can_be_moved
     moved = [three[1], three[2], three[0]]
     found = ranks(_incarnation, 3, [node.run_dir for node in moved], 2, 9, options)
     assert {each["error"][0] for each in found} == {"ResumeError"}
-    assert "rank 1's is on node 0" in found[0]["error"][1] and "former order" in found[0]["error"][1]
+    assert "the state of rank 1 is on node 0" in found[0]["error"][1] and "previous order" in found[0]["error"][1]
     for node in three:
         node.fence()
     found = ranks(_incarnation, 3, [node.run_dir for node in three], 3, 6, options)
