@@ -10,8 +10,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from ft_plugins.events import Events
 
@@ -53,6 +55,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not _has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class ByServer(LoadScopeScheduling):
+    """Give each process of a parallel run whole files; scenarios of one framework stay together, for they share a fork
+    server and the runs that they compare with."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        if not path.startswith("tests/scenarios/"):
+            return path
+        return "scenarios of DeepSpeed" if "deepspeed" in nodeid else "other scenarios"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
+    config.option.loadscopereorder = False  # in the order of collection: jobs first, for they take longest
+    return ByServer(config, log)
 
 
 def _has_gpu() -> bool:
