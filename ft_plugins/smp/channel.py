@@ -39,8 +39,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
-class Who:
-    """The identity of a process in a handshake. Two sides that differ in anything but `node` do not agree.
+class Party:
+    """The identity of a process in a handshake. A handshake fails if the two differ in anything but `node`.
 
     `purpose` separates the protocols of one job: the proofs of one are worth nothing to the other.
     """
@@ -107,7 +107,7 @@ class Channel:
 class ClientHandshake:
     """The side that connects."""
 
-    def __init__(self, secret: bytes, me: Who) -> None:
+    def __init__(self, secret: bytes, me: Party) -> None:
         self._secret = secret
         self._me = me
         self._nonce = secrets.token_bytes(_NONCE)
@@ -124,7 +124,7 @@ class ClientHandshake:
         """
         node, nonce, proof = _name(challenge, "node"), _bytes(challenge, "nonce"), _bytes(challenge, "proof")
         encrypt, theirs = self._me.encrypt, challenge.get("encrypt") is True
-        keys = _derive(self._secret, self._me, Who("", "", node, theirs), self._nonce, nonce)
+        keys = _derive(self._secret, self._me, Party("", "", node, theirs), self._nonce, nonce)
         if not hmac.compare_digest(proof, keys.server_proof):
             raise ProtocolError("it does not know the secret of this job: give the same --ftp-secret-file on all nodes")
         _require_same_encryption(encrypt, theirs)
@@ -136,11 +136,11 @@ class ClientHandshake:
 class ServerHandshake:
     """The side that was connected to; one for each connection."""
 
-    def __init__(self, secret: bytes, me: Who) -> None:
+    def __init__(self, secret: bytes, me: Party) -> None:
         self._secret = secret
         self._me = me
         self._nonce = secrets.token_bytes(_NONCE)
-        self._client = Who("", "", "")
+        self._client = Party("", "", "")
         self._keys: _Keys | None = None
 
     def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class ServerHandshake:
         in encryption gets a reply, so that it can report that; `finish` refuses it.
         """
         me = self._me
-        said = Who(_name(hello, "purpose"), _name(hello, "job"), _name(hello, "node"), hello.get("encrypt") is True)
+        said = Party(_name(hello, "purpose"), _name(hello, "job"), _name(hello, "node"), hello.get("encrypt") is True)
         for what, expected, found in (("protocol", me.purpose, said.purpose), ("job", me.job, said.job)):
             if expected != found:
                 raise ProtocolError(f"{what}: expected {expected!r}, found {found!r:.100}")
@@ -176,7 +176,7 @@ class _Keys:
     to_client: bytes
 
 
-def _derive(secret: bytes, client: Who, server: Who, client_nonce: bytes, server_nonce: bytes) -> _Keys:
+def _derive(secret: bytes, client: Party, server: Party, client_nonce: bytes, server_nonce: bytes) -> _Keys:
     """Four independent values; each depends on the whole handshake, its parts delimited by their lengths."""
     said = (client.purpose, client.job, client.node, server.node, str(client.encrypt), str(server.encrypt))
     parts = (_VERSION, *(text.encode() for text in said), client_nonce, server_nonce)

@@ -31,7 +31,7 @@ from ..snapshot.slots import Pin, SlotState, Version
 from . import replica_checks, traffic, wire
 from .agreement import ExchangeDecision, NodeReport
 from .alarms import Alarms
-from .channel import Who
+from .channel import Party
 from .node_driver import NodeDriver
 from .pace import Pace
 from .parity_store import ParityStore, shape_of
@@ -97,7 +97,7 @@ class NodeTier:
         self._lock = threading.RLock()
         self._server: Server | None = None
         self._secret = b""
-        self._me = Who(wire.PURPOSE, job, node)
+        self._me = Party(wire.PURPOSE, job, node)
         self._store: ParityStore | None = None
         self._previous = previous
         self._memory = LocalReader(segments, previous, lambda: self._store)

@@ -19,7 +19,7 @@ from ..errors import ProtocolError, SegmentError
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
-from .channel import Who
+from .channel import Party
 from .exchange import copy_of, slot_of
 from .frames import Data, Parity
 from .parity_store import ParityStore
@@ -118,7 +118,7 @@ class RemoteReader:
 
     over_wire = True
 
-    def __init__(self, where: tuple[str, int], me: Who, secret: bytes, timeout: float) -> None:
+    def __init__(self, where: tuple[str, int], me: Party, secret: bytes, timeout: float) -> None:
         self._peer = (where, me, secret, timeout)
 
     def copy(self, rank: int, version: Version) -> bytes:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from ..errors import FtError, ProtocolError
 from . import protocol
-from .channel import HANDSHAKE_LIMIT, Channel, ServerHandshake, Who
+from .channel import HANDSHAKE_LIMIT, Channel, Party, ServerHandshake
 from .connections import RejectedConnections
 
 CONNECTIONS = 64
@@ -92,7 +92,13 @@ class Unproven:
     """The connections of one listening socket, until each has proved itself or is closed."""
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, me: Who, proven: Proven, rejected: RejectedConnections, name: str
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        me: Party,
+        proven: Proven,
+        rejected: RejectedConnections,
+        name: str,
     ) -> None:
         """`proven` gets a blocking socket, its address and its channel, in this object's thread: it must not wait."""
         self._listener = listener

@@ -36,7 +36,7 @@ from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events, catalogue
 from ..intake import read_bytes
 from . import connections, protocol, unproven
-from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, ClientHandshake, Who
+from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Channel, ClientHandshake, Party
 from .connections import Connections, OpenConnection, RejectedConnections
 
 PURPOSE = "smp"  # of these connections, among all of a job
@@ -176,7 +176,7 @@ def _drop_front(parts: list[memoryview], nbytes: int) -> None:
 class Peer:
     """A connection to another node's SMP, made at the first request. Guards the socket: one request at a time."""
 
-    def __init__(self, endpoint: tuple[str, int], me: Who, secret: bytes, timeout: float, node: str = "") -> None:
+    def __init__(self, endpoint: tuple[str, int], me: Party, secret: bytes, timeout: float, node: str = "") -> None:
         """`node` is the one whose SMP is expected there; '' for any of the job."""
         self.endpoint = endpoint
         self._me = me
@@ -324,7 +324,7 @@ def _expected(message: dict[str, Any] | None) -> dict[str, Any]:
 class Server:
     """Accepts other nodes' SMPs on one address; a thread per proven connection; `handle` answers their requests."""
 
-    def __init__(self, address: str, port: int, me: Who, secret: bytes, handle: Handler, events: Events) -> None:
+    def __init__(self, address: str, port: int, me: Party, secret: bytes, handle: Handler, events: Events) -> None:
         """Listen on `address`, on `port` or, if that is 0, any. Raises ConfigError when that cannot be had."""
         self._handle = handle
         self._events = events

@@ -28,7 +28,7 @@ from ft_plugins.errors import ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp import protocol
-from ft_plugins.smp.channel import Who
+from ft_plugins.smp.channel import Party
 from ft_plugins.smp.node import NodeTier
 from ft_plugins.smp.node_driver import NodeDriver
 from ft_plugins.smp.protection import Protection
@@ -366,9 +366,9 @@ def test_strangers_get_no_answer(cluster: Callable[..., Cluster]) -> None:
     job.protect()
     where = job.nodes[0].endpoint
     with pytest.raises(ProtocolError, match="secret"):
-        Peer(where, Who(PURPOSE, job.job, "n1"), b"another secret, of somebody else", 5).ask("read", what="copy")
+        Peer(where, Party(PURPOSE, job.job, "n1"), b"another secret, of somebody else", 5).ask("read", what="copy")
     with pytest.raises(ProtocolError):
-        Peer(where, Who(PURPOSE, "another-job", "n1"), job.secret.read_bytes(), 0.05).ask("read", what="copy")
+        Peer(where, Party(PURPOSE, "another-job", "n1"), job.secret.read_bytes(), 0.05).ask("read", what="copy")
     wait(lambda: any(event.name == "peer.rejected" for event in job.nodes[0].seen))
     job.secret.chmod(0o640)
     with pytest.raises(ConfigError, match="0600"):
@@ -390,7 +390,7 @@ def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster:
     tier, where = job.nodes[0].tier, job.nodes[0].endpoint
     job.secret.write_text("another secret of this job")
     assert tier.endpoint("127.0.0.1", str(job.secret)) == where
-    me = Who(PURPOSE, job.job, "n1")
+    me = Party(PURPOSE, job.job, "n1")
     with closing(Peer(where, me, b"another secret of this job", 5)) as peer, pytest.raises(ProtocolError, match="beat"):
         peer.ask("beat me")
     assert tier.endpoint("127.0.0.1", str(job.secret), True) == where
@@ -402,7 +402,7 @@ def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster:
 def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: Callable[..., Cluster]) -> None:
     job = cluster(2)
     job.protect(5)
-    peer = Peer(job.nodes[0].endpoint, Who(PURPOSE, job.job, "n1"), job.secret.read_bytes(), 5)
+    peer = Peer(job.nodes[0].endpoint, Party(PURPOSE, job.job, "n1"), job.secret.read_bytes(), 5)
     with pytest.raises(ProtocolError, match="lineage 4"):
         peer.ask("begin", version=[4, 1], epoch=4, nodes=[], ranks=[])
     frame = np.ones(10, dtype=np.uint8)

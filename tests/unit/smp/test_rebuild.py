@@ -18,7 +18,7 @@ import xxhash
 
 from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeError
 from ft_plugins.smp import channel, protocol, rebuild
-from ft_plugins.smp.channel import TAG, Who
+from ft_plugins.smp.channel import TAG, Party
 from ft_plugins.smp.frames import Data, Parity
 from ft_plugins.smp.readers import PipelinedPeer
 from ft_plugins.smp.wire import PAYLOAD_LIMIT, Link, Peer
@@ -161,7 +161,7 @@ class Answering:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
         ours, self.theirs = socket.socketpair()
-        me = Who("smp", "a-job", "here", encrypt)
+        me = Party("smp", "a-job", "here", encrypt)
         client, server = channel.ClientHandshake(SECRET, me), channel.ServerHandshake(SECRET, me)
         proof, near = client.answer(server.challenge(client.hello()))
         self.link = Link(self.theirs, server.finish(proof))

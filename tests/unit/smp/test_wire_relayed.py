@@ -17,11 +17,11 @@ import pytest
 
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.channel import TAG, Who
+from ft_plugins.smp.channel import TAG, Party
 from ft_plugins.smp.wire import Bytes, Peer, Server
 
 SECRET = b"a secret of 32 bytes, all random"
-HERE, THERE = Who("smp", "a-job", "here"), Who("smp", "a-job", "there")
+HERE, THERE = Party("smp", "a-job", "here"), Party("smp", "a-job", "there")
 SECONDS = 20
 HANDSHAKE = {"up": 2, "down": 2}  # frames of each direction before the first request; the last one down is sealed
 Parts = list[bytes]  # a frame, or one payload unit, each with its tag
