@@ -61,7 +61,7 @@ class Unfinished:
             raise StorageError(f"ranks {lost} overwrote it before it was known whether its replicas agree")
         self.heard = max([self.heard, *(slot.mark for rank, slot in slots.items() if rank not in lost)])
 
-    def let_go(self, ranks: Container[int] | None = None) -> None:
+    def unpin(self, ranks: Container[int] | None = None) -> None:
         """Unpin its slots, or those of `ranks`: they are not watched any more."""
         watched = self.pinned
         self.pinned = [each for each in watched if ranks is not None and each[0].rank not in ranks]
@@ -109,7 +109,7 @@ class Checkpoints:
                 item.look()
                 if not item.heard.preferred:
                     raise StorageError("another version was begun before it was known whether its replicas agree")
-                item.let_go()
+                item.unpin()
             except StorageError as error:
                 self._leave_off(base, item, error)
 
@@ -213,7 +213,7 @@ class Checkpoints:
     def _leave_off(self, base: Path, item: Unfinished, error: Exception) -> None:
         """A checkpoint will not become complete: remove what this node has of it."""
         self.unfinished.remove(item)
-        item.let_go()
+        item.unpin()
         checkpoint.withdraw(checkpoint.partial_of(base, item.version), item.ranks)
         self._give_up(base, item.version, words(error), item.calls)
 
@@ -223,7 +223,7 @@ class Checkpoints:
         self._failing.worked(f"iteration {item.version.iteration} is in {path}")
         if item in self.unfinished:
             self.unfinished.remove(item)
-            item.let_go()
+            item.unpin()
             seconds = time.monotonic() - item.begun
             self._events.emit(
                 catalogue.CHECKPOINT_COMPLETED,
@@ -239,7 +239,7 @@ class Checkpoints:
             self.answer(call, item.version, path)
         for older in [each for each in self.unfinished if each.version < item.version]:
             self.unfinished.remove(older)
-            older.let_go()
+            older.unpin()
             reason = "a newer checkpoint was complete first"
             self._report(path.parent, older.version, reason, older.calls, catalogue.CHECKPOINT_SUPERSEDED)
 

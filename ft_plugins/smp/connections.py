@@ -68,7 +68,7 @@ class Connections:
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._open: dict[OpenConnection, None] = {}  # the one that has been idle for longest comes first
         self._changed = threading.Condition()
 
@@ -83,7 +83,7 @@ class Connections:
 
     def _room(self, name: str) -> bool:
         """Whether there is room, if need be after closing an idle connection."""
-        if len(self._open) < self._most:
+        if len(self._open) < self.most:
             return True
         idle = [each for each in self._open if not each.busy]
         oldest = next((each for each in idle if each.name == name), idle[0] if idle else None)

@@ -39,9 +39,10 @@ from ..redundancy.exchange_plan import ExchangePlan, Send
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Version
 from . import replica_checks
+from .authenticated import PAYLOAD_LIMIT
 from .replica_checks import Difference
 from .traffic import step_back
-from .wire import PAYLOAD_LIMIT, Peer
+from .wire import Peer
 
 _AGAIN_SECONDS = 0.2  # before a receiver that has all is asked whether it still has; or after an error
 _REPORTED = 4  # differences one by one; a replica that has diverged as a whole has thousands

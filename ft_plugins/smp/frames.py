@@ -17,7 +17,7 @@ from ..redundancy.exchange_plan import ExchangePlan
 from ..redundancy.parity import StripeRebuild, plan_decode
 from ..redundancy.sections import Encoding, Section
 from ..snapshot.slots import Version
-from .wire import PAYLOAD_LIMIT
+from .authenticated import PAYLOAD_LIMIT
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from ..snapshot.segment import Segment
-from . import replica_checks, requests, wire
+from . import replica_checks, requests
 from .agreement import ExchangeDecision, NodeReport
+from .authenticated import PAYLOAD_LIMIT, Bytes
 from .frames import Data, Parity
 from .parity_store import ParityStore
 from .protocol import packed
 from .readers import LocalReader
 from .traffic import step_back
-from .wire import Bytes
 
 Reply = tuple[dict[str, Any], Bytes | None]
 
@@ -94,5 +94,5 @@ class PeerRequests:
 
 
 def _part(whole: bytes, offset: int) -> Reply:
-    part = np.frombuffer(whole, dtype=np.uint8)[offset : offset + wire.PAYLOAD_LIMIT]
+    part = np.frombuffer(whole, dtype=np.uint8)[offset : offset + PAYLOAD_LIMIT]
     return {"total": len(whole)}, part

@@ -112,11 +112,11 @@ class Persister:
         """Where checkpoints go; None for nowhere."""
         return self._storage
 
-    def let_go(self, ranks: Sequence[int]) -> None:
+    def release(self, ranks: Sequence[int]) -> None:
         """Release the segments of these ranks: they belong to another size of the job now."""
         with self._lock:
             for item in list(self._checkpoints.unfinished):
-                item.let_go(ranks)
+                item.unpin(ranks)
             for rank in ranks:
                 self._segments.pop(rank, None)
                 self._inodes.pop(rank, None)
@@ -162,7 +162,7 @@ class Persister:
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
         for item in list(self._checkpoints.unfinished):
-            item.let_go()
+            item.unpin()
 
     def _map(self, rank: int, path: Path) -> Segment:
         inode = path.stat().st_ino

@@ -142,7 +142,7 @@ def _until_over(process: SnapshotProcess, events: Events, orphan_seconds: float)
     while not process.ended.is_set():
         patience = orphan_seconds if process.orphan_seconds is None else process.orphan_seconds
         process.touch()
-        process.look_at_trainers()
+        process.check_trainers()
         pid, began = process.watched
         if pid and liveness.started(pid) == began and began:
             was_alive, last_called = True, False
@@ -174,7 +174,7 @@ def _wait_exit(pid: int, process: SnapshotProcess) -> None:
         poller.register(descriptor, select.POLLIN)
         while not process.ended.is_set() and process.watched[0] == pid:
             process.touch()
-            process.look_at_trainers()
+            process.check_trainers()
             if poller.poll(1000 * WATCH_SECONDS):
                 return
     finally:

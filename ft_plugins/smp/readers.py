@@ -19,12 +19,13 @@ from ..errors import ProtocolError, SegmentError
 from ..snapshot.segment import Segment
 from ..snapshot.slots import SlotState, Version
 from . import protocol
+from .authenticated import Bytes, limit_in_kernel
 from .channel import Party
 from .exchange import copy_of, slot_of
 from .frames import Data, Parity
 from .parity_store import ParityStore
 from .resize.previous_segments import PreviousSegments
-from .wire import Bytes, Peer, limit_in_kernel
+from .wire import Peer
 
 
 class LocalReader:
@@ -165,21 +166,21 @@ class PipelinedPeer(Peer):
                 raise ProtocolError("this side has hung up")
             if not self._under_way and self._hung_up():
                 self._drop()
-            if self._link is None:
-                self._link = self._connect()
+            if self._authenticated is None:
+                self._authenticated = self._connect()
                 assert self._connection is not None
                 self._connection.settimeout(None)
                 limit_in_kernel(self._connection, self._timeout)
-            self._link.send({"do": "read", **fields})
+            self._authenticated.send({"do": "read", **fields})
             self._under_way += 1
 
     def take(self, into: Bytes) -> None:
         """Receive the next reply's payload. Raises ProtocolError, also if it was changed on the way, or the peer's
         refusal."""
         with self._named():
-            if self._closed or self._link is None:
+            if self._closed or self._authenticated is None:
                 raise ProtocolError("this side has hung up")
-            reply = self._link.message()
+            reply = self._authenticated.message()
             if reply is None:
                 raise ProtocolError("it hung up")
             if reply.get("ok") is True:
@@ -187,7 +188,7 @@ class PipelinedPeer(Peer):
                 if announced != len(into):
                     raise ProtocolError(f"it sends {announced} bytes where {len(into)} were asked for")
                 if announced:
-                    self._link.payload(into)
+                    self._authenticated.payload(into)
             self._under_way -= 1
         protocol.raise_refusal(reply)
 

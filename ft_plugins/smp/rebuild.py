@@ -32,8 +32,8 @@ from ..snapshot import manifest
 from ..snapshot.segment import NOT_COMPUTED, Segment
 from ..snapshot.shape import PAGE
 from ..snapshot.slots import Version, choose
+from .authenticated import PAYLOAD_LIMIT
 from .frames import Data, Frame, Parity, copied, decoded
-from .wire import PAYLOAD_LIMIT
 
 THREADS = 2  # that read and add up, for each slot that is rebuilt
 AHEAD = 2  # frames for which a thread has asked

@@ -1,7 +1,7 @@
 """What an SMP reports about its node: a one-word signal (as REFT has it), its segments; and what can be read from that.
 
 Invariant: facts of this moment only; they decide nothing. Which nodes are lost is decided by silence alone
-(`agreement.Coordinator`, `SnapshotProcess.look_at_trainers`).
+(`agreement.Coordinator`, `SnapshotProcess.check_trainers`).
 
 In: segments, the node tier's status; a status. Out: `Signal`, plain values; versions.
 """

@@ -28,7 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from ..model.pacer import Allowance
-from .wire import PAYLOAD_LIMIT, Peer
+from .authenticated import PAYLOAD_LIMIT
+from .wire import Peer
 
 # a third of the weight of a thread of training, so that the SMP does not starve on a node that is full
 NICE = 5

@@ -17,7 +17,8 @@ import pytest
 from ft_plugins.errors import BudgetError, BusyError, ProtectionError, ProtocolError
 from ft_plugins.smp import client as smp
 from ft_plugins.smp import liveness, protocol
-from ft_plugins.smp.client import Client, ensure, sweep
+from ft_plugins.smp.client import Client, ensure
+from ft_plugins.smp.leftovers import sweep
 from ft_plugins.smp.status import newest_common
 from ft_plugins.snapshot import paths
 from ft_plugins.snapshot.paths import lock_of, path_of

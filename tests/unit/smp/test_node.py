@@ -101,8 +101,7 @@ class Node:
     def replace_smp(self) -> None:
         """The SMP dies and another one takes its place."""
         self.tier.suspend()
-        if self.tier._server is not None:
-            self.tier._server.close()
+        self.tier._endpoint.close()
         self.tier = self._start()
 
     def destroy(self) -> None:
@@ -508,7 +507,7 @@ def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Callable[.
     ((target, rate),) = first.tier.protect(replace(wanted, position=0), 1)["links"]
     assert target == 1 and 1e6 < rate < 1e12, "a loopback"
     assert second.tier.status()["counts"] is None and not second.tier.inventory()["parity"], "nothing of it is kept"
-    second.tier._server.close()  # type: ignore[union-attr]
+    second.tier._endpoint.close()
     gone = replace(wanted, position=0, endpoints=(first.endpoint, ("127.0.0.1", 1)))
     assert first.tier.protect(gone, 1)["links"] == []
     (event,) = [event for event in first.seen if event.name == "probe.failed"]

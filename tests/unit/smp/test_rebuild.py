@@ -18,10 +18,11 @@ import xxhash
 
 from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeError
 from ft_plugins.smp import channel, protocol, rebuild
+from ft_plugins.smp.authenticated import PAYLOAD_LIMIT, AuthenticatedConnection
 from ft_plugins.smp.channel import TAG, Party
 from ft_plugins.smp.frames import Data, Parity
 from ft_plugins.smp.readers import PipelinedPeer
-from ft_plugins.smp.wire import PAYLOAD_LIMIT, Link, Peer
+from ft_plugins.smp.wire import Peer
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import NOT_COMPUTED, Segment, create
 from ft_plugins.snapshot.shape import Shape
@@ -164,11 +165,11 @@ class Answering:
         me = Party("smp", "a-job", "here", encrypt)
         client, server = channel.ClientHandshake(SECRET, me), channel.ServerHandshake(SECRET, me)
         proof, near = client.answer(server.challenge(client.hello()))
-        self.link = Link(self.theirs, server.finish(proof))
+        self.link = AuthenticatedConnection(self.theirs, server.finish(proof))
 
-        def connect(peer: Peer) -> Link:
+        def connect(peer: Peer) -> AuthenticatedConnection:
             peer._connection = ours
-            return Link(ours, near)
+            return AuthenticatedConnection(ours, near)
 
         monkeypatch.setattr(Peer, "_connect", connect)
         self.line = PipelinedPeer(("127.0.0.1", 1), me, SECRET, 1.0)

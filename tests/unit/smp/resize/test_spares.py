@@ -86,8 +86,7 @@ class Smp:
 
     def stop(self) -> None:
         self.process._tier.suspend()
-        if self.process._tier._server is not None:
-            self.process._tier._server.close()
+        self.process._tier._endpoint.close()
 
 
 class Job:
@@ -115,7 +114,8 @@ class Job:
         self.member.ask("resize", world_size=4)
 
     def spare(self, node: str = "n2", seconds: float = 5.0) -> dict[str, Any]:
-        return dict(self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=seconds)["told"])
+        reply = self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=seconds)
+        return dict(reply["report"])
 
     def fetch(self, rank: int, version: Version) -> None:
         self.member.ask(
@@ -149,7 +149,7 @@ def commit(pair: Job, version: Version) -> None:
     tier = pair.member.process._tier
     tier._protection, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
     tier._pinned.committed, pair.member.process._transition._world_size = version, 4
-    pair.member.process.look_at_trainers()
+    pair.member.process.check_trainers()
 
 
 def test_it_reports_its_state_of_the_previous_size_and_protects_nothing_more(pair: Job) -> None:
@@ -196,7 +196,7 @@ def test_another_node_at_that_endpoint_is_refused(pair: Job) -> None:
 def test_it_is_released_when_a_version_of_the_current_size_is_committed_and_not_before(pair: Job) -> None:
     pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
-    pair.member.process.look_at_trainers()
+    pair.member.process.check_trainers()
     assert len(segments_of(pair.job, "n2")) == 2 and parity_path_of(pair.job, "n2").exists()
     commit(pair, Version(3, 6))
     until(lambda: "spare.released" in pair.outside.names())
