@@ -149,7 +149,7 @@ def test_a_checkpoint_that_cannot_be_written_stands_in_the_jobs_own_log_once(
     live(9)
     alarms = [line for line in capfd.readouterr().err.splitlines() if "checkpoint.failed" in line]
     assert len(alarms) == 1 and alarms[0].startswith(f"ft_plugins: checkpoint.failed: node {node.name}: iteration ")
-    assert "No space left on device" in alarms[0] and "training goes on, there is no checkpoint yet" in alarms[0]
+    assert "No space left on device" in alarms[0] and "training continues, none is complete yet" in alarms[0]
 
 
 def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(

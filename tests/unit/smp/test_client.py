@@ -132,7 +132,7 @@ def test_the_memory_of_a_job_has_one_smp_whatever_its_run_directory(node: Any, t
     with node.client() as client:
         path = client.attach(0, 0, SHAPE, {}, fresh=False)
     inode = path.stat().st_ino
-    with pytest.raises(BusyError, match=f"pid {pid} in another run directory .*{lock_of(node.job, 'n')}.*--ftp-job"):
+    with pytest.raises(BusyError, match=f"pid {pid} of another run directory .*{lock_of(node.job, 'n')}.*--ftp-job"):
         ensure(tmp_path, node.job, node.name, 60)
     assert node.status()["token"] == 0 and path.stat().st_ino == inode
     assert not liveness.held(tmp_path / "smp.lock")
