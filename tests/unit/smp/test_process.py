@@ -726,7 +726,7 @@ def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_i
     with in_place_of_ft_run() as first, in_place_of_ft_run() as second:
         watch(first.pid)
         daemon.answer(ATTACH)
-        waiting = threading.Thread(target=process._until_over, args=(daemon, events, 1.0))
+        waiting = threading.Thread(target=process._run_until_end, args=(daemon, events, 1.0))
         waiting.start()
         first.kill()
         first.wait()
