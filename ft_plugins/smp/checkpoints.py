@@ -226,14 +226,10 @@ class Checkpoints:
         if item in self.unfinished:
             self.unfinished.remove(item)
             item.unpin()
-            seconds = time.monotonic() - item.begun
             self._events.emit(
-                catalogue.CHECKPOINT_COMPLETED,
-                **facts_of(item.version),
-                seconds=seconds,
-                bytes=item.nbytes,
-                path=str(path),
-            )
+                catalogue.CHECKPOINT_COMPLETED, **facts_of(item.version), seconds=time.monotonic() - item.begun,
+                bytes=item.nbytes, path=str(path),
+            )  # fmt: skip
         notices = Notices(path.parent, self._node)
         notices.withdraw()
         notices.have(item.version)

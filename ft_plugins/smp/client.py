@@ -126,17 +126,10 @@ class Client:
         """Create or find this rank's segment; `storage` says where checkpoints go. Raises BudgetError, ResumeError
         (unless `fresh`), FencedError."""
         reply = self._ask(
-            "attach",
-            extra_seconds=shape.total / _FAULT_BYTES_PER_SECOND,
-            rank=rank,
-            token=token,
-            shape=asdict(shape),
-            fingerprint=dict(fingerprint),
-            pid=os.getpid(),
-            fresh=fresh,
-            world_size=world_size,
+            "attach", extra_seconds=shape.total / _FAULT_BYTES_PER_SECOND, rank=rank, token=token, shape=asdict(shape),
+            fingerprint=dict(fingerprint), pid=os.getpid(), fresh=fresh, world_size=world_size,
             storage=asdict(storage) if storage else None,
-        )
+        )  # fmt: skip
         return Path(reply["path"])
 
     def restore(self, rank: int, token: int, lineage: int, base: Version | None) -> None:
@@ -173,18 +166,11 @@ class Client:
         describes a previous size of the job, `previous` is that job's fingerprint, and the slot is rebuilt in a segment
         of that size."""
         self._ask(
-            "rebuild",
-            extra_seconds=protection.shapes[rank].nbytes / _REBUILT_BYTES_PER_SECOND,
-            rank=rank,
-            token=token,
-            version=protocol.packed(version),
-            protection=protection.block(),
-            source=list(source) if source else None,
-            holders=[[position, *where] for position, where in sorted(holders.items())],
-            lost=sorted(lost),
-            previous=previous is not None,
-            fingerprint=dict(previous or {}),
-        )
+            "rebuild", extra_seconds=protection.shapes[rank].nbytes / _REBUILT_BYTES_PER_SECOND, rank=rank, token=token,
+            version=protocol.packed(version), protection=protection.block(), source=list(source) if source else None,
+            holders=[[position, *where] for position, where in sorted(holders.items())], lost=sorted(lost),
+            previous=previous is not None, fingerprint=dict(previous or {}),
+        )  # fmt: skip
 
     def resize(self, rank: int, token: int, world_size: int) -> bool:
         """The job has `world_size` ranks now. Returns whether this node has state of a previous size."""

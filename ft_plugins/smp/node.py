@@ -174,11 +174,6 @@ class NodeTier:
         return len(self._protection.nodes) if self._protection else 0
 
     @property
-    def protecting(self) -> bool:
-        """Whether this node exchanges versions with other nodes now."""
-        return self._driver is not None and not self._driver.stopped
-
-    @property
     def committed(self) -> Version | None:
         """The version that is committed on this node."""
         return self._pinned.committed

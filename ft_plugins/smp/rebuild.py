@@ -114,12 +114,7 @@ def _copy_from_any(plan: ExchangePlan, rank: int, version: Version, readers: Map
 
 
 def _write(
-    segment: Segment,
-    version: Version,
-    token: int,
-    copy: bytes,
-    frames: Iterator[Frame],
-    readers: Mapping[int, Reader],
+    segment: Segment, version: Version, token: int, copy: bytes, frames: Iterator[Frame], readers: Mapping[int, Reader]
 ) -> int:
     """Write `frames` into a slot, verify it against the copied digests, and seal it."""
     small, table = msgpack.unpackb(copy)

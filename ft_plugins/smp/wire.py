@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..errors import ConfigError, FtError, ProtocolError
@@ -280,14 +279,6 @@ class Server:
                 self._events.emit(catalogue.PEER_DISCONNECTED, peer=channel.node, reason=reason)
             finally:
                 self._connections.leave(admitted)
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop listening; connections end at their next request."""

@@ -323,7 +323,7 @@ def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster: C
 
 
 def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(cluster: Cluster) -> None:
-    with pytest.raises(ProtocolError, match="do not agree on who stands where"):
+    with pytest.raises(ProtocolError, match="disagree about the nodes of the job"):
         cluster.tiers[0].protect(replace(cluster.told, replicated=()), 1)
 
 

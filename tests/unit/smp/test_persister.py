@@ -621,7 +621,7 @@ def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(
     assert complete(base) == ["v1-10"]
 
 
-def test_a_storage_that_only_one_node_sees_is_told_with_the_remedy(
+def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(
     host: Callable[..., Host], storage: Storage, base: Path, tmp_path: Path
 ) -> None:
     first, second = host("a", range(0, 1), 0.5), host("b", range(1, 2), 0.5)
@@ -632,7 +632,7 @@ def test_a_storage_that_only_one_node_sees_is_told_with_the_remedy(
     reason = first.wait("checkpoint.failed")[0].fields["reason"]
     assert "no file of ranks 1 has appeared" in reason and "--reft-checkpoint-dir" in reason
     reason = second.wait("checkpoint.failed")[0].fields["reason"]
-    assert "rank 0 has not completed it" in reason and "--reft-checkpoint-dir" in reason
+    assert "rank 0 did not complete it" in reason and "--reft-checkpoint-dir" in reason
     until(lambda: os.listdir(base) == [] == os.listdir(tmp_path / "local" / base.name))
 
 

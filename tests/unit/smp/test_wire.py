@@ -306,7 +306,7 @@ def test_a_server_that_was_replaced_at_its_port_is_found_again(
     with contextlib.suppress(ProtocolError):
         one.ask("echo")  # the last request of the old connection, at most
     again = Server(*there.endpoint, THERE, SECRET, lambda message, payload: ({"new": True}, None), Events("n"))
-    with again:
+    with contextlib.closing(again):
         with contextlib.suppress(ProtocolError):
             one.ask("echo")
         assert one.ask("echo")[0].get("new") is True

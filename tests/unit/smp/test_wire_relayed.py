@@ -246,7 +246,7 @@ def test_an_encrypted_payload_arrives_byte_by_byte_and_is_writable() -> None:
         payload ^= 1
         return {}, payload
 
-    with Server("127.0.0.1", 0, encrypted[THERE], SECRET, answer, Events("there")) as server:
+    with contextlib.closing(Server("127.0.0.1", 0, encrypted[THERE], SECRET, answer, Events("there"))) as server:
         peer = Peer(server.endpoint, encrypted[HERE], SECRET, SECONDS)
         with contextlib.closing(peer):
             for size in (1, 4096, 1 << 20):
