@@ -32,7 +32,7 @@ from .planner.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
 from .planner.pipeline import PipelineSchedule
 from .planner.survival import Cluster, plan_survival
 from .smp import client as smp
-from .smp import liveness
+from .smp import leftovers, liveness
 from .smp.pace import in_words
 from .smp.status import Signal, marks_in, newest_common
 from .snapshot.slots import Mark, Version
@@ -166,7 +166,7 @@ def sweep(
 ) -> None:
     """Remove the shared memory of jobs whose SMP and ft-run are both gone, also where their run directory is."""
     try:
-        removed = smp.sweep(run_root(), older_than, job=job)
+        removed = leftovers.sweep(run_root(), older_than, job=job)
     except OSError as error:
         raise FtError(f"not everything could be removed: {error.filename}: {error.strerror}") from error
     for path in removed:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, ProtocolError
 from ..smp import protocol
-from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, ClientHandshake, Who
+from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, ClientHandshake, Party
 from ..smp.protocol import FRAME_LIMIT
 from .endpoint import Endpoint
 from .node_messages import Message
@@ -44,9 +44,9 @@ class Credentials:
     encrypt: bool = False
 
     @property
-    def who(self) -> Who:
+    def who(self) -> Party:
         """This node in a handshake."""
-        return Who(PURPOSE, self.run, self.node, self.encrypt)
+        return Party(PURPOSE, self.run, self.node, self.encrypt)
 
 
 class ForeignError(ConnectionError):

@@ -33,8 +33,7 @@ from ..config import Config
 from ..errors import ConfigError, FtError, ProtectionError
 from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
-from ..smp import client as smp
-from ..smp import connections
+from ..smp import connections, leftovers
 from . import plugin, worker
 from .agent import ProgressAgent
 from .ownership import Ownership
@@ -125,7 +124,7 @@ def _sweep_old(job: Job, events: Events) -> None:
     """Remove what other jobs left in shared memory so long ago that their SMP would have removed it, had it lived."""
     seconds = max(job.config.orphan_seconds, Config().orphan_seconds)  # theirs may be longer than ours
     try:
-        removed = smp.sweep(job.run_dir.parent.parent, seconds, keep=(job.name, job.node), patient=True)
+        removed = leftovers.sweep(job.run_dir.parent.parent, seconds, keep=(job.name, job.node), patient=True)
     except OSError as error:
         events.emit(catalogue.SWEEP_FAILED, reason=str(error))
         return

@@ -40,7 +40,7 @@ def previous_path_of(job: str, node: str, rank: int, world_size: int) -> Path:
     return SHM / f"{_of(job, node)}-r{rank}of{world_size}"
 
 
-def vault_of(job: str, node: str) -> Path:
+def parity_path_of(job: str, node: str) -> Path:
     """The file in which a node keeps parity of other nodes' slots."""
     return SHM / f"{_of(job, node)}-parity"
 

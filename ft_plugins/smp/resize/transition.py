@@ -36,7 +36,7 @@ class ResizeTransition:
         with smp.lock:
             self._world_size = world_size
             left = smp.previous.switch(smp.segments, world_size)
-            smp.persister.let_go(left)
+            smp.persister.release(left)
         if left:
             smp.events.emit(catalogue.JOB_RESIZED, ranks=world_size, retained=sorted(left))
         return bool(smp.previous)

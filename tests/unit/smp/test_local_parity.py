@@ -315,8 +315,7 @@ def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster: C
     cluster.until_awaited(Version(1, 2))
     old = cluster.tiers[position]
     old.suspend()
-    assert old._server is not None
-    old._server.close()
+    old._endpoint.close()
     cluster.tiers[position] = cluster._tier(position)
     cluster.train(Version(1, 2))
     cluster.until_counts(Version(1, 2))
@@ -324,7 +323,7 @@ def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster: C
 
 
 def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(cluster: Cluster) -> None:
-    with pytest.raises(ProtocolError, match="do not agree on who stands where"):
+    with pytest.raises(ProtocolError, match="disagree about the nodes of the job"):
         cluster.tiers[0].protect(replace(cluster.told, replicated=()), 1)
 
 

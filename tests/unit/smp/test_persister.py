@@ -368,7 +368,7 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(
     (failed,) = second.wait("checkpoint.failed")
     assert "found unlike on ranks 1" in failed.fields["reason"]
     first.mark(10, Mark.CERTIFIED)
-    assert "nothing of ranks 1 has appeared" in first.wait("checkpoint.failed")[0].fields["reason"]
+    assert "no file of ranks 1 has appeared" in first.wait("checkpoint.failed")[0].fields["reason"]
     assert complete(base) == []
     assert not second.ranks[1].pinned()
 
@@ -483,7 +483,8 @@ def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(
     node.told(storage)
     node.capture(7)
     found = node.persister.request("request", SECONDS, keep=True)
-    assert found["state"] == "failed" and "is written, but cannot be kept: No space left on device" in found["reason"]
+    assert found["state"] == "failed"
+    assert "is written, but cannot be marked as kept: No space left on device" in found["reason"]
     assert complete(base) == ["v1-7"] and node.persister.status()["kept"] == []
 
 
@@ -620,7 +621,7 @@ def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(
     assert complete(base) == ["v1-10"]
 
 
-def test_a_storage_that_only_one_node_sees_is_told_with_the_remedy(
+def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(
     host: Callable[..., Host], storage: Storage, base: Path, tmp_path: Path
 ) -> None:
     first, second = host("a", range(0, 1), 0.5), host("b", range(1, 2), 0.5)
@@ -629,9 +630,9 @@ def test_a_storage_that_only_one_node_sees_is_told_with_the_remedy(
     for node in (first, second):
         node.capture(10)
     reason = first.wait("checkpoint.failed")[0].fields["reason"]
-    assert "nothing of ranks 1 has appeared" in reason and "--reft-checkpoint-dir" in reason
+    assert "no file of ranks 1 has appeared" in reason and "--reft-checkpoint-dir" in reason
     reason = second.wait("checkpoint.failed")[0].fields["reason"]
-    assert "rank 0 has not completed it" in reason and "--reft-checkpoint-dir" in reason
+    assert "rank 0 did not complete it" in reason and "--reft-checkpoint-dir" in reason
     until(lambda: os.listdir(base) == [] == os.listdir(tmp_path / "local" / base.name))
 
 
