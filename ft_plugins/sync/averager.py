@@ -89,7 +89,7 @@ class Averaging:
         """Memory that is held for good."""
         return sum(kept.numel() * kept.element_size() for kept in self._kept.values())
 
-    def keep(self) -> None:
+    def save_parameters(self) -> None:
         """Live parameters, before an update."""
         live = self._tensors()
         for bucket in self._buckets:

@@ -133,7 +133,7 @@ class Paft:
         """Go on after `completed` iterations, from the `state` of that version; None where there is none of PAFT."""
         if self._verdicts is not None:
             self._verdicts.begin(completed, {} if state is None else state["offences"])
-        if self._verdicts is not None and completed and self._policy.doing(completed, None).audit:
+        if self._verdicts is not None and completed and self._policy.actions(completed, None).audit:
             self._verdicts.start(completed)
         if self._turns is not None:
             self._turns.begin(completed, None if state is None else state["turns"])
@@ -193,10 +193,10 @@ class Paft:
         """The version is what it is: compare, average."""
         self._strikes.after_update(step)
         turns = self._turns
-        waits = turns is not None and self._policy.doing(step, turns.turn).waits
+        waits = turns is not None and self._policy.actions(step, turns.turn).waits
         if turns is not None and not waits:
             turns.measure(step)  # first: the version point waits for it, and is not to wait for an audit
-        if self._verdicts is not None and self._policy.doing(step, None).audit:
+        if self._verdicts is not None and self._policy.actions(step, None).audit:
             self._verdicts.start(step)
         if turns is None:
             return

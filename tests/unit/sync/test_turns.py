@@ -23,7 +23,7 @@ SIGNAL = [0.0, 0.0, 4.0, 0.0, 0]
 class Nothing:
     """Averages nothing, and is alone."""
 
-    def keep(self) -> None: ...
+    def save_parameters(self) -> None: ...
 
     def measure(self, rate: float) -> NoisePart:
         return NoisePart(signal=4.0)
