@@ -63,9 +63,9 @@ class Policy(Protocol):
         """What is to be done around the update of iteration `step`; `turn` is the schedule's next one."""
         ...
 
-    def label(self, step: int, turn: Turn | None, differs: bool | None, drifting: bool) -> Label:
+    def label(self, step: int, turn: Turn | None, differs: bool | None, diverged: bool) -> Label:
         """What the replicas of version `step` are. `differs`: what digests say, None where none were compared;
-        `drifting`: whether the last synchronisation has found the replicas apart."""
+        `diverged`: whether the last synchronisation has found the replicas apart."""
         ...
 
 
@@ -85,8 +85,8 @@ class PaftPolicy:
         audit = bool(self.audit_interval) and step % self.audit_interval == 0
         return StepActions(save_parameters=due, average=due, waits=due and self.waits, audit=audit)
 
-    def label(self, step: int, turn: Turn | None, differs: bool | None, drifting: bool) -> Label:
+    def label(self, step: int, turn: Turn | None, differs: bool | None, diverged: bool) -> Label:
         if differs is not None:
             return Label(Replicas.UNIQUE if differs else Replicas.IDENTICAL, True)
         averaged = self.waits and turn is not None and turn.at - turn.interval == step  # of this very version
-        return Label(Replicas.UNIQUE if drifting and not averaged else Replicas.IDENTICAL, False)
+        return Label(Replicas.UNIQUE if diverged and not averaged else Replicas.IDENTICAL, False)

@@ -46,7 +46,7 @@ class SyncTurns:
         self._policy, self._schedule = policy, schedule
         self._averaging, self._links, self._background, self._events = averaging, links, background, events
         self.turn = schedule.first(0)
-        self.drifting = False  # what the last measurement has found
+        self.diverged = False  # what the last measurement has found
         self._rate = 0.0
         self._rates_squared = 0.0  # since the replicas were equal
         self._signal: BackgroundJob[NoisePart] | None = None  # until the turn that it belongs to is over
@@ -59,12 +59,12 @@ class SyncTurns:
         """Go on after so many iterations, from the state of that version; an averaging in flight is started again."""
         self._signal = self._average = self._keep = None  # of a version that is not gone on from
         self._stale, self._kept_for = False, -1
-        self.turn, self.drifting, self._rates_squared = self._schedule.first(completed), False, 0.0
+        self.turn, self.diverged, self._rates_squared = self._schedule.first(completed), False, 0.0
         if state is None:
             return
         turn = Turn(*state["turn"])
         within = self._schedule.within(turn)
-        self.drifting, self._rates_squared = state["drifting"], state["rates_squared"]
+        self.diverged, self._rates_squared = state["drifting"], state["rates_squared"]
         if state["signal"] is not None:
             self.turn = replace(turn, interval=within.interval)  # it has come
             known = NoisePart(*state["signal"])
@@ -77,7 +77,7 @@ class SyncTurns:
         """At a version point, of this rank: plain values. Waits for the length of a step that is being measured."""
         return {
             "turn": list(astuple(self.turn)),
-            "drifting": self.drifting,
+            "drifting": self.diverged,
             "rates_squared": self._rates_squared,
             "signal": None if self._signal is None else list(astuple(self._signal.wait())),
         }
@@ -121,7 +121,7 @@ class SyncTurns:
 
     def equal(self, changed: bool) -> None:
         """The replicas are, since now; `changed`: because live tensors were."""
-        self._rates_squared, self.drifting = 0.0, False
+        self._rates_squared, self.diverged = 0.0, False
         if changed:
             self._kept_for, self._stale = -1, self._average is not None
 
@@ -147,7 +147,7 @@ class SyncTurns:
         if not stale:
             self._averaging.apply()
             self._rates_squared, self._kept_for = 0.0, step
-            self.drifting = measured.divergence != 0
+            self.diverged = measured.divergence != 0
         self._events.emit(
             catalogue.REPLICAS_AVERAGED, iteration=turn.at, applied=not stale, waited_seconds=job.waited,
             next=self.turn.at, interval=self.turn.interval, reason=self.turn.reason,

@@ -143,7 +143,7 @@ class Paft:
         found = None if self._verdicts is None else self._verdicts.last
         differs = None if found is None or found.iteration != step else not found.certain
         turns = self._turns
-        return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.drifting)
+        return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.diverged)
 
     def mark(self, step: int) -> Mark:
         """The same in a snapshot's words. Where replicas may drift it holds each of them whole, else parts of each."""

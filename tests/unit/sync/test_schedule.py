@@ -99,11 +99,11 @@ def test_a_policy_says_what_is_done_around_each_update() -> None:
 def test_a_version_is_what_digests_say_and_else_what_the_last_measurement_suggests() -> None:
     policy = PaftPolicy(Periodic(4), waits=True, audit_interval=3)
     after = Turn(8, 4)  # the turn of iteration 4 is over
-    assert policy.label(3, after, differs=False, drifting=True) == Label(Replicas.IDENTICAL, True)
-    assert policy.label(3, after, differs=False, drifting=True).certified
-    assert policy.label(3, after, differs=True, drifting=False) == Label(Replicas.UNIQUE, True)
-    assert policy.label(5, after, differs=None, drifting=False) == Label(Replicas.IDENTICAL, False)
-    assert policy.label(5, after, differs=None, drifting=True) == Label(Replicas.UNIQUE, False)
-    assert policy.label(4, after, differs=None, drifting=True).replicas is Replicas.IDENTICAL, "averaged just now"
+    assert policy.label(3, after, differs=False, diverged=True) == Label(Replicas.IDENTICAL, True)
+    assert policy.label(3, after, differs=False, diverged=True).certified
+    assert policy.label(3, after, differs=True, diverged=False) == Label(Replicas.UNIQUE, True)
+    assert policy.label(5, after, differs=None, diverged=False) == Label(Replicas.IDENTICAL, False)
+    assert policy.label(5, after, differs=None, diverged=True) == Label(Replicas.UNIQUE, False)
+    assert policy.label(4, after, differs=None, diverged=True).replicas is Replicas.IDENTICAL, "averaged just now"
     later = PaftPolicy(Periodic(4), waits=False)
-    assert later.label(4, after, differs=None, drifting=True).replicas is Replicas.UNIQUE, "not applied yet"
+    assert later.label(4, after, differs=None, diverged=True).replicas is Replicas.UNIQUE, "not applied yet"
