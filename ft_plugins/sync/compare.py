@@ -7,7 +7,7 @@
 Invariant: no decision is taken here (audit.judge, audit.remedy), and all ranks of the job come to `settle` with the
 same knowledge of what is done anywhere.
 
-In: buckets, live tensors. Out: `Found`; repaired live tensors.
+In: buckets, live tensors. Out: `AuditOutcome`; repaired live tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scalars(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class AuditOutcome:
     """What one rank knows of one audit: of its own replica sets all, of the job whether replicas are changed anywhere,
     whether any are to go back, and whether copies are to be made anew."""
 
@@ -48,10 +48,10 @@ class Found:
     @property
     def agreed(self) -> bool:
         """Whether all replicas of the job are identical."""
-        return self.certain and not self.derives
+        return self.state_agreed and not self.derives
 
     @property
-    def certain(self) -> bool:
+    def state_agreed(self) -> bool:
         """Whether all that a version consists of is: copies are none of it."""
         return not (self.changes or self.rollback)
 
@@ -68,7 +68,7 @@ class Auditing:
         self._tensors = tensors
         self._chosen = chosen
 
-    def compare(self, iteration: int) -> Found:
+    def compare(self, iteration: int) -> AuditOutcome:
         """Digest and compare. All ranks of the job call together."""
         live = self._tensors()
         audits = []
@@ -78,13 +78,13 @@ class Auditing:
         remedies = tuple(remedy(audit, self._chosen) for audit in audits)
         own_say = [any(getattr(one, what) for one in remedies) for what in ("changes", "rollback", "derives")]
         told = self._links.gather_job([float(say) for say in own_say])
-        return Found(iteration, tuple(audits), remedies, *(bool(column.any()) for column in told.T))
+        return AuditOutcome(iteration, tuple(audits), remedies, *(bool(column.any()) for column in told.T))
 
     def compared_with(self, rank: int) -> set[int]:
         """The ranks that anything of `rank` is compared with, as far as this one knows."""
         return {other for replicas in self._buckets.by_set if rank in replicas for other in replicas} - {rank}
 
-    def settle(self, found: Found) -> None:
+    def settle(self, found: AuditOutcome) -> None:
         """Carry out the remedies, but for copies, which are the host's to make. The ranks of each set that is changed
         call together."""
         live = self._tensors()

@@ -16,7 +16,7 @@ from ..errors import DivergedError
 from ..events import Events, catalogue
 from .audit import REPEATED, Audit, Offences
 from .background import Background, BackgroundJob
-from .compare import Auditing, Found
+from .compare import Auditing, AuditOutcome
 
 SHOWN = 4  # buckets named in a line
 
@@ -26,8 +26,8 @@ class Verdicts:
 
     def __init__(self, rank: int, auditing: Auditing, background: Background, events: Events) -> None:
         self._rank, self._auditing, self._background, self._events = rank, auditing, background, events
-        self.under_way: BackgroundJob[Found] | None = None
-        self.last: Found | None = None
+        self.under_way: BackgroundJob[AuditOutcome] | None = None
+        self.last: AuditOutcome | None = None
         self.offences = Offences()
         self._agreed_at = 0
         self._tainted: int | None = None
@@ -48,7 +48,7 @@ class Verdicts:
         """Compare the replicas as they are after the update of `iteration`, behind what follows."""
         self.under_way = self._background.start(lambda: self._auditing.compare(iteration))
 
-    def await_(self) -> Found:
+    def await_(self) -> AuditOutcome:
         """The fence. Reports; changes nothing."""
         assert self.under_way is not None
         job, self.under_way = self.under_way, None
@@ -57,7 +57,7 @@ class Verdicts:
             self._report(audit, job.waited)
         self.offences = self.offences.after(*self.last.audits)
         self._report_repeated(self.last.audits)
-        if self.last.certain:
+        if self.last.state_agreed:
             self._agreed_at = self.last.iteration
         else:  # a version that one rank lacks is worth nothing to the others
             self._tainted = self._agreed_at
@@ -81,7 +81,7 @@ class Verdicts:
         found, self._tainted = self._tainted, None
         return found
 
-    def settle(self, found: Found) -> None:
+    def settle(self, found: AuditOutcome) -> None:
         """Carry out what is to be done. Raises DivergedError, on all ranks, where the job is to go back."""
         if found.rollback:
             error = DivergedError(

@@ -141,7 +141,7 @@ class Paft:
     def label(self, step: int) -> Label:
         """What the replicas of version `step` are, as far as is known now."""
         found = None if self._verdicts is None else self._verdicts.last
-        differs = None if found is None or found.iteration != step else not found.certain
+        differs = None if found is None or found.iteration != step else not found.state_agreed
         turns = self._turns
         return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.diverged)
 
@@ -241,6 +241,6 @@ class Paft:
             self._verdicts.settle(found)
             self._steps.derive()
         if self._turns is not None:
-            self._turns.equal(changed=not found.certain)
+            self._turns.equal(changed=not found.state_agreed)
         if recompute and not found.agreed:
             self._steps.recompute(step)
