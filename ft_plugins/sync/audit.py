@@ -81,7 +81,7 @@ class Audit:
         return frozenset(rank for one in self.verdicts if one.source is not None for rank in one.wrong)
 
     @property
-    def speaker(self) -> int:
+    def reporter(self) -> int:
         """Who reports: the first rank of those that are right, or the first of all where nobody can be named."""
         return next((one.source for one in self.verdicts if one.source is not None), self.replicas[0])
 
@@ -97,7 +97,7 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class Copying:
+class BucketCopy:
     """`bucket` is copied from `source` to `targets`, all of it."""
 
     bucket: ReplicaBucket
@@ -106,7 +106,7 @@ class Copying:
 
 
 @dataclass(frozen=True)
-class Following:
+class ScalarCopy:
     """What replicas keep beside tensors is taken from `source` by `targets`: with a wrong update a wrong count of them
     may have come, or a schedule that has not moved."""
 
@@ -119,11 +119,11 @@ class Remedy:
     """What is done, buckets in ascending order. At most one of the two lists has a bucket; with `rollback`, neither.
     With `derives` copies are made anew; `following` goes with what is changed."""
 
-    copies: tuple[Copying, ...] = ()
+    copies: tuple[BucketCopy, ...] = ()
     averages: tuple[ReplicaBucket, ...] = ()
     rollback: bool = False
     derives: bool = False
-    following: Following | None = None
+    scalars: ScalarCopy | None = None
 
     @property
     def changes(self) -> bool:
@@ -159,23 +159,23 @@ def remedy(audit: Audit, chosen: OnCorruption) -> Remedy:
     copies, averages = [], []
     for verdict in audit.state:
         if chosen is OnCorruption.REPAIR and verdict.source is not None:
-            copies.append(Copying(verdict.bucket, verdict.source, verdict.wrong))
+            copies.append(BucketCopy(verdict.bucket, verdict.source, verdict.wrong))
         elif verdict.bucket.averages:
             averages.append(verdict.bucket)
         else:
             source = audit.replicas[0] if verdict.source is None else verdict.source
-            copies.append(Copying(verdict.bucket, source, tuple(r for r in verdict.wrong if r != source)))
-    return Remedy(tuple(copies), tuple(averages), derives=derives, following=_following(audit))
+            copies.append(BucketCopy(verdict.bucket, source, tuple(r for r in verdict.wrong if r != source)))
+    return Remedy(tuple(copies), tuple(averages), derives=derives, scalars=_scalars_from(audit))
 
 
-def _following(audit: Audit) -> Following | None:
+def _scalars_from(audit: Audit) -> ScalarCopy | None:
     """From the first replica that no majority accuses, by those that anything is wrong of."""
     if not audit.state:
         return None
     accused = {rank for verdict in audit.state if verdict.source is not None for rank in verdict.wrong}
     source = next((rank for rank in audit.replicas if rank not in accused), audit.replicas[0])
     wrong = {rank for verdict in audit.state for rank in verdict.wrong} - {source}
-    return Following(source, tuple(sorted(wrong)))
+    return ScalarCopy(source, tuple(sorted(wrong)))
 
 
 @dataclass(frozen=True)

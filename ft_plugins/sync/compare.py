@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from .aggregate import Aggregate
-from .audit import Audit, Following, OnCorruption, Remedy, judge, remedy
+from .audit import Audit, ScalarCopy, OnCorruption, Remedy, judge, remedy
 from .averager import Tensors, mixed, read, views, write
 from .buckets import Buckets, ReplicaBucket
 from .links import Links
@@ -102,10 +102,10 @@ class Auditing:
             for bucket in one.averages:
                 self._average(bucket)
         for audit, one in zip(found.audits, found.remedies, strict=True):
-            if one.following is not None:
-                self._follow(audit.replicas, one.following)
+            if one.scalars is not None:
+                self._follow(audit.replicas, one.scalars)
 
-    def _follow(self, replicas: tuple[int, ...], told: Following) -> None:
+    def _follow(self, replicas: tuple[int, ...], told: ScalarCopy) -> None:
         if self._links.rank == told.source:
             encoded = self._scalars.scalars()
             for target in told.targets:

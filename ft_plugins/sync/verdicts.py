@@ -94,7 +94,7 @@ class Verdicts:
         self._agreed_at = found.iteration
 
     def _report(self, audit: Audit, waited: float) -> None:
-        if audit.agreed or audit.speaker != self._rank:
+        if audit.agreed or audit.reporter != self._rank:
             return
         wrong = sorted({rank for verdict in audit.verdicts for rank in verdict.wrong})
         more = len(audit.verdicts) - SHOWN
@@ -107,10 +107,10 @@ class Verdicts:
         )  # fmt: skip
 
     def _report_repeated(self, audits: Sequence[Audit]) -> None:
-        """Who was wrong again, once however many replica sets say so: by the first of their speakers."""
+        """Who was wrong again, once however many replica sets say so: by the first of their reporters."""
         for rank in self.offences.repeated():
-            speakers = [audit.speaker for audit in audits if rank in audit.accused]
-            if speakers and min(speakers) == self._rank:
+            reporters = [audit.reporter for audit in audits if rank in audit.accused]
+            if reporters and min(reporters) == self._rank:
                 count = self.offences.by_rank[rank]
                 reason = f"rank {rank} was wrong at {count} audits ({REPEATED} are enough): let its device be drained"
                 self._events.emit(catalogue.RANK_SUSPECTED, rank=rank, count=count, reason=reason)

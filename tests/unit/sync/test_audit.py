@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.model.inventory import Role
-from ft_plugins.sync.audit import Audit, Following, Offences, OnCorruption, Remedy, judge, promise, remedy
+from ft_plugins.sync.audit import Audit, ScalarCopy, Offences, OnCorruption, Remedy, judge, promise, remedy
 from ft_plugins.sync.buckets import ItemPiece, ReplicaBucket
 
 REPAIR, AVERAGE, ROLLBACK = OnCorruption
@@ -169,7 +169,7 @@ def test_what_is_beside_tensors_follows_the_first_replica_that_nobody_accuses() 
     table = digests(4, 6)
     table[0, 1] ^= np.uint64(1)
     table[2, 4] ^= np.uint64(1)
-    assert remedy(judge(1, (0, 2, 4, 6), buckets(6), table), REPAIR).following == Following(2, (0, 4))
+    assert remedy(judge(1, (0, 2, 4, 6), buckets(6), table), REPAIR).scalars == ScalarCopy(2, (0, 4))
     table[:2, 5] ^= np.uint64(1)  # two against two, beside that: all are wrong of something
-    assert remedy(judge(1, (0, 2, 4, 6), buckets(6), table), REPAIR).following == Following(2, (0, 4, 6))
-    assert remedy(judge(1, (0, 2, 4, 6), buckets(6), digests(4, 6)), REPAIR).following is None
+    assert remedy(judge(1, (0, 2, 4, 6), buckets(6), table), REPAIR).scalars == ScalarCopy(2, (0, 4, 6))
+    assert remedy(judge(1, (0, 2, 4, 6), buckets(6), digests(4, 6)), REPAIR).scalars is None
