@@ -28,12 +28,12 @@ from .schedule import SyncSchedule, Turn
 
 
 @dataclass(frozen=True)
-class Finished:
-    """What an averaging has come to: whether it was `applied`, to live tensors; and of which ranks (`spoilt`)
+class AveragingOutcome:
+    """What an averaging has come to: whether it was `applied`, to live tensors; and of which ranks (`nonfinite`)
     parameters were infinite or no number until then, so that the gradients at hand, made of them, are worthless."""
 
     applied: bool = False
-    spoilt: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...] = ()
 
 
 class SyncTurns:
@@ -82,9 +82,9 @@ class SyncTurns:
             "signal": None if self._signal is None else list(astuple(self._signal.wait())),
         }
 
-    def before(self, step: int, rate: float) -> Finished:
+    def before(self, step: int, rate: float) -> AveragingOutcome:
         """The fence: averages are applied. `rate` is the learning rate of the update that comes."""
-        finished = Finished() if self._average is None else self._finish(step)
+        finished = AveragingOutcome() if self._average is None else self._finish(step)
         self.fence()
         self._rate = rate
         if self._policy.actions(step, self.turn).save_parameters and self._kept_for != step:
@@ -119,7 +119,7 @@ class SyncTurns:
                 job.wait()
         self._keep = None
 
-    def equal(self, changed: bool) -> None:
+    def replicas_agreed(self, changed: bool) -> None:
         """The replicas are, since now; `changed`: because live tensors were."""
         self._rates_squared, self.diverged = 0.0, False
         if changed:
@@ -136,7 +136,7 @@ class SyncTurns:
 
         self._average = self._background.start(work)
 
-    def _finish(self, step: int) -> Finished:
+    def _finish(self, step: int) -> AveragingOutcome:
         """Apply what was averaged, before the update of `step`."""
         assert self._average is not None
         job, self._average, self._signal = self._average, None, None
@@ -158,4 +158,4 @@ class SyncTurns:
             ranks = ", ".join(map(str, measured.nonfinite))
             reason = f"after iteration {turn.at} parameters of ranks {ranks} were infinite or no number"
             self._events.emit(catalogue.NONFINITE_DETECTED, iteration=turn.at, ranks=ranks, reason=reason)
-        return Finished(not stale, () if stale else measured.nonfinite)
+        return AveragingOutcome(not stale, () if stale else measured.nonfinite)

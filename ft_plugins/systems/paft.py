@@ -185,8 +185,8 @@ class Paft:
             finished = self._turns.before(step, self._steps.learning_rate())
             if finished.applied:  # the update derives as well, but may be skipped
                 self._steps.derive()
-            if finished.spoilt:
-                self._redo(step, finished.spoilt)
+            if finished.nonfinite:
+                self._redo(step, finished.nonfinite)
         self._strikes.before_update(step)
 
     def after_update(self, step: int) -> None:
@@ -241,6 +241,6 @@ class Paft:
             self._verdicts.settle(found)
             self._steps.derive()
         if self._turns is not None:
-            self._turns.equal(changed=not found.state_agreed)
+            self._turns.replicas_agreed(changed=not found.state_agreed)
         if recompute and not found.agreed:
             self._steps.recompute(step)
