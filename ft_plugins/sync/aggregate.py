@@ -59,7 +59,7 @@ def cost(how: Aggregate, elements: int, width: int, replicas: int) -> Aggregatio
     return AggregationCost(sent, part * replicas * (width + 8 + 8), replicas * max(1, (replicas - 1).bit_length()))
 
 
-def told(how: Aggregate, buckets: Sequence[ReplicaBucket]) -> str:
+def describe_cost(how: Aggregate, buckets: Sequence[ReplicaBucket]) -> str:
     """What each turn costs a rank that averages these buckets, for people."""
     costs = [cost(how, b.elements, b.nbytes // b.elements, len(b.replicas)) for b in buckets]
     largest = max(costs, key=lambda one: one.work_bytes)

@@ -31,7 +31,7 @@ from ..events import Events, catalogue
 from ..model.host import Host, Steps
 from ..model.inventory import Inventory
 from ..snapshot.slots import Mark
-from ..sync.aggregate import Aggregate, require_enough, told
+from ..sync.aggregate import Aggregate, describe_cost, require_enough
 from ..sync.audit import OnCorruption, promise
 from ..sync.averager import Averaging
 from ..sync.background import Background
@@ -84,7 +84,7 @@ class Paft:
         config, lines = self._config, [self._buckets.table()]
         if self._policy.schedule is not None:
             chosen = self._buckets.averaged(config.average_optimizer_state)
-            lines.append(told(Aggregate(config.aggregate), chosen))
+            lines.append(describe_cost(Aggregate(config.aggregate), chosen))
             if config.mode == "dyn" and not self._steps.recomputes:
                 lines.append(
                     "averaging: a replica that is no number at a turn sends the job back: gradients that were made of "
