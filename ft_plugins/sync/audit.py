@@ -160,7 +160,7 @@ def remedy(audit: Audit, chosen: OnCorruption) -> Remedy:
     for verdict in audit.state:
         if chosen is OnCorruption.REPAIR and verdict.source is not None:
             copies.append(BucketCopy(verdict.bucket, verdict.source, verdict.wrong))
-        elif verdict.bucket.averages:
+        elif verdict.bucket.can_be_averaged:
             averages.append(verdict.bucket)
         else:
             source = audit.replicas[0] if verdict.source is None else verdict.source

@@ -55,7 +55,7 @@ class ReplicaBucket:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
-    def averages(self) -> bool:
+    def can_be_averaged(self) -> bool:
         """Whether a mean of its elements means anything."""
         return self.dtype in FLOATING and not self.derived
 
@@ -97,19 +97,19 @@ class Buckets:
         return tuple(name for name, reason in self.left_out if reason.startswith(_ALONE))
 
     @property
-    def fewest(self) -> int:
+    def fewest_replicas(self) -> int:
         """Replicas of the state that has fewest of them, copies left aside; 0 where no state is compared."""
         return min((len(bucket.replicas) for bucket in self.all if not bucket.derived), default=0)
 
     @property
-    def copies(self) -> bool:
+    def has_copies(self) -> bool:
         """Whether copies are among them."""
         return any(bucket.derived for bucket in self.all)
 
     def averaged(self, optimizer_state: bool) -> tuple[ReplicaBucket, ...]:
         """Those that a synchronisation averages: parameters, and on request what the optimizer keeps beside them."""
         roles = PARAMETERS | ({Role.MOMENT} if optimizer_state else frozenset())
-        return tuple(bucket for bucket in self.all if bucket.role in roles and bucket.averages)
+        return tuple(bucket for bucket in self.all if bucket.role in roles and bucket.can_be_averaged)
 
     def table(self) -> str:
         """For people: a line for each replica set, then what takes no part."""
@@ -167,7 +167,7 @@ def require_replicas(buckets: Buckets, framework: str, replicas: int, averaging:
             "--paft: has no effect with one data-parallel replica; raise the data-parallel size or drop it"
         )
     trained = any(bucket.trained for bucket in buckets.averaged(False))
-    if not (trained or (buckets.copies and not averaging)):
+    if not (trained or (buckets.has_copies and not averaging)):
         instead = "compare the copies that ranks compute with instead (--paft-mode audit), or drop --paft"
         raise UnsupportedError(
             f"{framework}: each trained parameter is held by one of {replicas} replicas alone (ZeRO, distributed "
