@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from .aggregate import Aggregate
-from .audit import Audit, ScalarCopy, OnCorruption, Remedy, judge, remedy
+from .audit import Audit, OnCorruption, Remedy, ScalarCopy, judge, remedy
 from .averager import Tensors, mixed, read, views, write
 from .buckets import Buckets, ReplicaBucket
 from .links import Links

@@ -63,7 +63,7 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
         require_supported(engine, self.rank)
         self._topology = topology(engine)
         self._require_deepspeeds_layout()
-        require_plain(engine.lr_scheduler, self.rank)
+        require_encodable_scheduler(engine.lr_scheduler, self.rank)
 
     # facts
 
@@ -76,7 +76,8 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
     def _held(self) -> list[StateItem]:
         state.create_optimizer_state(self.engine.optimizer)
         topology = self._topology
-        return state.held(self.engine, self.rank, topology.replicas(self.rank), topology.coords(self.rank).tp == 0)
+        replicas, first = topology.replicas(self.rank), topology.coords(self.rank).tp == 0
+        return state.state_items(self.engine, self.rank, replicas, first)
 
     def _require_deepspeeds_layout(self) -> None:
         """The replica sets that items will name must be the group over which DeepSpeed reduces gradients."""
@@ -172,7 +173,7 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
             self._positions.write(small["position"])
         restore_rng(small["rng"])
         if self._positions is not None:
-            self._positions.begin_anew()
+            self._positions.restart_unplaced()
 
     # hooks
 
@@ -229,7 +230,7 @@ def topology(engine: Any) -> Topology:
     return Topology(tp=sizes.get("tp", 1), pp=sizes.get("pp", 1), dp=sizes.get("dp", 1), order=order)
 
 
-def require_plain(scheduler: Any, rank: int) -> None:
+def require_encodable_scheduler(scheduler: Any, rank: int) -> None:
     """Raises UnsupportedError for a learning rate scheduler whose state the codec does not know."""
     if scheduler is None:
         return

@@ -107,8 +107,12 @@ class _Tensors:
             f"{name}:main" for name, one in engine.module.named_parameters() if one.requires_grad
         }
         self._parameters = {p.data_ptr(): (name, p) for name, p in engine.module.named_parameters() if p.numel()}
-        kept = [value for _, main in state.mains(engine.optimizer) for value in state.kept_of(engine.optimizer, main)]
-        self._padded = {_storage(tensor) for tensor in kept}
+        optimizer = engine.optimizer
+        self._padded = {
+            _storage(tensor)
+            for _, main in state.updated_tensors(optimizer)
+            for tensor in state.with_optimizer_state(optimizer, main)
+        }
 
     def told(self, value: Any) -> Any:
         """A value that JSON has no type for. Raises Unknown, UnsupportedError."""

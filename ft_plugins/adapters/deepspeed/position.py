@@ -1,6 +1,6 @@
 """Where a rank stands in its data: what it has read, and how to stand there again without reading it all.
 
-Invariant: after `write`, generators restored, and `begin_anew`, the next batch is the one that would have come next.
+Invariant: after `write`, generators restored, and `restart_unplaced`, the next batch is the one that would have come next.
 Three ways, the first that applies:
 
     state      the loader has `state_dict` and `load_state_dict`: it knows
@@ -133,7 +133,7 @@ class Positions:
             self._put(role, self._pending.pop(role))
             for late in self._anew:  # begun when the generators were restored already, but for its own
                 redraw(late.epoch.began)
-            self.begin_anew()
+            self.restart_unplaced()
             redraw(around)
         if _kept(source) is None:
             owner = _owner(source)
@@ -208,7 +208,7 @@ class Positions:
         for role in [role for role in self._pending if role in self._sources]:
             self._put(role, self._pending.pop(role))
 
-    def begin_anew(self) -> None:
+    def restart_unplaced(self) -> None:
         """The generators are restored: passes that stand at no position begin with them."""
         anew, self._anew = self._anew, []
         for source in anew:

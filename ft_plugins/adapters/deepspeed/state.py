@@ -68,7 +68,7 @@ def inner(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
-def mains(optimizer: Any) -> list[tuple[int, torch.Tensor]]:
+def updated_tensors(optimizer: Any) -> list[tuple[int, torch.Tensor]]:
     """What the inner optimizer updates, with the index of its parameter group, in a fixed order."""
     kind = type(optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer_Stage3":  # whose groups are filled for the time of a step only
@@ -77,7 +77,7 @@ def mains(optimizer: Any) -> list[tuple[int, torch.Tensor]]:
     return [(index, main) for index, group in enumerate(inner(optimizer).param_groups) for main in group["params"]]
 
 
-def kept_of(optimizer: Any, main: torch.Tensor) -> Iterator[torch.Tensor]:
+def with_optimizer_state(optimizer: Any, main: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor that the inner optimizer updates, and the tensors that it keeps for it."""
     yield main
     yield from (value for value in inner(optimizer).state[main].values() if is_item(value))
@@ -161,7 +161,7 @@ def _of_stage3(parameters: Iterable[Any], flat: torch.Tensor) -> Iterator[Fragme
 def create_optimizer_state(optimizer: Any) -> None:
     """Give the inner optimizer the state that its first update would give it: zero moments, step 0. Idempotent."""
     updating = inner(optimizer)
-    for index, main in mains(optimizer):
+    for index, main in updated_tensors(optimizer):
         kept, group = updating.state[main], updating.param_groups[index]
         if kept or isinstance(updating, torch.optim.SGD):
             continue
@@ -171,7 +171,7 @@ def create_optimizer_state(optimizer: Any) -> None:
         kept["exp_avg_sq"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
 
 
-def held(engine: Any, rank: int, replicas: tuple[int, ...], first: bool = True) -> list[StateItem]:
+def state_items(engine: Any, rank: int, replicas: tuple[int, ...], first: bool = True) -> list[StateItem]:
     """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above.
 
     `first`: of its tensor-parallel neighbours: in a norm what all of them hold whole counts there, as in DeepSpeed's.
@@ -254,12 +254,12 @@ def _buffers(module: torch.nn.Module, rank: int) -> Iterator[StateItem]:
 
 def scalars(optimizer: Any) -> list[dict[str, Any]]:
     """What the inner optimizer keeps without dimensions ('step'), for each tensor that it updates."""
-    return [scalars_of(inner(optimizer).state[main]) for _, main in mains(optimizer)]
+    return [scalars_of(inner(optimizer).state[main]) for _, main in updated_tensors(optimizer)]
 
 
 def restore_scalars(optimizer: Any, saved: list[dict[str, Any]]) -> None:
     """Set them, each in a tensor of its own. Raises ResumeError for another number of tensors."""
-    updated = mains(optimizer)
+    updated = updated_tensors(optimizer)
     if len(updated) != len(saved):
         raise ResumeError(
             f"the optimizer updates {len(updated)} tensors, captured were the scalars of {len(saved)}: "

@@ -184,13 +184,13 @@ def _ranges(optimizer: Any) -> Callable[[state.Fragment], torch.Tensor | None] |
             laid = {
                 main: gradients
                 for (_, main), gradients in zip(
-                    state.mains(optimizer), optimizer.fp32_groups_gradient_flat_partition, strict=True
+                    state.updated_tensors(optimizer), optimizer.fp32_groups_gradient_flat_partition, strict=True
                 )
             }
             return lambda one: one.of(laid[one.main])
         case "DeepSpeedZeroOptimizer":
             pieces: dict[tuple[torch.Tensor, int], torch.Tensor] = {}
-            for index, main in state.mains(optimizer):
+            for index, main in state.updated_tensors(optimizer):
                 at = 0
                 for piece in optimizer.averaged_gradients.get(index) or ():
                     pieces[main, at] = piece.view(-1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.sync.noise import NoiseMeasurement
-from ft_plugins.sync.policy import StepActions, Label, PaftPolicy, Replicas
+from ft_plugins.sync.policy import Label, PaftPolicy, Replicas, StepActions
 from ft_plugins.sync.schedule import NoiseDriven, Periodic, Turn
 
 
