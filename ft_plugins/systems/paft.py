@@ -93,8 +93,8 @@ class Paft:
         if config.audits_every:
             lines.append(promise(
                 config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
-                self._steps.recomputes, self._buckets.fewest_replicas, self._buckets.has_copies, len(self._buckets.alone),
-                self._steps.clips_together,
+                self._steps.recomputes, self._buckets.fewest_replicas, self._buckets.has_copies,
+                len(self._buckets.unreplicated), self._steps.clips_together,
             ))  # fmt: skip
             lines += [] if self._steps.recomputes else [f"gradients cannot be computed again: {self._steps.why_not}"]
         return "\n  ".join(lines)

@@ -40,10 +40,10 @@ def test_every_h_iterations_counted_from_the_first_of_the_job() -> None:
         (2.0, 0.0, 500, "no noise: h_max"),
         (0.0, 0.0, 500, "no noise: h_max"),
         (0.0, 0.1, 5, "clipped to h_min"),
-        (math.nan, 0.1, 5, "not finite: h_min"),
-        (2.0, math.inf, 5, "not finite: h_min"),
-        (math.inf, 0.0, 5, "not finite: h_min"),
-        (2.0, None, 7, "as before"),
+        (math.nan, 0.1, 5, "non-finite noise: h_min"),
+        (2.0, math.inf, 5, "non-finite noise: h_min"),
+        (math.inf, 0.0, 5, "non-finite noise: h_min"),
+        (2.0, None, 7, "interval unchanged"),
     ],
 )
 def test_the_next_interval_is_the_signal_to_noise_ratio_within_its_bounds(
@@ -61,7 +61,7 @@ def test_a_model_of_any_size_is_given_the_interval_of_its_signal_to_noise_ratio(
 
 def test_a_rank_without_finite_state_has_the_next_turn_come_as_soon_as_may_be() -> None:
     found = NoiseDriven(7, 5, 500).following(Turn(100, 7), measured(2.0, None, nonfinite=(3,)))
-    assert found.interval == 5 and "no finite state on ranks 3" in found.reason
+    assert found.interval == 5 and "non-finite parameters on ranks 3" in found.reason
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)
@@ -92,7 +92,8 @@ def test_a_policy_says_what_is_done_around_each_update() -> None:
     assert told[4] == StepActions(save_parameters=True, average=True)
     assert told[3] == told[6] == StepActions(audit=True)
     assert told[1] == told[2] == told[5] == StepActions()
-    assert PaftPolicy(Periodic(4), waits=True).actions(4, turn) == StepActions(save_parameters=True, average=True, waits=True)
+    waiting = StepActions(save_parameters=True, average=True, waits=True)
+    assert PaftPolicy(Periodic(4), waits=True).actions(4, turn) == waiting
     assert PaftPolicy(None, waits=False).actions(4, None) == StepActions()
 
 
