@@ -177,7 +177,7 @@ def test_a_script_that_begins_with_another_epoch_is_refused(monkeypatch: pytest.
     one.train(8)
     other = Script(monkeypatch, "distributed")
     other.pending = one.versions[7]
-    with pytest.raises(ResumeError, match="epoch 0, captured was epoch 1: begin the loop at the epoch"):
+    with pytest.raises(ResumeError, match="epoch 0 on its sampler, but the captured epoch is 1: begin the loop"):
         other.train(8)
 
 
