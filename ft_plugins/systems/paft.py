@@ -31,7 +31,7 @@ from ..events import Events, catalogue
 from ..model.host import Host, Steps
 from ..model.inventory import Inventory
 from ..snapshot.slots import Mark
-from ..sync.aggregate import Aggregate, require_enough, told
+from ..sync.aggregate import Aggregate, describe_cost, require_enough
 from ..sync.audit import OnCorruption, promise
 from ..sync.averager import Averaging
 from ..sync.background import Background
@@ -84,7 +84,7 @@ class Paft:
         config, lines = self._config, [self._buckets.table()]
         if self._policy.schedule is not None:
             chosen = self._buckets.averaged(config.average_optimizer_state)
-            lines.append(told(Aggregate(config.aggregate), chosen))
+            lines.append(describe_cost(Aggregate(config.aggregate), chosen))
             if config.mode == "dyn" and not self._steps.recomputes:
                 lines.append(
                     "averaging: a replica that is no number at a turn sends the job back: gradients that were made of "
@@ -93,8 +93,8 @@ class Paft:
         if config.audits_every:
             lines.append(promise(
                 config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
-                self._steps.recomputes, self._buckets.fewest, self._buckets.copies, len(self._buckets.alone),
-                self._steps.clips_together,
+                self._steps.recomputes, self._buckets.fewest_replicas, self._buckets.has_copies,
+                len(self._buckets.unreplicated), self._steps.clips_together,
             ))  # fmt: skip
             lines += [] if self._steps.recomputes else [f"gradients cannot be computed again: {self._steps.why_not}"]
         return "\n  ".join(lines)
@@ -133,7 +133,7 @@ class Paft:
         """Go on after `completed` iterations, from the `state` of that version; None where there is none of PAFT."""
         if self._verdicts is not None:
             self._verdicts.begin(completed, {} if state is None else state["offences"])
-        if self._verdicts is not None and completed and self._policy.doing(completed, None).audit:
+        if self._verdicts is not None and completed and self._policy.actions(completed, None).audit:
             self._verdicts.start(completed)
         if self._turns is not None:
             self._turns.begin(completed, None if state is None else state["turns"])
@@ -141,9 +141,9 @@ class Paft:
     def label(self, step: int) -> Label:
         """What the replicas of version `step` are, as far as is known now."""
         found = None if self._verdicts is None else self._verdicts.last
-        differs = None if found is None or found.iteration != step else not found.certain
+        differs = None if found is None or found.iteration != step else not found.state_agreed
         turns = self._turns
-        return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.drifting)
+        return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.diverged)
 
     def mark(self, step: int) -> Mark:
         """The same in a snapshot's words. Where replicas may drift it holds each of them whole, else parts of each."""
@@ -185,18 +185,18 @@ class Paft:
             finished = self._turns.before(step, self._steps.learning_rate())
             if finished.applied:  # the update derives as well, but may be skipped
                 self._steps.derive()
-            if finished.spoilt:
-                self._redo(step, finished.spoilt)
+            if finished.nonfinite:
+                self._redo(step, finished.nonfinite)
         self._strikes.before_update(step)
 
     def after_update(self, step: int) -> None:
         """The version is what it is: compare, average."""
         self._strikes.after_update(step)
         turns = self._turns
-        waits = turns is not None and self._policy.doing(step, turns.turn).waits
+        waits = turns is not None and self._policy.actions(step, turns.turn).waits
         if turns is not None and not waits:
             turns.measure(step)  # first: the version point waits for it, and is not to wait for an audit
-        if self._verdicts is not None and self._policy.doing(step, None).audit:
+        if self._verdicts is not None and self._policy.actions(step, None).audit:
             self._verdicts.start(step)
         if turns is None:
             return
@@ -241,6 +241,6 @@ class Paft:
             self._verdicts.settle(found)
             self._steps.derive()
         if self._turns is not None:
-            self._turns.equal(changed=not found.certain)
+            self._turns.replicas_agreed(changed=not found.state_agreed)
         if recompute and not found.agreed:
             self._steps.recompute(step)

@@ -113,7 +113,7 @@ def _loaded_after(rank: int, world: int) -> tuple[int, int, bool]:
     one = Incarnation(rank, world, {"paft": PAFT}, None, 0)
     turns = {"turn": [34, 6, ""], "drifting": True, "rates_squared": 1.0, "signal": None}
     one.session._carrying.carried = {"turns": turns, "offences": {}}
-    return one.session.resume(30), one.session._paft._turns.turn.at, one.session._paft._turns.drifting
+    return one.session.resume(30), one.session._paft._turns.turn.at, one.session._paft._turns.diverged
 
 
 def test_what_was_carried_before_is_none_of_a_checkpoint_that_is_loaded_later(ranks: Ranks) -> None:

@@ -54,4 +54,4 @@ except UnsupportedError as error:
 
 def test_where_deepspeed_is_not_installed_that_is_said() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
-    assert "deepspeed is not installed here; pip install 'ft_plugins[deepspeed]'" in done.stdout, done.stderr
+    assert "deepspeed is not installed here: pip install 'ft_plugins[deepspeed]'" in done.stdout, done.stderr

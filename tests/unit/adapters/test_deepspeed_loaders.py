@@ -121,7 +121,7 @@ class Script:
             self.pending = None
             self.positions.write(position)
             redraw(generators)
-            self.positions.begin_anew()
+            self.positions.restart_unplaced()
         self.versions.append((self.positions.read(), drawn()))
         self.positions.reading("train", source)
 
@@ -156,8 +156,8 @@ def test_the_batch_that_would_have_come_next_comes_next(
     other.pending = one.versions[done + ends]
     torch.rand(5)
     loaded: list[int] = []
-    reading = other.positions.begin_anew
-    monkeypatch.setattr(other.positions, "begin_anew", lambda: (reading(), loaded.append(other.data.loaded)))
+    reading = other.positions.restart_unplaced
+    monkeypatch.setattr(other.positions, "restart_unplaced", lambda: (reading(), loaded.append(other.data.loaded)))
     assert other.train(8, done) == wanted[done:]
     assert kind in ("stream", "stateful") or loaded == [0], "nothing is loaded to get there"
 
@@ -177,7 +177,7 @@ def test_a_script_that_begins_with_another_epoch_is_refused(monkeypatch: pytest.
     one.train(8)
     other = Script(monkeypatch, "distributed")
     other.pending = one.versions[7]
-    with pytest.raises(ResumeError, match="epoch 0, captured was epoch 1: begin the loop at the epoch"):
+    with pytest.raises(ResumeError, match="epoch 0 on its sampler, but the captured epoch is 1: begin the loop"):
         other.train(8)
 
 

@@ -23,7 +23,7 @@ SIGNAL = [0.0, 0.0, 4.0, 0.0, 0]
 class Nothing:
     """Averages nothing, and is alone."""
 
-    def keep(self) -> None: ...
+    def save_parameters(self) -> None: ...
 
     def measure(self, rate: float) -> NoisePart:
         return NoisePart(signal=4.0)
@@ -85,4 +85,4 @@ def test_who_begins_without_a_state_has_not_drifted(background: Background) -> N
     one = turns(background, NoiseDriven(5, 2, 50))
     one.begin(12, state(Turn(15, 5)))
     one.begin(30, None)
-    assert not one.drifting and one.state()["rates_squared"] == 0.0 and one.turn.at == 35
+    assert not one.diverged and one.state()["rates_squared"] == 0.0 and one.turn.at == 35

@@ -1,8 +1,11 @@
-"""Megatron's distributed optimizer over torch's own Adam saves, loads and resumes exactly.
+"""Megatron's optimizers save, load and resume exactly over torch's own Adam.
 
-Upstream file: megatron/core/optimizer/distrib_optimizer.py. With Transformer Engine or apex the inner optimizer is
-FusedAdam, which counts steps per group. Without them it is torch's Adam, which counts them in a tensor per parameter;
-each patch here is a place where the code does not follow that difference.
+With Transformer Engine or apex the inner optimizer is FusedAdam, which counts steps per group. Without them it is
+torch's Adam, which counts them in a 'step' tensor per parameter; each patch is a place that overlooks this difference.
+
+megatron/core/optimizer/distrib_optimizer.py: saving and loading the distributed optimizer.
+megatron/core/optimizer/optimizer.py: `init_state_fn` fills the moments before a checkpoint is loaded. torch's Adam
+takes any non-empty state for a complete one, and fails at its first step if 'step' is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import torch
 from .declared import Patch
 from .versions import MEGATRON
 
-MODULE = "megatron.core.optimizer.distrib_optimizer"
+BASE = "megatron.core.optimizer.optimizer"
+DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 
 
 def is_torch_adam(optimizer: Any) -> bool:
@@ -25,7 +29,7 @@ def is_torch_adam(optimizer: Any) -> bool:
 
 
 def with_whole_state(inner: torch.optim.Optimizer) -> None:
-    """Give every parameter of torch's Adam the state that its first step would give it, where it is missing."""
+    """Give every parameter of torch's Adam the state of its first step, unless it has it."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             state = inner.state[parameter]
@@ -43,7 +47,7 @@ def with_own_steps(inner: torch.optim.Optimizer) -> None:
 
 
 def before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """state_dict, which takes the step from the state and asserts that it found exactly one."""
+    """state_dict, which takes the step from the state and asserts that there is exactly one."""
 
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
@@ -55,7 +59,7 @@ def before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unsharing_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """load_state_dict, which puts one and the same step tensor into the state of every parameter."""
+    """load_state_dict, which gives all parameters the same step tensor."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
@@ -68,8 +72,8 @@ def unsharing_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leaving_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """_set_main_param_and_optimizer_states, which copies 'step' from a source that has none, or an older one, and
-    writes into fp32 shards that are views of parameters with a gradient."""
+    """_set_main_param_and_optimizer_states, which copies 'step' from a source that may lack it or be stale, and writes
+    into fp32 shards that are views of parameters with a gradient."""
 
     @functools.wraps(original)
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Mapping[str, Any]) -> Any:
@@ -84,25 +88,49 @@ def leaving_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return _set_main_param_and_optimizer_states
 
 
+def with_step(original: Callable[..., None]) -> Callable[..., None]:
+    """MegatronOptimizer.__init__ whose init_state_fn also sets 'step' in torch's Adam."""
+
+    @functools.wraps(original)
+    def begin(self: Any, optimizer: Any, config: Any, init_state_fn: Any = lambda x: None) -> None:
+        original(self, optimizer, config, init_state_fn)
+        if is_torch_adam(self) and init_state_fn is not None:
+
+            def init_whole_state(inner: Any, config: Any = None) -> None:
+                init_state_fn(inner, config)
+                with_whole_state(inner)
+
+            self.init_state_fn = init_whole_state
+
+    return begin
+
+
 def patches() -> tuple[Patch, ...]:
-    """The patches of DistributedOptimizer."""
+    """The patches of the base class of all Megatron optimizers, and of DistributedOptimizer."""
     return (
         Patch(
-            *("megatron-core", MODULE, "DistributedOptimizer.state_dict", MEGATRON),
+            *("megatron-core", BASE, "MegatronOptimizer.__init__", MEGATRON),
+            reason="init_state_fn leaves torch's Adam without 'step' when a checkpoint without one is loaded",
+            replace=with_step,
+            parameters=("self", "optimizer", "config", "init_state_fn"),
+            contains=("self.init_state_fn = init_state_fn",),
+        ),
+        Patch(
+            *("megatron-core", DISTRIBUTED, "DistributedOptimizer.state_dict", MEGATRON),
             reason="'assert len(steps) == 1' fails before the first step, when torch_dist is loaded",
             replace=before_first_step,
             parameters=("self",),
             contains=("assert len(steps) == 1",),
         ),
         Patch(
-            *("megatron-core", MODULE, "DistributedOptimizer.load_state_dict", MEGATRON),
+            *("megatron-core", DISTRIBUTED, "DistributedOptimizer.load_state_dict", MEGATRON),
             reason="one shared step tensor is incremented once per parameter after a resume",
             replace=unsharing_step,
             parameters=("self", "state_dict"),
             contains=('s["step"] = step',),
         ),
         Patch(
-            *("megatron-core", MODULE, "DistributedOptimizer._set_main_param_and_optimizer_states", MEGATRON),
+            *("megatron-core", DISTRIBUTED, "DistributedOptimizer._set_main_param_and_optimizer_states", MEGATRON),
             reason="copies into views of parameters that require a gradient, and a 'step' that is missing or stale",
             replace=leaving_step,
             parameters=("self", "model_param", "tensors"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ft_plugins.patches.deepspeed_zero_flat import detached
+from ft_plugins.patches.deepspeed_cpu import detached
 
 
 def test_a_flat_buffer_is_the_same_memory_without_a_graph() -> None:
