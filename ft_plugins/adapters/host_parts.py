@@ -134,7 +134,7 @@ R = TypeVar("R")
 
 
 class Recompute(Generic[R]):
-    """Of a host, beside the rest of its `Steps`."""
+    """Of a host, beside the rest of its `ReplicaOperations`."""
 
     rank: int
     clips_together = ""

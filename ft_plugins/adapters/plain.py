@@ -49,7 +49,7 @@ class PlainHost:
         """`get_state` and `set_state` carry counters, scheduler and data position, as the codec can encode them.
 
         For systems that compare or average replicas: `roles` and `layers` of tensors, by name (a parameter, and none);
-        the rest as `model.host.Steps` has it.
+        the rest as `model.host.ReplicaOperations` has it.
         """
         self.rank = rank
         self._tensors = dict(tensors)

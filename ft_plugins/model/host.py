@@ -125,7 +125,7 @@ class Host(Protocol):
 
 
 @runtime_checkable
-class Steps(Protocol):
+class ReplicaOperations(Protocol):
     """What a host offers beside, to systems that change its tensors between two updates; one without is refused."""
 
     recomputes: bool  # whether `recompute` can be called, once `keep_iterations` was

@@ -27,7 +27,7 @@ from .links import Links
 
 
 class Scalars(Protocol):
-    """What a replica keeps beside tensors: of `model.host.Steps`."""
+    """What a replica keeps beside tensors: of `model.host.ReplicaOperations`."""
 
     def scalars(self) -> bytes: ...
     def restore_scalars(self, encoded: bytes) -> None: ...

@@ -10,7 +10,7 @@ Gradients of fp16 are multiplied by the loss scale; clipping and unscaling come 
 
 Invariant: facts and DeepSpeed's own operations; what is to be done is decided elsewhere.
 
-In: an engine. Out: `model.host.Steps`, for a host that is a `StateItems`.
+In: an engine. Out: `model.host.ReplicaOperations`, for a host that is a `StateItems`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Gradients are multiplied by the loss scale; clipping and unscaling come after `b
 Invariant: facts and Megatron's own operations; what is to be done is decided elsewhere. Nothing is kept, and no
 function of Megatron replaced, before `keep_iterations` or `before_reduction` asks for it.
 
-In: what the host has. Out: `model.host.Steps`, for a host that is a `StateItems`.
+In: what the host has. Out: `model.host.ReplicaOperations`, for a host that is a `StateItems`.
 """
 
 from __future__ import annotations

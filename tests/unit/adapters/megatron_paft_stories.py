@@ -15,7 +15,7 @@ from megatron_stories import SHARDED_BF16, SMALL, job, refused, tell
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.model.digest import state_digest
-from ft_plugins.model.host import Steps
+from ft_plugins.model.host import ReplicaOperations
 from ft_plugins.model.inventory import Role
 
 assert SMALL
@@ -63,7 +63,7 @@ def it_computes_an_iteration_again_and_ends_as_if_nothing_had_been_wrong() -> No
             again = job(*flags)
             host = again.host()
             host.keep_iterations()
-            assert isinstance(host, Steps) and host.recomputes and not host.why_not
+            assert isinstance(host, ReplicaOperations) and host.recomputes and not host.why_not
             host.install(Wrong(host, at))
             assert (losses(again, 4), state_digest(host)) == clean, (flags, at)
             again.close()
