@@ -1,12 +1,12 @@
-"""What a synchronisation policy is: what it has done around each update, and what it says of each version. Pure.
+"""The protocol of a synchronisation policy: what is done around each update, and what is known of each version. Pure.
 
-A policy never touches a tensor. Before each update it is asked what is to be done around it (`Doing`), and at each
-version point what the replicas of that version are (`Label`). Policies that skip the reduction of gradients, or
+A policy never touches a tensor. Before each update it returns what to do around it (`StepActions`), and at each version
+point what the replicas of that version are to each other (`Label`). Policies that skip the reduction of gradients, or
 synchronise some layers only, say so in the same terms.
 
 Invariant: a policy answers alike on every rank: it knows the iteration, the turn and what all ranks have measured.
 
-In: iteration, turn, verdicts. Out: `Doing`, `Label`.
+In: iteration, turn, verdicts. Out: `StepActions`, `Label`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Doing:
+class StepActions:
     """What happens around one update.
 
     `remember`: parameters are kept as they are before it, for the length of its step. `average`: averaging starts after
@@ -61,7 +61,7 @@ class Doing:
 class Policy(Protocol):
     """One system's answer to the two questions."""
 
-    def doing(self, step: int, turn: Turn | None) -> Doing:
+    def actions(self, step: int, turn: Turn | None) -> StepActions:
         """What is to be done around the update of iteration `step`; `turn` is the schedule's next one."""
         ...
 
@@ -82,10 +82,10 @@ class PaftPolicy:
     waits: bool  # PAFT-Sync: averaging ends before training goes on
     audit_interval: int = 0
 
-    def doing(self, step: int, turn: Turn | None) -> Doing:
+    def actions(self, step: int, turn: Turn | None) -> StepActions:
         due = turn is not None and turn.at == step
         audit = bool(self.audit_interval) and step % self.audit_interval == 0
-        return Doing(remember=due, average=due, waits=due and self.waits, audit=audit)
+        return StepActions(remember=due, average=due, waits=due and self.waits, audit=audit)
 
     def label(self, step: int, turn: Turn | None, differs: bool | None, drifting: bool) -> Label:
         if differs is not None:

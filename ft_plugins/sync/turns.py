@@ -87,7 +87,7 @@ class SyncTurns:
         finished = Finished() if self._average is None else self._finish(step)
         self.fence()
         self._rate = rate
-        if self._policy.doing(step, self.turn).remember and self._kept_for != step:
+        if self._policy.actions(step, self.turn).remember and self._kept_for != step:
             self._averaging.keep()
             self._kept_for = step
         return finished
@@ -95,22 +95,22 @@ class SyncTurns:
     def measure(self, step: int) -> None:
         """Start measuring the length of the update of `step`, where it is a turn: the only thing that a version point
         waits for, so what is given before it is what that waits for, too. Before `after`, which does it otherwise."""
-        if self._signal is None and self._policy.doing(step, self.turn).average:
+        if self._signal is None and self._policy.actions(step, self.turn).average:
             rate = self._rate
             self._signal = self._background.start(lambda: self._averaging.measure(rate))
 
     def after(self, step: int) -> bool:
         """Start what is due. Whether live tensors were changed."""
         self._rates_squared += self._rate**2
-        doing = self._policy.doing(step, self.turn)
-        if doing.average:
+        actions = self._policy.actions(step, self.turn)
+        if actions.average:
             self.measure(step)
             self._start()
-            if doing.waits:
+            if actions.waits:
                 self._finish(step + 1)
-        if self._average is None and self._policy.doing(step + 1, self.turn).remember and self._kept_for != step + 1:
+        if self._average is None and self._policy.actions(step + 1, self.turn).remember and self._kept_for != step + 1:
             self._keep, self._kept_for = self._background.start(self._averaging.keep), step + 1
-        return doing.waits
+        return actions.waits
 
     def fence(self) -> None:
         """Nothing that reads live tensors is under way when this returns."""

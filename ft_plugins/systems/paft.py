@@ -11,8 +11,8 @@ Invariant: every rank of the job does the same at the same iteration: the policy
 gathered over all ranks. An error here ends the rank: replicas that are treated differently are worse than none.
 
 In: a host with `ReplicaOperations`; snapshots of its tensors have passed their fence before each hook but
-iteration_begin, which is told how to have them pass it. Out: changed tensors; events; `state`, from which a resumed job goes on as if nothing had
-happened, an averaging in flight included.
+iteration_begin, which receives a function that makes them pass it. Out: changed tensors; events; `state`, from which a
+resumed job goes on as if nothing had happened, an averaging in flight included.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class Paft:
                 self._operations.recomputes, self._buckets.fewest, self._buckets.copies, len(self._buckets.alone),
                 self._operations.clips_together,
             ))  # fmt: skip
-            lines += [] if self._operations.recomputes else [f"gradients cannot be computed again: {self._operations.why_not}"]
+            if not self._operations.recomputes:
+                lines += [f"gradients cannot be computed again: {self._operations.why_not}"]
         return "\n  ".join(lines)
 
     def connect(self, collective: Collective) -> None:
@@ -133,7 +134,7 @@ class Paft:
         """Go on after `completed` iterations, from the `state` of that version; None where there is none of PAFT."""
         if self._verdicts is not None:
             self._verdicts.begin(completed, {} if state is None else state["offences"])
-        if self._verdicts is not None and completed and self._policy.doing(completed, None).audit:
+        if self._verdicts is not None and completed and self._policy.actions(completed, None).audit:
             self._verdicts.start(completed)
         if self._turns is not None:
             self._turns.begin(completed, None if state is None else state["turns"])
@@ -193,10 +194,10 @@ class Paft:
         """The version is what it is: compare, average."""
         self._strikes.after_update(step)
         turns = self._turns
-        waits = turns is not None and self._policy.doing(step, turns.turn).waits
+        waits = turns is not None and self._policy.actions(step, turns.turn).waits
         if turns is not None and not waits:
             turns.measure(step)  # first: the version point waits for it, and is not to wait for an audit
-        if self._verdicts is not None and self._policy.doing(step, None).audit:
+        if self._verdicts is not None and self._policy.actions(step, None).audit:
             self._verdicts.start(step)
         if turns is None:
             return

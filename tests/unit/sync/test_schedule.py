@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.sync.noise import NoiseMeasurement
-from ft_plugins.sync.policy import Doing, Label, PaftPolicy, Replicas
+from ft_plugins.sync.policy import Label, PaftPolicy, Replicas, StepActions
 from ft_plugins.sync.schedule import NoiseDriven, Periodic, Turn
 
 
@@ -88,12 +88,12 @@ def test_bounds_that_contradict_each_other_are_refused(low: int, high: int) -> N
 def test_a_policy_says_what_is_done_around_each_update() -> None:
     policy = PaftPolicy(Periodic(4), waits=False, audit_interval=3)
     turn = Periodic(4).first(0)
-    told = {step: policy.doing(step, turn) for step in range(1, 7)}
-    assert told[4] == Doing(remember=True, average=True)
-    assert told[3] == told[6] == Doing(audit=True)
-    assert told[1] == told[2] == told[5] == Doing() and all(one.reduce_gradients for one in told.values())
-    assert PaftPolicy(Periodic(4), waits=True).doing(4, turn) == Doing(remember=True, average=True, waits=True)
-    assert PaftPolicy(None, waits=False).doing(4, None) == Doing()
+    told = {step: policy.actions(step, turn) for step in range(1, 7)}
+    assert told[4] == StepActions(remember=True, average=True)
+    assert told[3] == told[6] == StepActions(audit=True)
+    assert told[1] == told[2] == told[5] == StepActions() and all(one.reduce_gradients for one in told.values())
+    assert PaftPolicy(Periodic(4), waits=True).actions(4, turn) == StepActions(remember=True, average=True, waits=True)
+    assert PaftPolicy(None, waits=False).actions(4, None) == StepActions()
 
 
 def test_a_version_is_what_digests_say_and_else_what_the_last_measurement_suggests() -> None:
