@@ -2,7 +2,7 @@
 
 Invariant: values are set in place, each in a tensor of its own: schedulers hold the dictionaries of parameter groups,
 and a 'step' that parameters share is incremented once per parameter. `recomputes` says what `recompute` can do; where
-it cannot, `why_not` says why, from the start.
+it cannot, `no_recompute_reason` says why, from the start.
 
 In: live tensors and what a framework says of them, torch optimizers; a replay, where the framework's iterations can be
 kept. Out: `StateItem`, and what a host reports of it; plain values, and back; the replay, or a refusal by name.
@@ -138,7 +138,7 @@ class Recompute(Generic[R]):
 
     rank: int
     clips_together = ""
-    why_not = "what iterations are computed from is kept only where replicas are compared or averaged"
+    no_recompute_reason = "what iterations are computed from is kept only where replicas are compared or averaged"
     _replay: R | None = None
 
     @property
@@ -149,12 +149,13 @@ class Recompute(Generic[R]):
     def _keep(self, build: Callable[[], R]) -> None:
         """Keep iterations from now on by what `build` makes, unless it raises UnsupportedError."""
         try:
-            self._replay, self.why_not = build(), ""
+            self._replay, self.no_recompute_reason = build(), ""
         except UnsupportedError as error:
-            self.why_not = str(error)
+            self.no_recompute_reason = str(error)
 
     def _kept(self) -> R:
         """Raises UnsupportedError where nothing is kept."""
         if self._replay is None:
-            raise UnsupportedError(f"rank {self.rank}: gradients cannot be computed again here: {self.why_not}")
+            reason = self.no_recompute_reason
+            raise UnsupportedError(f"rank {self.rank}: gradients cannot be computed again here: {reason}")
         return self._replay

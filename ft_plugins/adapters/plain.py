@@ -64,7 +64,7 @@ class PlainHost:
         self._gradients = gradients
         self._recompute = recompute
         self.recomputes = recompute is not None
-        self.why_not = "" if self.recomputes else "the loop has named no function for it"
+        self.no_recompute_reason = "" if self.recomputes else "the loop has named no function for it"
 
     def topology(self) -> Topology:
         """Data parallelism only."""
@@ -173,7 +173,7 @@ class PlainHost:
         """None: what is computed with are the tensors themselves."""
         return Inventory.of(self.rank, ())
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         return {}
 
     def derive(self) -> None:

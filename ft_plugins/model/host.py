@@ -129,7 +129,7 @@ class ReplicaOperations(Protocol):
     """What a host offers beside, to systems that change its tensors between two updates; one without is refused."""
 
     recomputes: bool  # whether `recompute` can be called, once `keep_iterations` was
-    why_not: str  # where it cannot: the reason, for people
+    no_recompute_reason: str  # where it cannot: the reason, for people
     clips_together: str  # how gradients of one replica clip those of all, for people; '' where they do not
 
     def keep_iterations(self) -> None:
@@ -144,7 +144,7 @@ class ReplicaOperations(Protocol):
         they cannot be compared, by name."""
         ...
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live tensors of `copies`, by name; dense in memory."""
         ...
 

@@ -88,7 +88,7 @@ class Paft:
             if config.mode == "dyn" and not self._operations.recomputes:
                 lines.append(
                     "averaging: a replica that is no number at a turn sends the job back: gradients that were made of "
-                    f"it cannot be computed again: {self._operations.why_not}"
+                    f"it cannot be computed again: {self._operations.no_recompute_reason}"
                 )
         if config.audits_every:
             lines.append(promise(
@@ -97,7 +97,7 @@ class Paft:
                 self._operations.clips_together,
             ))  # fmt: skip
             if not self._operations.recomputes:
-                lines += [f"gradients cannot be computed again: {self._operations.why_not}"]
+                lines += [f"gradients cannot be computed again: {self._operations.no_recompute_reason}"]
         return "\n  ".join(lines)
 
     def connect(self, collective: Collective) -> None:
@@ -106,12 +106,12 @@ class Paft:
         own = msgpack.packb([list(members) for members in self._buckets.by_set])
         named = {tuple(members) for part in collective.gather(own) for members in msgpack.unpackb(part)}
         groups = {members: dist.new_group(list(members)) for members in sorted(named)}
-        live, copied = self._host.tensors, self._operations.copied
+        live, copies = self._host.tensors, self._operations.copy_tensors
         device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
         links = Links(self._host.rank, groups, dist.new_group(), device)
         background = self._background = Background(device)
         if self._policy.audit_interval:
-            compared, chosen = lambda: {**live(), **copied()}, OnCorruption(self._config.on_corruption)
+            compared, chosen = lambda: {**live(), **copies()}, OnCorruption(self._config.on_corruption)
             auditing = Auditing(self._buckets, links, compared, chosen, self._operations)
             self._verdicts = Verdicts(self._host.rank, auditing, background, self._events)
         if self._policy.schedule is not None:
@@ -225,8 +225,8 @@ class Paft:
         own, ranks = self._host.rank, ", ".join(map(str, spoilt))
         error = DivergedError(
             f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were infinite or no number, and the "
-            f"gradients made of them cannot be computed again ({self._operations.why_not}): the job is to go back to a "
-            "version before; where it comes back, look at these ranks' devices and at the loss"
+            f"gradients made of them cannot be computed again ({self._operations.no_recompute_reason}): the job is to "
+            "go back to a version before; where it comes back, look at these ranks' devices and at the loss"
         )
         error.echo = own != spoilt[0]
         raise error

@@ -46,7 +46,7 @@ class Strikes:
         if self._corruption.armed(PARAMETERS):
             self._at(PARAMETERS, step, self._host.tensors())
         if self._corruption.armed(COPIES):
-            self._at(COPIES, step, self._operations.copied())
+            self._at(COPIES, step, self._operations.copy_tensors())
 
     def _at(self, point: str, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         struck = self._corruption.strike(point, step, tensors)

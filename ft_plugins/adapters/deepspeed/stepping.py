@@ -60,7 +60,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
     def keep_iterations(self) -> None:
         """Of a pipeline: what a script computes between the engine's calls is the script's."""
         if not hasattr(self.engine, "train_batch"):
-            self.why_not = _PLAIN
+            self.no_recompute_reason = _PLAIN
             return
         self._keep(lambda: DeepSpeedReplay(self.engine))
 
@@ -127,7 +127,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
         """See above. Raises UnsupportedError for ZeRO-3."""
         return Inventory.of(self.rank, (one.item for one in self._copies))
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters, by name."""
         return {one.item.name: one.read() for one in self._copies}
 

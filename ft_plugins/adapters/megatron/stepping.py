@@ -118,7 +118,7 @@ class MegatronStepping(Recompute[MegatronReplay]):
         """See above. Raises UnsupportedError where they are gathered only while the next forward goes on."""
         return Inventory.of(self.rank, (one.item for one in self._copies))
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters, by name."""
         return {one.item.name: one.read() for one in self._copies}
 
