@@ -66,7 +66,7 @@ def hold(
     changed_by: frozenset[IterationSpan],
     read: Callable[[], torch.Tensor],
     piece: tuple[int, int, int] | None = None,
-    counts: bool = True,
+    in_norm: bool = True,
 ) -> StateItem:
     """The item that `read` shows. Raises InventoryError when it is not dense in memory."""
     tensor = read()
@@ -76,7 +76,7 @@ def hold(
         raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
     shape = tuple(tensor.shape)
-    return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, counts), read)
+    return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, in_norm), read)
 
 
 def is_item(value: Any) -> bool:

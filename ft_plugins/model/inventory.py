@@ -59,7 +59,7 @@ class Item:
     layer: int | None = None
     changed_by: frozenset[IterationSpan] = frozenset({IterationSpan.UPDATE})
     piece: tuple[int, int, int] | None = None
-    counts: bool = True
+    in_norm: bool = True
 
     @property
     def background(self) -> bool:

@@ -36,7 +36,7 @@ class ItemPiece:
 
 @dataclass(frozen=True)
 class ReplicaBucket:
-    """`number` counts over all buckets of the rank. `counts`: of a norm over the whole model (`Item.counts`). What is
+    """`number` counts over all buckets of the rank. `in_norm`: of a norm over the whole model (`Item.in_norm`). What is
     frozen is not `trained`: no update changes it."""
 
     number: int
@@ -44,7 +44,7 @@ class ReplicaBucket:
     layer: int | None
     role: Role
     dtype: str
-    counts: bool
+    in_norm: bool
     pieces: tuple[ItemPiece, ...]
     nbytes: int
     trained: bool = True
@@ -141,7 +141,7 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
             left_out.append((item.name, reason))
         elif item.nbytes:
             layer = -1 if item.layer is None else item.layer
-            key = (item.replicas, layer, item.role.value, item.dtype, item.counts, bool(item.changed_by))
+            key = (item.replicas, layer, item.role.value, item.dtype, item.in_norm, bool(item.changed_by))
             groups.setdefault(key, []).append(item)
     found: list[ReplicaBucket] = []
     for _, items in sorted(groups.items()):
@@ -149,7 +149,7 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
             first = items[0]
             found.append(
                 ReplicaBucket(
-                    len(found), first.replicas, first.layer, first.role, first.dtype, first.counts, pieces, nbytes,
+                    len(found), first.replicas, first.layer, first.role, first.dtype, first.in_norm, pieces, nbytes,
                     bool(first.changed_by),
                 )
             )  # fmt: skip

@@ -104,7 +104,7 @@ class NoiseMeasurement:
 def part_of(bucket: ReplicaBucket, divergence: float, signal: float, finite: int) -> NoisePart:
     """What a rank reports of one bucket: squared norms over its `finite` finite coordinates."""
     lost = bucket.elements - finite
-    if not (bucket.counts and bucket.role in PARAMETERS):
+    if not (bucket.in_norm and bucket.role in PARAMETERS):
         return NoisePart(nonfinite=lost)
     count = len(bucket.replicas)
     return NoisePart(divergence / count, finite * (count - 1) / count / count, signal / count, finite / count, lost)
