@@ -64,7 +64,7 @@ def transfers_of(
     found = []
     for one in copies:
         facts = told.get(one.rank, SenderFacts())
-        more, known = facts.beside_bytes, facts.layers
+        more, known = facts.extra_bytes, facts.layers
         whole = (*known, more) if more and (known or not one.nbytes) else known
         found.append(Transfer(one.rank, one.source, one.receiver, one.target, one.nbytes + more, whole))
     return tuple(found)
@@ -219,10 +219,10 @@ def offers(
             first = _worth(late, worth) if ready_seconds else every
             seconds = sum(needs) / links[pair]
             timeline = timelines[transfers[at].sender]
-            edges = [timeline.opens(bubble.after) for bubble in own]
+            edges = [timeline.opens_at(bubble.after) for bubble in own]
             used = rates.used(windows)
             found[at] = WindowOffer(
-                transfers[at], own, edges, timeline.opens(-1), windows, used, first, every, most, seconds
+                transfers[at], own, edges, timeline.opens_at(-1), windows, used, first, every, most, seconds
             )
     return [found[at] for at in range(len(transfers))]
 
@@ -231,7 +231,7 @@ def _open(timeline: Timeline, own: Sequence[Bubble]) -> Sequence[Bubble]:
     """The bubbles of a sender, each no longer than until its host tells of what comes next: then its gate is closed."""
     if not timeline.leads:
         return own
-    return [replace(one, end=max(one.begin, min(one.end, timeline.closes(one.after)))) for one in own]
+    return [replace(one, end=max(one.begin, min(one.end, timeline.closes_at(one.after)))) for one in own]
 
 
 def _links(

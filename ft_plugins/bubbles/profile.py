@@ -192,7 +192,7 @@ class Profiler:
                 self._go(ProfilingPhase.WATCHING)
             case ProfilingPhase.WATCHING:
                 if self._ends >= self._settings.ask_every:
-                    self._ask(msgpack.packb([self._misses.again, bool(self._failure)]), 8)
+                    self._ask(msgpack.packb([self._misses.limit_reached, bool(self._failure)]), 8)
                     self._go(ProfilingPhase.ASKING)
             case ProfilingPhase.ASKING:
                 self._go(self._answered(self._told()))

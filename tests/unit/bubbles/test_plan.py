@@ -424,7 +424,7 @@ def test_nothing_is_planned_before_the_version_is_there() -> None:
 def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it() -> None:
     neighbours = plan_neighbours(["a", "a", "b", "b"], [(0, 2), (1, 3)], [100, 70, 50, 20])
     assert transfers_of(neighbours.copies)[:2] == (Transfer(0, 0, 2, 1, 100), Transfer(1, 0, 3, 1, 70))
-    told = {rank: SenderFacts(beside_bytes=rank + 1) for rank in range(3)}
+    told = {rank: SenderFacts(extra_bytes=rank + 1) for rank in range(3)}
     assert [one.nbytes for one in transfers_of(neighbours.copies, told)] == [101, 72, 53, 20]
     assert transfers_of(neighbours.copies[2:], told)[0] == Transfer(2, 1, 0, 0, 53)
 
@@ -432,7 +432,7 @@ def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it() -> N
 def test_what_goes_beside_a_slot_is_planned_like_a_layer_of_it() -> None:
     def layers(nbytes: list[int], *told: tuple[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Of two ranks: what goes beside the slot of each, and its layers."""
-        facts = {rank: SenderFacts(beside_bytes=beside, layers=known) for rank, (beside, known) in enumerate(told)}
+        facts = {rank: SenderFacts(extra_bytes=beside, layers=known) for rank, (beside, known) in enumerate(told)}
         return [one.layers for one in transfers_of(plan_neighbours(["a", "b"], [(0, 1)], nbytes).copies, facts)]
 
     assert layers([100, 70], (5, (60, 40)), (0, (70,))) == [(60, 40, 5), (70,)]

@@ -73,8 +73,8 @@ def test_by_how_much_the_host_was_ahead_is_told_of_every_edge() -> None:
     taken = recorder.take()
     assert taken is not None and [span.end for span in taken.spans] == [2, 4]
     assert taken.leads == (0, 2.5, 0.5, 1, 1.5, 2)
-    assert [taken.opens(after) for after in (-1, 0, 1)] == [0, 1, 2]
-    assert [taken.closes(after) for after in (-1, 0, 1)] == [0.5, 1.5, 2.5]
+    assert [taken.opens_at(after) for after in (-1, 0, 1)] == [0, 1, 2]
+    assert [taken.closes_at(after) for after in (-1, 0, 1)] == [0.5, 1.5, 2.5]
 
 
 def test_the_clocks_of_host_and_device_meet_where_the_host_is_ahead_by_least() -> None:
