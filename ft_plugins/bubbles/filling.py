@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..model.timeline import Bubble, SenderFacts, Timeline
 from ..redundancy.neighbour import NeighbourCopy
 from .layers import LayerPart, fill
-from .messages import Traffic, left_free
+from .messages import Traffic, without_messages
 from .share import share
 from .windows import Reserve, Windows, shared
 
@@ -202,7 +202,7 @@ def offers(
     @cache
     def free(rank: int) -> Sequence[Bubble]:
         """Its bubbles without what is under way between stages."""
-        return left_free(bubbles[rank], timelines[rank], messages[rank], reserve) if rank in messages else bubbles[rank]
+        return without_messages(bubbles[rank], timelines[rank], messages[rank], reserve) if rank in messages else bubbles[rank]
 
     found: dict[int, WindowOffer] = {}
     for pair, members in pairs.items():

@@ -80,7 +80,7 @@ def traffic(
     return found
 
 
-def left_free(bubbles: Sequence[Bubble], timeline: Timeline, own: Traffic, reserve: Reserve) -> tuple[Bubble, ...]:
+def without_messages(bubbles: Sequence[Bubble], timeline: Timeline, own: Traffic, reserve: Reserve) -> tuple[Bubble, ...]:
     """The bubbles without the times at their ends in which messages are under way, as far as those are longer than
     `reserve`, which is kept in any case."""
     spans, found = timeline.spans, []

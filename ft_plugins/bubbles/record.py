@@ -100,7 +100,7 @@ class Recorder:
         return Timeline(self._rank, times[1], spans, memory, tuple(self._clock.leads(times)))
 
 
-class Several:
+class EdgeFanout:
     """Edges for several, told in the order in which they are given: what acts at an edge first, what records last."""
 
     def __init__(self, *edges: Edges) -> None:

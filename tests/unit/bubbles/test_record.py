@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ft_plugins.bubbles.clock import HostClock, clock_of, leads
-from ft_plugins.bubbles.record import Recorder, Several
+from ft_plugins.bubbles.record import EdgeFanout, Recorder
 from ft_plugins.model.timeline import Kind, Span, Timeline
 
 
@@ -145,7 +145,7 @@ def test_several_are_told_the_same_in_their_order() -> None:
         def end(self, *edge: object) -> None:
             told.append((self.name, "end", *edge))
 
-    several = Several(One("gate"), One("recorder"))
+    several = EdgeFanout(One("gate"), One("recorder"))
     several.begin(Kind.FORWARD, 3, 1)
     several.end(Kind.UPDATE)
     forward, update = (Kind.FORWARD, 3, 1), (Kind.UPDATE, -1, 0)
