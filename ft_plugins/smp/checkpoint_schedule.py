@@ -1,6 +1,6 @@
 """Decide which version to write to storage, and when: whether a checkpoint is due, and which version a call gets.
 
-Invariant: a version is chosen only if all ranks of this node hold it. A job on one node takes the newest. EdgeFanout nodes
+Invariant: a version is chosen only if all ranks of this node hold it. A job on one node takes the newest. Several nodes
 all choose the same: while the job trains, a version that was announced before it existed; once it has stopped, the
 newest that all nodes offer (`retention`). If replicas are compared, a version waits for its verdict while the job
 trains: those whose replicas agreed go first, and those whose replicas differed are never chosen.
