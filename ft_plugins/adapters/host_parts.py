@@ -2,7 +2,7 @@
 
 Invariant: values are set in place, each in a tensor of its own: schedulers hold the dictionaries of parameter groups,
 and a 'step' that parameters share is incremented once per parameter. `recomputes` says what `recompute` can do; where
-it cannot, `why_not` says why, from the start.
+it cannot, `no_recompute_reason` says why, from the start.
 
 In: live tensors and what a framework says of them, torch optimizers; a replay, where the framework's iterations can be
 kept. Out: `StateItem`, and what a host reports of it; plain values, and back; the replay, or a refusal by name.
@@ -66,7 +66,7 @@ def hold(
     changed_by: frozenset[IterationSpan],
     read: Callable[[], torch.Tensor],
     piece: tuple[int, int, int] | None = None,
-    counts: bool = True,
+    in_norm: bool = True,
 ) -> StateItem:
     """The item that `read` shows. Raises InventoryError when it is not dense in memory."""
     tensor = read()
@@ -76,7 +76,7 @@ def hold(
         raise InventoryError(f"item '{name}' of shape {tuple(tensor.shape)} is not dense in memory, and must be")
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
     shape = tuple(tensor.shape)
-    return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, counts), read)
+    return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, in_norm), read)
 
 
 def is_item(value: Any) -> bool:
@@ -134,11 +134,11 @@ R = TypeVar("R")
 
 
 class Recompute(Generic[R]):
-    """Of a host, beside the rest of its `Steps`."""
+    """Of a host, beside the rest of its `ReplicaOperations`."""
 
     rank: int
     clips_together = ""
-    why_not = "what iterations are computed from is kept only where replicas are compared or averaged"
+    no_recompute_reason = "what iterations are computed from is kept only where replicas are compared or averaged"
     _replay: R | None = None
 
     @property
@@ -149,12 +149,13 @@ class Recompute(Generic[R]):
     def _keep(self, build: Callable[[], R]) -> None:
         """Keep iterations from now on by what `build` makes, unless it raises UnsupportedError."""
         try:
-            self._replay, self.why_not = build(), ""
+            self._replay, self.no_recompute_reason = build(), ""
         except UnsupportedError as error:
-            self.why_not = str(error)
+            self.no_recompute_reason = str(error)
 
     def _kept(self) -> R:
         """Raises UnsupportedError where nothing is kept."""
         if self._replay is None:
-            raise UnsupportedError(f"rank {self.rank}: gradients cannot be computed again here: {self.why_not}")
+            reason = self.no_recompute_reason
+            raise UnsupportedError(f"rank {self.rank}: gradients cannot be computed again here: {reason}")
         return self._replay

@@ -49,7 +49,7 @@ class PlainHost:
         """`get_state` and `set_state` carry counters, scheduler and data position, as the codec can encode them.
 
         For systems that compare or average replicas: `roles` and `layers` of tensors, by name (a parameter, and none);
-        the rest as `model.host.Steps` has it.
+        the rest as `model.host.ReplicaOperations` has it.
         """
         self.rank = rank
         self._tensors = dict(tensors)
@@ -64,7 +64,7 @@ class PlainHost:
         self._gradients = gradients
         self._recompute = recompute
         self.recomputes = recompute is not None
-        self.why_not = "" if self.recomputes else "the loop has named no function for it"
+        self.no_recompute_reason = "" if self.recomputes else "the loop has named no function for it"
 
     def topology(self) -> Topology:
         """Data parallelism only."""
@@ -173,7 +173,7 @@ class PlainHost:
         """None: what is computed with are the tensors themselves."""
         return Inventory.of(self.rank, ())
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         return {}
 
     def derive(self) -> None:

@@ -35,7 +35,7 @@ class ItemPiece:
 
 @dataclass(frozen=True)
 class ReplicaBucket:
-    """Part of one or more items. `number` is unique on the rank. `counts`: see `Item.counts`. If not `trained`, it is
+    """Part of one or more items. `number` is unique on the rank. `in_norm`: see `Item.in_norm`. If not `trained`, it is
     frozen: no update changes it."""
 
     number: int
@@ -43,7 +43,7 @@ class ReplicaBucket:
     layer: int | None
     role: Role
     dtype: str
-    counts: bool
+    in_norm: bool
     pieces: tuple[ItemPiece, ...]
     nbytes: int
     trained: bool = True
@@ -140,7 +140,7 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
             left_out.append((item.name, reason))
         elif item.nbytes:
             layer = -1 if item.layer is None else item.layer
-            key = (item.replicas, layer, item.role.value, item.dtype, item.counts, bool(item.changed_by))
+            key = (item.replicas, layer, item.role.value, item.dtype, item.in_norm, bool(item.changed_by))
             groups.setdefault(key, []).append(item)
     buckets: list[ReplicaBucket] = []
     for _, items in sorted(groups.items()):
@@ -148,7 +148,7 @@ def plan_buckets(inventory: Inventory, bucket_bytes: int) -> Buckets:
             first = items[0]
             buckets.append(
                 ReplicaBucket(
-                    len(buckets), first.replicas, first.layer, first.role, first.dtype, first.counts, pieces, nbytes,
+                    len(buckets), first.replicas, first.layer, first.role, first.dtype, first.in_norm, pieces, nbytes,
                     bool(first.changed_by),
                 )
             )  # fmt: skip

@@ -26,7 +26,7 @@ from .links import Links
 
 
 class Scalars(Protocol):
-    """The part of `model.host.Steps` that reads and sets a replica's scalar state."""
+    """The part of `model.host.ReplicaOperations` that reads and sets a replica's scalar state."""
 
     def scalars(self) -> bytes: ...
     def restore_scalars(self, encoded: bytes) -> None: ...

@@ -93,7 +93,7 @@ class NoiseMeasurement:
 def part_of(bucket: ReplicaBucket, divergence: float, signal: float, finite: int) -> NoisePart:
     """A rank's report on one bucket: squared norms over its `finite` finite coordinates."""
     nonfinite = bucket.elements - finite
-    if not (bucket.counts and bucket.role in PARAMETERS):
+    if not (bucket.in_norm and bucket.role in PARAMETERS):
         return NoisePart(nonfinite=nonfinite)
     count = len(bucket.replicas)
     weight = finite * (count - 1) / count

@@ -10,9 +10,9 @@ fences have training wait.
 Invariant: every rank of the job does the same at the same iteration: the policy is pure, and what it is told has been
 gathered over all ranks. An error here ends the rank: replicas that are treated differently are worse than none.
 
-In: a host with `Steps`; snapshots of its tensors have passed their fence before each hook but iteration_begin, which is
-told how to have them pass it. Out: changed tensors; events; `state`, from which a resumed job goes on as if nothing had
-happened, an averaging in flight included.
+In: a host with `ReplicaOperations`; snapshots of its tensors have passed their fence before each hook but
+iteration_begin, which receives a function that makes them pass it. Out: changed tensors; events; `state`, from which a
+resumed job goes on as if nothing had happened, an averaging in flight included.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..collective import Collective
 from ..config import PaftConfig
 from ..errors import DivergedError, UnsupportedError
 from ..events import Events, catalogue
-from ..model.host import Host, Steps
+from ..model.host import Host, ReplicaOperations
 from ..model.inventory import Inventory
 from ..snapshot.slots import Mark
 from ..sync.aggregate import Aggregate, describe_cost, require_enough
@@ -50,15 +50,15 @@ class Paft:
 
     def __init__(self, host: Host, config: PaftConfig, events: Events) -> None:
         """Plan; no collective. Raises ConfigError, UnsupportedError where it would mean nothing here."""
-        if not isinstance(host, Steps):
+        if not isinstance(host, ReplicaOperations):
             raise UnsupportedError(
                 f"{host.framework}: parameters cannot be changed between two updates here; drop --paft"
             )
         self._host: Host = host
-        self._steps: Steps = host
+        self._operations: ReplicaOperations = host
         self._config, self._events = config, events
         inventory, size = host.inventory(), config.bucket_mib << 20
-        held = inventory.items + (self._steps.copies().items if config.audits_every else ())
+        held = inventory.items + (self._operations.copies().items if config.audits_every else ())
         self._buckets = plan_buckets(Inventory.of(host.rank, held), size)
         averaging, replicas = config.mode != "audit", len(host.topology().replicas(host.rank))
         own = plan_buckets(inventory, size) if averaging else self._buckets  # copies are none that could be averaged
@@ -66,13 +66,13 @@ class Paft:
         for members in own.by_set if averaging else ():
             require_enough(Aggregate(config.aggregate), len(members), config.trim)
         self._policy = PaftPolicy(schedule_of(config), config.mode == "sync", config.audits_every)
-        self._strikes = Strikes(host, self._steps, events)
+        self._strikes = Strikes(host, self._operations, events)
         self._turns: SyncTurns | None = None
         self._verdicts: Verdicts | None = None
         self._background: Background | None = None
         self._spoilt: int | None = None  # the iteration after which some rank's parameters were no number
         if self._policy.schedule is not None:
-            self._steps.learning_rate()  # raises where it cannot be had
+            self._operations.learning_rate()  # raises where it cannot be had
 
     @property
     def drifts(self) -> bool:
@@ -85,33 +85,34 @@ class Paft:
         if self._policy.schedule is not None:
             chosen = self._buckets.averaged(config.average_optimizer_state)
             lines.append(describe_cost(Aggregate(config.aggregate), chosen))
-            if config.mode == "dyn" and not self._steps.recomputes:
+            if config.mode == "dyn" and not self._operations.recomputes:
                 lines.append(
                     "averaging: a replica that is no number at a turn sends the job back: gradients that were made of "
-                    f"it cannot be computed again: {self._steps.why_not}"
+                    f"it cannot be computed again: {self._operations.no_recompute_reason}"
                 )
         if config.audits_every:
             lines.append(promise(
                 config.audits_every, OnCorruption(config.on_corruption), config.audit_at == "forward",
-                self._steps.recomputes, self._buckets.fewest_replicas, self._buckets.has_copies,
-                len(self._buckets.unreplicated), self._steps.clips_together,
+                self._operations.recomputes, self._buckets.fewest_replicas, self._buckets.has_copies,
+                len(self._buckets.unreplicated), self._operations.clips_together,
             ))  # fmt: skip
-            lines += [] if self._steps.recomputes else [f"gradients cannot be computed again: {self._steps.why_not}"]
+            if not self._operations.recomputes:
+                lines += [f"gradients cannot be computed again: {self._operations.no_recompute_reason}"]
         return "\n  ".join(lines)
 
     def connect(self, collective: Collective) -> None:
         """Make groups and claim memory. All ranks of the job call together, none of them with an error."""
-        self._steps.keep_iterations()
+        self._operations.keep_iterations()
         own = msgpack.packb([list(members) for members in self._buckets.by_set])
         named = {tuple(members) for part in collective.gather(own) for members in msgpack.unpackb(part)}
         groups = {members: dist.new_group(list(members)) for members in sorted(named)}
-        live, copied = self._host.tensors, self._steps.copied
+        live, copies = self._host.tensors, self._operations.copy_tensors
         device = next((tensor.device for tensor in live().values()), torch.device("cpu"))
         links = Links(self._host.rank, groups, dist.new_group(), device)
         background = self._background = Background(device)
         if self._policy.audit_interval:
-            compared, chosen = lambda: {**live(), **copied()}, OnCorruption(self._config.on_corruption)
-            auditing = Auditing(self._buckets, links, compared, chosen, self._steps)
+            compared, chosen = lambda: {**live(), **copies()}, OnCorruption(self._config.on_corruption)
+            auditing = Auditing(self._buckets, links, compared, chosen, self._operations)
             self._verdicts = Verdicts(self._host.rank, auditing, background, self._events)
         if self._policy.schedule is not None:
             config = self._config
@@ -180,11 +181,11 @@ class Paft:
 
     def before_update(self, step: int) -> None:
         """The fence of all that runs behind."""
-        self._settle(step, recompute=self._steps.recomputes)
+        self._settle(step, recompute=self._operations.recomputes)
         if self._turns is not None:
-            finished = self._turns.before(step, self._steps.learning_rate())
+            finished = self._turns.before(step, self._operations.learning_rate())
             if finished.applied:  # the update derives as well, but may be skipped
-                self._steps.derive()
+                self._operations.derive()
             if finished.nonfinite:
                 self._redo(step, finished.nonfinite)
         self._strikes.before_update(step)
@@ -203,7 +204,7 @@ class Paft:
         if waits:
             self._settle(step, recompute=False)
         if turns.after(step):
-            self._steps.derive()
+            self._operations.derive()
 
     def shutdown(self) -> None:
         """The orderly end: what was found last is reported, and nothing more is changed. Idempotent."""
@@ -217,15 +218,15 @@ class Paft:
     def _redo(self, step: int, spoilt: tuple[int, ...]) -> None:
         """Gradients of `step` once more, as those at hand were made of what was no number on the ranks `spoilt`. Raises
         DivergedError, on all ranks, where that cannot be done: the update would have it in all of them."""
-        if self._steps.recomputes:
-            self._steps.recompute(step)
+        if self._operations.recomputes:
+            self._operations.recompute(step)
             return
         self._spoilt = step - 2
         own, ranks = self._host.rank, ", ".join(map(str, spoilt))
         error = DivergedError(
             f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were infinite or no number, and the "
-            f"gradients made of them cannot be computed again ({self._steps.why_not}): the job is to go back to a "
-            "version before; where it comes back, look at these ranks' devices and at the loss"
+            f"gradients made of them cannot be computed again ({self._operations.no_recompute_reason}): the job is to "
+            "go back to a version before; where it comes back, look at these ranks' devices and at the loss"
         )
         error.echo = own != spoilt[0]
         raise error
@@ -239,8 +240,8 @@ class Paft:
             if self._turns is not None:
                 self._turns.fence()
             self._verdicts.settle(found)
-            self._steps.derive()
+            self._operations.derive()
         if self._turns is not None:
             self._turns.replicas_agreed(changed=not found.state_agreed)
         if recompute and not found.agreed:
-            self._steps.recompute(step)
+            self._operations.recompute(step)

@@ -15,7 +15,7 @@ import torch
 from ft_plugins.adapters.plain import PlainHost
 from ft_plugins.bubbles.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.profile import Profiling
-from ft_plugins.bubbles.record import Recorder, Several
+from ft_plugins.bubbles.record import EdgeFanout, Recorder
 from ft_plugins.bubbles.timeline_values import Row
 from ft_plugins.config import BaftConfig, Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
@@ -214,7 +214,7 @@ def _replan(rank: int, world: int, run_dir: Path) -> list[tuple[str, int]]:
     # 1 kB/ms. By its clock no bubble is late, however busy this machine is: such would be left alone
     assert (measured := session.measured) is not None
     measured.baft = Baft(rank, BaftConfig(link_mbps=8.0), Events("n", rank), clock_ns=lambda: 0)
-    host.edges = Several(measured.baft, measured.edges)
+    host.edges = EdgeFanout(measured.baft, measured.edges)
     measured.baft.guard(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
     session.resume()
     seen = []

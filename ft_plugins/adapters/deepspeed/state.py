@@ -232,8 +232,8 @@ def _frozen(name: str, parameter: Any, rank: int, replicas: tuple[int, ...], fir
     layer, counts = layer_of(name), _counts(parameter, first)
     if hasattr(parameter, "ds_tensor"):  # partitioned by ZeRO-3, padding included
         read = lambda: parameter.ds_tensor.detach()  # noqa: E731
-        return hold(name, Role.PARAMETER, (rank,), layer, NEVER, read, counts=counts)
-    return hold(name, Role.PARAMETER, replicas, layer, NEVER, parameter.detach, counts=counts)
+        return hold(name, Role.PARAMETER, (rank,), layer, NEVER, read, in_norm=counts)
+    return hold(name, Role.PARAMETER, replicas, layer, NEVER, parameter.detach, in_norm=counts)
 
 
 def _buffers(module: torch.nn.Module, rank: int) -> Iterator[StateItem]:

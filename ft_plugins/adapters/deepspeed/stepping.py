@@ -10,7 +10,7 @@ Gradients of fp16 are multiplied by the loss scale; clipping and unscaling come 
 
 Invariant: facts and DeepSpeed's own operations only; decisions are made elsewhere.
 
-In: an engine. Out: `model.host.Steps`, for a host that is a `StateItems`."""
+In: an engine. Out: `model.host.ReplicaOperations`, for a host that is a `StateItems`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
     def keep_iterations(self) -> None:
         """Only for a pipeline: what a script computes between the engine's calls is unknown."""
         if not hasattr(self.engine, "train_batch"):
-            self.why_not = _PLAIN
+            self.no_recompute_reason = _PLAIN
             return
         self._keep(lambda: DeepSpeedReplay(self.engine))
 
@@ -126,7 +126,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
         """The table above. Raises UnsupportedError for ZeRO-3."""
         return Inventory.of(self.rank, (one.item for one in self._copies))
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters, by name."""
         return {one.item.name: one.read() for one in self._copies}
 

@@ -11,7 +11,7 @@ Gradients are multiplied by the loss scale; clipping and unscaling come after `b
 Invariant: facts and Megatron's own operations; what is to be done is decided elsewhere. Nothing is kept, and no
 function of Megatron replaced, before `keep_iterations` or `before_reduction` asks for it.
 
-In: what the host has. Out: `model.host.Steps`, for a host that is a `StateItems`.
+In: what the host has. Out: `model.host.ReplicaOperations`, for a host that is a `StateItems`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class MegatronStepping(Recompute[MegatronReplay]):
         """See above. Raises UnsupportedError where they are gathered only while the next forward goes on."""
         return Inventory.of(self.rank, (one.item for one in self._copies))
 
-    def copied(self) -> Mapping[str, torch.Tensor]:
+    def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters, by name."""
         return {one.item.name: one.read() for one in self._copies}
 

@@ -85,9 +85,9 @@ def _once_more(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
 
 
 def test_a_script_of_its_own_cannot_be_run_once_more_and_the_reason_is_said(ranks: Ranks) -> None:
-    for recomputes, why_not, error in ranks(_of_a_script, 2):
-        assert not recomputes and "between engine(...) and engine.backward(...)" in why_not
-        assert "--paft-audit-at forward" in why_not and why_not in error
+    for recomputes, no_recompute_reason, error in ranks(_of_a_script, 2):
+        assert not recomputes and "between engine(...) and engine.backward(...)" in no_recompute_reason
+        assert "--paft-audit-at forward" in no_recompute_reason and no_recompute_reason in error
 
 
 def _of_a_script(rank: int, world: int) -> Any:
@@ -99,7 +99,7 @@ def _of_a_script(rank: int, world: int) -> Any:
     try:
         host.recompute(1)
     except UnsupportedError as error:
-        return host.recomputes, host.why_not, str(error)
+        return host.recomputes, host.no_recompute_reason, str(error)
     return None
 
 
@@ -257,7 +257,7 @@ def _copies(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
     host.derive()
     inventory = {item.name: (item.replicas, item.role.value, item.layer) for item in host.copies().items}
     computed = {name for name, _ in engine.module.named_parameters()}
-    return (inventory, list(host.copied())), items, computed, before, wrong, now()
+    return (inventory, list(host.copy_tensors())), items, computed, before, wrong, now()
 
 
 def test_zero3_has_nothing_that_could_be_compared_and_is_refused_by_name(ranks: Ranks) -> None:

@@ -180,15 +180,15 @@ def test_nodes_are_failure_domains() -> None:
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ({"tp": 0, "pp": 1, "dp": 1}, "tp=0 is no parallel size"),
-        ({"tp": 1, "pp": 1, "dp": 1.5}, "dp=1.5 is no parallel size"),
-        ({"tp": 1, "pp": 1, "dp": 1, "etp": 0}, "etp=0 is no parallel size"),
+        ({"tp": 0, "pp": 1, "dp": 1}, "tp=0 is not a parallel size"),
+        ({"tp": 1, "pp": 1, "dp": 1.5}, "dp=1.5 is not a parallel size"),
+        ({"tp": 1, "pp": 1, "dp": 1, "etp": 0}, "etp=0 is not a parallel size"),
         ({"tp": 1, "pp": 1, "dp": 2, "vpp": 2}, "vpp=2 needs pipeline stages, but pp=1"),
-        ({"tp": 2, "pp": 2, "dp": 2, "nodes": ("a",) * 4}, "4 nodes are named for 8 ranks"),
+        ({"tp": 2, "pp": 2, "dp": 2, "nodes": ("a",) * 4}, "nodes: found 4 for 8 ranks"),
         ({"tp": 2, "pp": 2, "dp": 2, "order": "tp-dp"}, "leaves out pp, whose size is 2"),
         ({"tp": 2, "pp": 2, "dp": 2, "order": "tp-dp-pp-dp"}, "at most once"),
         ({"tp": 2, "pp": 2, "dp": 2, "order": "tp-data-pp"}, "must name each of tp, pp, dp, ep, cp"),
-        ({"tp": 2, "pp": 2, "dp": 2, "ep": 4}, "8 ranks cannot be divided by etp=2 x ep=4 x pp=2 = 16"),
+        ({"tp": 2, "pp": 2, "dp": 2, "ep": 4}, "8 ranks are not divisible by etp=2 x ep=4 x pp=2 = 16"),
         ({"tp": 2, "pp": 2, "dp": 4, "ep": 2, "order": "tp-cp-ep-pp-dp"}, "2 ranks apart and those of experts 4"),
         ({"tp": 2, "pp": 2, "dp": 2, "order": "tp-pp-dp", "cp": 2}, "leaves out cp, whose size is 2"),
     ],
@@ -205,9 +205,9 @@ def test_ranks_indices_and_axes_that_do_not_exist_are_refused() -> None:
         for rank in (-1, 8):
             with pytest.raises(TopologyError, match=f"rank {rank} is not in this job of 8 ranks"):
                 ask(rank)
-    with pytest.raises(TopologyError, match="'cp-ep' is no group of expert layers"):
+    with pytest.raises(TopologyError, match="'cp-ep' is not a group of expert layers"):
         topology.group("cp-ep", 0)
-    with pytest.raises(TopologyError, match="'dp-dp' is no group of dense layers"):
+    with pytest.raises(TopologyError, match="'dp-dp' is not a group of dense layers"):
         topology.group("dp-dp", 0)
 
 

@@ -107,8 +107,8 @@ class Sized(ReplicaBucket):
         return self.nbytes // 4
 
 
-def sized(elements: int, replicas: tuple[int, ...], role: Role = Role.PARAMETER, counts: bool = True) -> ReplicaBucket:
-    return Sized(0, replicas, 0, role, "float32", counts, (), 4 * elements)
+def sized(elements: int, replicas: tuple[int, ...], role: Role = Role.PARAMETER, in_norm: bool = True) -> ReplicaBucket:
+    return Sized(0, replicas, 0, role, "float32", in_norm, (), 4 * elements)
 
 
 def test_norms_are_over_the_whole_model_and_take_what_is_held_twice_once() -> None:
@@ -120,7 +120,7 @@ def test_norms_are_over_the_whole_model_and_take_what_is_held_twice_once() -> No
         other = rank + 2 * (1 - 2 * dp)
         replicas = (min(rank, other), max(rank, other))
         own = part_of(sized(100, replicas), 100.0, 100.0, 100)
-        shared = part_of(sized(10, replicas, counts=tp == 0), 10.0, 10.0, 10)
+        shared = part_of(sized(10, replicas, in_norm=tp == 0), 10.0, 10.0, 10)
         moments = part_of(sized(100, replicas, Role.MOMENT), 7.0, 7.0, 100)
         rows.append((own + shared + moments).row())
     found = combine(rows, rates_squared=0.5)

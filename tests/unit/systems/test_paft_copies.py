@@ -49,7 +49,7 @@ class Sharding(replicas.Training):  # type: ignore[name-defined, misc]
         host._tensors = self.tensors
         host.inventory = lambda: Inventory.of(rank, (shard,))
         host.copies = lambda: Inventory.of(rank, map(self._copy, self.named))
-        host.copied = lambda: self.named
+        host.copy_tensors = lambda: self.named
         host.derive = self.derive
         self.optimizer.step = self._step
         self.derive()
