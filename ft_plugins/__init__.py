@@ -1,7 +1,7 @@
 """Fault tolerance for large-model pretraining, switched on by flags: in-memory snapshots that outlive training.
 
-`attach(host, config)` protects a training loop, one of plain torch as a `TorchHost`; with Megatron-LM and DeepSpeed no
-script has to call it (`ft-run` installs the hooks).
+`attach(host, config)` protects a training loop; `TorchHost` is the host for plain torch. Scripts of Megatron-LM and
+DeepSpeed need not call it: `ft-run` installs the hooks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Session", "TorchHost", "attach"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when it is needed: the SMP and the command line do without."""
+    """Import torch only when it is needed; the SMP and the command line do not need it."""
     if name == "TorchHost":
         from .adapters import torch_loop
 

@@ -1,9 +1,9 @@
-"""Binds the chosen systems to the host's hooks, in a fixed order: what `ft_plugins.attach` returns.
+"""Bind the configured systems to the host's hooks, in a fixed order: what `ft_plugins.attach` returns.
 
-Invariant: an error of protection never harms training by itself. The one boundary where protection degrades is here:
-the failure becomes an event and a line on standard error, training goes on unprotected for at most
-`max_unprotected_steps`, then the job ends. What a user has to decide (another job's memory, too little memory, a bad
-key) ends the job at start instead, on every rank, with one line.
+Invariant: a failure of protection does not stop training, unless protection is required. It becomes an event and a line
+on standard error; training continues unprotected for up to `max_unprotected_steps` iterations, then the job ends. Only
+this module lets protection degrade. What a user has to decide (another job's memory, too little memory, a bad key) ends
+the job at start, on every rank, with one line.
 
 In: a host, a configuration, the launch context. Out: hooks, called by the host; `resume`, called once before the loop.
 """
@@ -32,9 +32,9 @@ class Session:
     """The protection of one rank in one incarnation."""
 
     def __init__(self, host: Host, config: Config, context: LaunchContext, profiling: Profiling | None = None) -> None:
-        """Claim memory. Every rank calls together. Raises an FtError on all ranks when one of them has one.
+        """Start protection. Every rank of the job calls. Raises an FtError on all ranks if one of them raises one.
 
-        `profiling`: how bubbles are measured, where they are; None asks the host for no spans.
+        `profiling`: how iterations are measured; None measures them only if BAFT is on.
         """
         self._host, self._config, self._context = host, config, context
         self._collective = join_ranks(config)
@@ -44,11 +44,11 @@ class Session:
         self._events.subscribe(log_sink())
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
-        self._pending: dict[str, Any] | None = None  # small state whose position part is still to be restored
-        self._silent: Reft | None = None  # captures no more, but still records the iterations reached
+        self._pending: dict[str, Any] | None = None  # small state whose data position and RNG are still to be restored
+        self._degraded: Reft | None = None  # no longer captures, but still records completed iterations
         self._loss = LossRecord(context, config.max_unprotected_steps)
-        self.iteration = self._fenced = 0  # the one that began last; the one of the last update
-        self._first = host.rank == 0 and context.restart == 0  # prints what one rank of one incarnation prints
+        self.iteration = self._fenced = 0  # the iteration that began last; the last one whose fence was passed
+        self._first = host.rank == 0 and context.restart == 0  # prints what is printed once per job
         if self._first:
             say(config.table(), who="")
         self.measured: Measurement | None = None
@@ -67,18 +67,18 @@ class Session:
             self._start_reft()
 
     def _start_paft(self, config: PaftConfig) -> None:
-        """Have replicas compared or averaged, on every rank or on none. Raises what `Paft` raises, on all ranks."""
+        """Start PAFT on every rank or on none. Raises what `Paft` raises, on all ranks."""
         require_one_job(self._host, self._config, self._collective)
         with self._collective.agreement():
             self._paft = Paft(self._host, config, self._events)
         assert self._paft is not None
         self._paft.connect(self._collective)
-        self._carrying.state, self._carrying.drifts = self._paft.state, self._paft.drifts
+        self._carrying.state, self._carrying.diverges = self._paft.state, self._paft.diverges
         if self._first:
             say(self._paft.table())
 
     def _start_reft(self) -> None:
-        """Claim memory on every rank or on none. Raises an FtError, on all ranks, where training may not begin."""
+        """Start REFT on every rank or on none. Raises an FtError, on all ranks, if training may not begin."""
         require_one_job(self._host, self._config, self._collective)
         claimed = claim_memory(cast(Host, self._carrying), self._config, self._context, self._collective, self._events)
         if isinstance(claimed, FtError):
@@ -87,12 +87,11 @@ class Session:
             self._reft = claimed
 
     def resume(self, loaded: int = 0, last: int | None = None) -> int:
-        """Restore, then let PAFT go on from the state that the restored version carries.
+        """Restore state, also that of PAFT. Returns the last completed iteration, `loaded` if nothing newer exists.
 
-        Returns the iterations completed in the restored state, `loaded` where nothing newer is in memory. `loaded` is
-        the iteration of the framework's own checkpoint, 0 for none. `last` is the iteration at which training ends,
-        where the caller knows it: a state that is complete gets its data position and RNG at once. May be called again
-        when the framework has loaded a checkpoint. Raises ResumeError when what was asked for is not there.
+        `loaded` is the iteration of the framework's own checkpoint, 0 for none. `last` is the iteration at which
+        training ends, if known: if it is reached already, data position and RNG are restored at once. May be called
+        again when the framework has loaded a checkpoint. Raises ResumeError if what was asked for is missing.
         """
         self._carrying.carried = None
         done = self._restore(loaded, last)
@@ -102,19 +101,19 @@ class Session:
 
     def _restore(self, loaded: int, last: int | None) -> int:
         if self._reft is None:
-            if self._config.capture is not None and self._config.resume == "memory":  # one without leaves all without
+            if self._config.capture is not None and self._config.resume == "memory":  # no rank is protected
                 error = ResumeError("--ftp-resume memory was asked for, but the job is not protected")
                 error.echo = self._host.rank != 0
                 raise error
             return loaded
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
-        if self._loss.clear() and not plan.fresh:  # an earlier incarnation had lost protection
+        if self._loss.clear() and not plan.fresh:  # an earlier incarnation lost protection
             self._events.emit(catalogue.PROTECTION_RESTORED, reason="snapshots are taken again")
         if self._host.rank == 0:
             say(plan.table())
         exchange = self._reft.exchange
         if self.measured is not None and exchange.copies is not None:
-            self.measured.guard(self._reft.gate, exchange.copies, exchange.links)
+            self.measured.use_gate(self._reft.gate, exchange.copies, exchange.links)
         done = plan.version.iteration if plan.version else loaded
         if last is not None and done >= last:
             self._restore_position()
@@ -128,9 +127,9 @@ class Session:
     def iterations(self, last: int, loaded: int = 0) -> Iterator[int]:
         """For a custom training loop: resume, then yield each remaining iteration up to `last` inclusive.
 
-        The loop's body is the iteration; its version point is the end of the body. `loaded` as in `resume`. After the
-        last iteration protection ends in order; an iteration left by `break` or an exception is not captured. Raises
-        what `resume` and the hooks raise.
+        The version point is the end of the loop's body. `loaded` as in `resume`. After the last iteration protection
+        ends in order; an iteration left by `break` or an exception is not captured. Raises what `resume` and the hooks
+        raise.
         """
         done = self.resume(loaded, last)
         for step in range(done + 1, last + 1):
@@ -147,32 +146,31 @@ class Session:
     # ---- hooks ----
 
     def iteration_begin(self, step: int) -> None:
-        """The first call restores data position and RNG."""
+        """An iteration begins. The first call restores data position and RNG."""
         self._restore_position()
         self.iteration = step
         if self.measured is not None:
             self.measured.iteration_begin(step)
-        if self._paft is not None and self._paft.early:
-            self._agree(self._paft, lambda paft: paft.iteration_begin(step, self._rest))
+        if self._paft is not None and self._paft.waits_at_begin:
+            self._run_paft(self._paft, lambda paft: paft.iteration_begin(step, self._wait_for_capture))
 
     def before_update(self, step: int) -> None:
-        """The fence; then averages and repairs are applied, to tensors that no capture is reading."""
+        """The fence; then apply averages and repairs, to tensors that no capture is reading."""
         self._fenced = step
         if self._reft is not None:
             self._guarded(lambda reft: reft.before_update(step))
         if (paft := self._paft) is not None:
-            self._agree(paft, lambda paft: paft.before_update(step))
-            if self._reft is not None:  # the previous version is sealed, and its verdict is known now
+            self._run_paft(paft, lambda paft: paft.before_update(step))
+            if self._reft is not None:  # the previous version is sealed, and its verdict is known
                 self._guarded(lambda reft: reft.mark(step - 1, paft.mark(step - 1)))
 
-    def _rest(self) -> None:
-        """The running capture is sealed when this returns."""
+    def _wait_for_capture(self) -> None:
         if self._reft is not None:
-            self._guarded(lambda reft: reft.rest())
+            self._guarded(lambda reft: reft.wait_for_capture())
 
-    def _agree(self, paft: Paft, call: Callable[[Paft], None]) -> None:
-        """Settle a comparison; if a replica was wrong, void the snapshots that hold it, on all ranks, also when the job
-        ends: snapshots of some ranks alone would look like lost state."""
+    def _run_paft(self, paft: Paft, call: Callable[[Paft], None]) -> None:
+        """Call a hook of PAFT, then void snapshots that hold a wrong replica, on all ranks, also if the hook raises:
+        snapshots left on some ranks alone would look like lost state."""
         try:
             call(paft)
         finally:
@@ -181,9 +179,9 @@ class Session:
                 self._guarded(lambda reft: reft.void(since))
 
     def after_update(self, step: int) -> None:
-        """Replicas may be compared and averaged from now on."""
+        """The update is done: from now on replicas may be compared and averaged."""
         if self._paft is not None:
-            self._agree(self._paft, lambda paft: paft.after_update(step))
+            self._run_paft(self._paft, lambda paft: paft.after_update(step))
 
     def iteration_end(self, step: int) -> None:
         """The version point."""
@@ -197,8 +195,8 @@ class Session:
         if self._reft is not None:
             self._guarded(lambda reft: reft.iteration_end(step))
             return
-        if self._silent is not None:
-            self._silent.reached(step)
+        if self._degraded is not None:
+            self._degraded.record_completed(step)
         self._loss.count(self._host.rank, step)
 
     def shutdown(self) -> None:
@@ -211,11 +209,11 @@ class Session:
             self._events.emit(catalogue.RANK_ENDED)
 
     def _guarded(self, call: Callable[[Reft], object], over: bool = False) -> None:
-        """The boundary where protection degrades: whatever its own code raises, training goes on, on all ranks.
+        """Call REFT. If it fails, protection degrades and training continues, on all ranks.
 
         The other ranks stop capturing too, so that the last version that all of them hold stays. Raises FencedError;
-        StateChangedError, which only the author of the loop can fix; and ProtectionError where protection is required,
-        unless training is `over`.
+        StateChangedError, which only the author of the loop can fix; ProtectionError if protection is required, unless
+        training is `over`.
         """
         assert self._reft is not None
         try:
@@ -224,10 +222,10 @@ class Session:
             raise
         except Exception as error:
             reft, self._reft = self._reft, None
-            self._silent = None if over else reft
+            self._degraded = None if over else reft
             self._collective.announce(DEGRADED)
             self._degrade(error)
-            with contextlib.suppress(FtError, OSError, RuntimeError):  # of the failed capture: reported already
+            with contextlib.suppress(FtError, OSError, RuntimeError):  # errors of the failed capture, reported already
                 reft.close(in_order=False)
             if self._config.require_protection and not over:
                 raise ProtectionError(
@@ -238,7 +236,7 @@ class Session:
         self._reft = None
         self._loss.begin()
         if self.measured is not None:
-            self.measured.let_go()
+            self.measured.release_gate()
         self._events.emit(
             catalogue.PROTECTION_LOST,
             reason=str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}",
@@ -253,20 +251,20 @@ def attach(
     context: LaunchContext | None = None,
     profiling: Profiling | None = None,
 ) -> Session:
-    """Protect `host` as configured; `config` and `context` default to what ft-run passed by environment.
+    """Protect `host` as configured; `config` and `context` default to what ft-run passed in the environment.
 
-    `host` is a `TorchHost` for a loop of plain torch. `profiling` turns on measuring: `session.measured.profile`.
-    Raises ConfigError when nothing was configured (`config=Config()` protects nothing on purpose), and what `Session`
-    and the host's `install_edges` raise. The caller then iterates over `session.iterations`, or calls `resume` and the
-    hooks; the adapter's `install` makes the host call those that it can.
+    `host` is a `TorchHost` for a loop of plain torch. `profiling` measures iterations: `session.measured.profile`.
+    Raises ConfigError if nothing is configured (`config=Config()` protects nothing on purpose), and what `Session` and
+    the host's `install_edges` raise. The caller then iterates over `session.iterations`, or calls `resume` and the
+    hooks that the host's `install` did not connect.
     """
     _require_host(host, config)
     context = context or launch_context()
     chosen = config or context.config
     if chosen is None or config is None and not chosen.systems:
         raise ConfigError(
-            "ft_plugins.attach: no system is switched on, so nothing would be protected: start the job with ft-run in "
-            "the place of torchrun and give --reft, or drop attach (attach(host, Config()) trains unprotected)"
+            "ft_plugins.attach: no system is switched on, so nothing would be protected: start the job with ft-run "
+            "instead of torchrun and give --reft, or drop attach (attach(host, Config()) trains unprotected)"
         )
     session = Session(host, chosen, context, profiling)
     if session.measured is not None:

@@ -1,9 +1,9 @@
-"""The collective operations that protection needs, over gloo, for start and restore; only `start_gather` never waits.
+"""The collective operations of protection, over gloo, at start and recovery; only `start_gather` never waits.
 
 Invariant: no pickle. A job of one process needs no process group. Every rank of the job calls in the same order. Any
 process that reaches the job's store can write to it, and gloo takes its addresses from there, so an announcement in the
-store or data from another rank is accepted only with a proof by the key of this incarnation. Ranks agree on the key
-over the process group; it is never stored.
+store or data from another rank is accepted only with a proof made with the key of this incarnation. Ranks agree on the
+key over the process group; it is never stored.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def _bounded(store: dist.Store) -> dist.Store | None:
-    """A separate connection to the job's store with a short timeout; the store itself where torch cannot clone it, None
-    where it does not answer."""
+    """A separate connection to the job's store with a short timeout; the store itself if torch cannot clone it, None
+    if it does not answer."""
     bound = timedelta(seconds=_ANSWER_SECONDS)
 
     def connect() -> dist.Store:
@@ -84,7 +84,7 @@ class PendingGather:
 
 @dataclass
 class Agreement:
-    """How the block of `Collective.agreement` ended on this rank where no rank raises: `tolerated` is its own error."""
+    """How the block of `Collective.agreement` ended on this rank if no rank raised: `tolerated` is its own error."""
 
     tolerated: FtError | None = None
 
@@ -181,7 +181,7 @@ class Collective:
             try:
                 if self._store.check([f"ft_plugins/{word}"]):
                     self._accept(word, self._store.get(f"ft_plugins/{word}"))
-            except RuntimeError:  # stopped, or gone with its host: then the job is ending anyway
+            except RuntimeError:  # stopped, or gone with its host: the job is ending anyway
                 self._retry_at = time.monotonic() + _RETRY_SECONDS
         return word in self._announced
 
@@ -270,7 +270,7 @@ class Collective:
         """Create the groups for `exchange_shares`, once for each set that any rank names. Every rank of the job calls.
 
         All ranks create all groups, members or not. If only members did (`use_local_synchronization`), torch would name
-        a group by the number of groups that each rank knows, and ranks with different numbers would wait for ever.
+        a group by the number of groups that each rank knows, and ranks with different numbers would wait forever.
         """
         if self._alone:
             return

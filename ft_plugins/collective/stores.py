@@ -1,6 +1,6 @@
 """A client of a torch store in another process whose calls end in bounded time.
 
-Invariant: no call waits longer than the store's own timeout and a few seconds. torch's client waits for ever when a
+Invariant: no call waits longer than the store's own timeout and a few seconds. torch's client waits forever when a
 server accepts the connection and never answers (it is stopped, has lost power, or is no store). Such a call leaves one
 thread behind that waits in torch; until it returns, further calls fail at once.
 

@@ -1,16 +1,16 @@
-"""One schema for every switch, and the only place that reads environment variables.
+"""One schema for all keys, and the only package that reads environment variables.
 
 Invariant: a key is described once, in its field in `schema`; flags, the `ft_plugins` block of a DeepSpeed JSON file,
-the environment handed to workers, `--help`, docs/configuration.md and the printed configuration all derive from it. A
-key that is unknown, misspelt, out of range, contradicted or without effect is a `ConfigError` of one line. No key holds
-a secret: what is secret is a file that only its owner can read.
+the environment of workers, `--help`, docs/configuration.md and the printed configuration derive from it. A key that is
+unknown, misspelt, out of range, contradicted or without effect is a `ConfigError` of one line. No key holds a secret:
+secrets are in a file that only its owner can read.
 
-    schema    the keys: `Config` and one block per system
-    keys      a field of the schema in all its spellings, and the words for what it expects
-    sources   a command line or a JSON block -> values by key; nothing unknown gets through
+    schema           the keys: `Config` and one block per system
+    keys             a field of the schema: its flag, its JSON path, the text for what it expects
+    sources          a command line or a JSON block -> values by key; unknown keys are errors
     deepspeed_json   the block of a DeepSpeed configuration
-    checks    what keys must not say together
-    launch    the environment of a worker, the run directory of a job on a node
+    checks           contradictions between keys, keys without effect
+    launch_context   the environment of a worker, the run directory of a job on a node
 """
 
 from . import deepspeed_json

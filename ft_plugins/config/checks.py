@@ -1,6 +1,6 @@
-"""What keys must not say together, and which have no effect beside others: whole configurations, one line each.
+"""Check a whole configuration for contradictions between keys, and for keys without effect.
 
-Invariant: raises, changes nothing. `spell` names a key as its source did.
+Invariant: only raises, changes nothing. `spell` names a key as its source did (flag or JSON path).
 
 In: a configuration. Out: nothing, or ConfigError.
 """
@@ -22,7 +22,7 @@ _BOUNDS = ("h_min", "h_max")
 
 
 def speller(keys: tuple[Key, ...], spelling: Callable[[Key], str]) -> Spell:
-    """Spells a path."""
+    """A function that names the key at a path."""
     known = {key.path: key for key in keys}
     return lambda path: spelling(known[path])
 
@@ -38,13 +38,14 @@ def require_no_contradiction(config: Config, spell: Spell) -> None:
 
 
 def require_sense_of_paft(config: Config, spell: Spell) -> None:
-    """Raises ConfigError for a key of PAFT that does nothing beside the others, contradicts one of them, or asks for
-    what is not there. Of a whole configuration: which of two keys another source gives is not known before."""
+    """Raises ConfigError for a key of PAFT that has no effect, contradicts another one, or needs one that is missing.
+
+    The configuration is whole: all sources are merged."""
     paft = config.paft
     if paft is None:
         return
     given = config.given()
-    for name, reason in _idle(paft):
+    for name, reason in _without_effect(paft):
         if getattr(paft, name) != type(paft).model_fields[name].default:
             raise ConfigError(f"{spell(('paft', name))}: has no effect {reason}; drop it")
     if paft.mode == "audit" and not paft.audits_every:
@@ -64,13 +65,13 @@ def require_sense_of_paft(config: Config, spell: Spell) -> None:
         )
     if paft.on_corruption == "rollback" and config.capture is None:
         raise ConfigError(
-            f"{spell(('paft', 'on_corruption'))}: rollback needs snapshots to go back to; add --reft or --baft, or "
+            f"{spell(('paft', 'on_corruption'))}: rollback needs snapshots; add --reft or --baft, or "
             "choose repair"
         )
 
 
-def _idle(paft: Any) -> Iterator[tuple[str, str]]:
-    """Keys that nothing reads, and why."""
+def _without_effect(paft: Any) -> Iterator[tuple[str, str]]:
+    """Keys that nothing reads in this mode, and why."""
     if paft.mode == "audit":
         yield from ((name, "with mode audit, which averages nothing by schedule") for name in (*_AVERAGES, *_BOUNDS))
     if paft.mode == "sync":

@@ -1,7 +1,7 @@
 """The `ft_plugins` block of a DeepSpeed configuration: read as DeepSpeed reads the file, but checked.
 
-Invariant: what DeepSpeed would pass over in silence is an error here: a block that is no object, a key that is unknown
-or has no effect, a file that names the block twice. DeepSpeed's own keys are DeepSpeed's business.
+Invariant: what DeepSpeed would ignore silently is an error here: a block that is not an object, a key that is unknown
+or has no effect, a file that has the block twice. DeepSpeed's own keys are not checked.
 
 In: a path, a mapping, or a script's arguments. Out: a `Config`, not yet merged with other sources.
 """
@@ -25,36 +25,36 @@ _SWITCH_OR_FLAG = "--deepspeed"  # DeepSpeed's switch; with a file it is the fla
 
 
 def path_in(arguments: Sequence[str]) -> str | None:
-    """The file that a script's arguments name as DeepSpeed's configuration; None for none. The last one counts."""
-    found = None
+    """The DeepSpeed configuration file that a script's arguments name, the last one; None for none."""
+    path = None
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         if not equals:
             value = arguments[index + 1] if index + 1 < len(arguments) else ""
         if value and name in _FLAGS or name == _SWITCH_OR_FLAG and value.endswith(".json"):
-            found = value
-    return found
+            path = value
+    return path
 
 
 def from_arguments(arguments: Sequence[str], folder: Path) -> Config:
-    """What the file says that a script, run in `folder`, is given; nothing where it has none. Raises ConfigError."""
+    """The configuration in the file that a script, run in `folder`, gets; an empty one without. Raises ConfigError."""
     path = path_in(arguments)
     return Config() if path is None else from_file(folder / path)
 
 
 def from_file(path: Path) -> Config:
-    """What the file says. Raises ConfigError, with the place, for one that cannot be read."""
+    """The configuration in a file. Raises ConfigError, with the place, if it cannot be read."""
     try:
         text = read_bytes(path, _LIMIT).decode()
     except (OSError, ValueError) as error:
-        usual = error if isinstance(error, Unfit) else "it is no text"
-        reason = error.strerror if isinstance(error, OSError) else usual
+        unfit = error if isinstance(error, Unfit) else "it is not text"
+        reason = error.strerror if isinstance(error, OSError) else unfit
         raise ConfigError(f"the DeepSpeed configuration {path}: cannot be read ({reason}); name a JSON file") from error
     return _checked(_parse(text, str(path)), str(path))
 
 
 def from_mapping(config: Mapping[str, Any]) -> Config:
-    """What a configuration says that is passed as a dictionary. Raises ConfigError."""
+    """The configuration in a dictionary. Raises ConfigError."""
     return _checked(config, "the DeepSpeed configuration")
 
 
@@ -70,38 +70,38 @@ def _checked(config: Any, place: str) -> Config:
 
 
 def _parse(text: str, place: str) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
         for name, value in pairs:
-            if name in found:
-                raise ConfigError(f"{place}: {shown(name)} is given twice, and only one can count; drop one of them")
-            found[name] = value
-        return found
+            if name in values:
+                raise ConfigError(f"{place}: {shown(name)} is given twice; drop one of them")
+            values[name] = value
+        return values
 
     try:
-        return json_value(text, once)
+        return json_value(text, unique)
     except Unfit as error:
         raise ConfigError(f"{place}: {error}") from error
     except json.JSONDecodeError as error:
-        found = _as_hjson(text, once)
-        if found is None:
+        value = _as_hjson(text, unique)
+        if value is None:
             raise ConfigError(
-                f"{place}: line {error.lineno}, column {error.colno}: this is no JSON ({error.msg})"
+                f"{place}: line {error.lineno}, column {error.colno}: not JSON ({error.msg})"
             ) from error
-        return found
+        return value
 
 
-def _as_hjson(text: str, once: Any) -> Any:
-    """With comments and the like, which DeepSpeed takes too; None where that does not help."""
+def _as_hjson(text: str, unique: Any) -> Any:
+    """Parse JSON with comments and the like, which DeepSpeed accepts; None if it is not that either."""
     try:
         hjson = importlib.import_module("hjson")
     except ImportError:
         return None
     try:
-        found = hjson.loads(text, object_pairs_hook=once)
-        require_shallow(found)
+        value = hjson.loads(text, object_pairs_hook=unique)
+        require_shallow(value)
     except ConfigError:
         raise
-    except Exception:  # the parser's own, as for numbers without bound: whatever it trips over, it is no JSON
+    except Exception:  # any error of the parser: the text is not JSON
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

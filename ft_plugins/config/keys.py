@@ -1,4 +1,4 @@
-"""A field of the schema in all its spellings: path in JSON, flag, name in a namespace, and the words that explain it.
+"""A field of the schema as a key: path in JSON, flag, name in a namespace, and the text that explains it.
 
 Invariant: everything here derives from the pydantic fields; no key is named in this module.
 
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from ..errors import ConfigError
 from ..intake import shown
 
-LARGEST = 10**9  # of the numbers that a key can have: iterations, MiB, seconds (30 years, more than a thread can wait)
+LARGEST = 10**9  # value of any number: iterations, MiB, seconds (30 years, more than a thread can wait)
 _FINITE = ConfigDict(allow_inf_nan=False)
 
 KeyPath = tuple[str, ...]  # ("job",) or ("reft", "interval")
@@ -36,10 +36,10 @@ class Key:
     meaning: str
     unit: str
     expected: str  # 'an integer >= 1'
-    switch: bool  # the flag takes no value
+    switch: bool  # the flag has no value
     system: bool  # switches a system on
     needs_system: bool  # no effect unless a system is on
-    needs: str  # the key of the same block without which it has no effect, '' for none
+    needs: str  # a key of the same block without which it has no effect, '' for none
 
     @property
     def name(self) -> str:
@@ -47,9 +47,9 @@ class Key:
         return ".".join(self.path)
 
     def read(self, text: str) -> Any:
-        """The value that `text` stands for. Raises ConfigError naming flag, expected and found."""
+        """Parse a value. Raises ConfigError naming flag, expected and found."""
         try:
-            text.encode()  # a lone surrogate is in no name or path of this project
+            text.encode()  # rejects lone surrogates
             return TypeAdapter(self.annotation, config=_FINITE).validate_python(text)
         except UnicodeEncodeError as error:
             raise ConfigError(f"{self.flag}: expected {self.expected}, found {shown(text)}") from error
@@ -57,15 +57,15 @@ class Key:
             raise ConfigError(f"{self.flag}: {self.complaint(error.errors()[0])}") from error
 
     def complaint(self, problem: Any) -> str:
-        """Expected and found, for one entry of `ValidationError.errors()`."""
+        """The message, expected and found, for one entry of `ValidationError.errors()`."""
         if problem["type"] == "value_error":
             return str(problem["ctx"]["error"])
         if problem["type"] == "too_large":
-            return f"expected {self.expected}, no number beyond {LARGEST:,}, found {shown(problem['input'])}"
+            return f"expected {self.expected}, maximum {LARGEST:,}, found {shown(problem['input'])}"
         return f"expected {self.expected}, found {shown(problem['input'])}"
 
     def shown(self, value: Any) -> str:
-        """`value` for people; None is what unset means here."""
+        """`value` for people; None is shown as unset."""
         if self.system:
             return "on" if value else "off"
         match value:
@@ -81,15 +81,15 @@ class Key:
 
 def derive(model: type[BaseModel], general: str) -> tuple[Key, ...]:
     """All keys of `model`: its own as `--<general>-<key>`, a system's as `--<system>` and `--<system>-<key>`."""
-    found: list[Key] = []
+    keys: list[Key] = []
     for name, field in model.model_fields.items():
         block = _block(field.annotation)
         if block is None:
-            found.append(_key((name,), f"--{general}-{name}", field))
+            keys.append(_key((name,), f"--{general}-{name}", field))
         else:
-            found.append(_key((name,), f"--{name}", field, system=True))
-            found += [_key((name, sub), f"--{name}-{sub}", inner) for sub, inner in block.model_fields.items()]
-    return tuple(found)
+            keys.append(_key((name,), f"--{name}", field, system=True))
+            keys += [_key((name, sub), f"--{name}-{sub}", inner) for sub, inner in block.model_fields.items()]
+    return tuple(keys)
 
 
 def _block(annotation: Any) -> type[BaseModel] | None:
@@ -124,7 +124,7 @@ def _key(path: KeyPath, flag: str, field: FieldInfo, system: bool = False) -> Ke
 
 
 def _expected(annotation: Any, constraints: tuple[Any, ...]) -> str:
-    """'an integer >= 1 and <= 1024', in words that need no knowledge of Python."""
+    """The expected value in words: 'an integer >= 1 and <= 1024'."""
     if _block(annotation) is not None:
         return "an object, true or false"
     kinds = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -133,7 +133,7 @@ def _expected(annotation: Any, constraints: tuple[Any, ...]) -> str:
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         chosen = [part for part in typing.get_args(annotation) if typing.get_origin(part) is Literal]
         if chosen:
-            return _expected(chosen[0], constraints)  # null in JSON is as if it was not given
+            return _expected(chosen[0], constraints)  # null in JSON means not given
         return " or ".join(kinds.get(part, "nothing") for part in typing.get_args(annotation))
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [

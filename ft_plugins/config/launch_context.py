@@ -1,7 +1,7 @@
-"""What passes between the processes of a job without a command line: the environment of a worker, the run directory.
+"""What the processes of a job share without a command line: the environment of a worker, the run directory.
 
-Invariant: this is the only module of the package that reads environment variables, and it does so when called, from a
-mapping that a test can give. A launcher's variables are there in full or not at all; a part of them is an error.
+Invariant: this is the only module of the package that reads environment variables, when called, from a mapping. A
+launcher's variables are set all together or not at all; a part of them is an error.
 
 In: an environment. Out: `LaunchContext`, the variables for workers, the private run directory of a job on a node.
 """
@@ -23,15 +23,15 @@ from ..intake import json_value, shown
 from .schema import NAME_PATTERN, NAME_RULE, Config
 
 _OURS = ("FTP_CONFIG", "FTP_RUN_DIR", "FTP_TOKEN", "FTP_AGENT_PID")
-_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # every launcher sets these
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # every launcher sets these
 _SOCKET = "smp.sock"
-_NOWHERE_ELSE = "localhost"
+_LOCAL = "localhost"
 _SOCKET_PATH_BYTES = 107  # sun_path of a Unix socket, without the closing zero
 
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """What a worker was told by those who started it. Without ft-run, config, run_dir and agent_pid are None."""
+    """What a worker received from its launcher. Without ft-run, config, run_dir and agent_pid are None."""
 
     config: Config | None
     run_dir: Path | None
@@ -43,11 +43,11 @@ class LaunchContext:
     local_world_size: int
     group_rank: int  # torchrun's number of the node
     restart: int  # incarnations before this one
-    master_addr: str = _NOWHERE_ELSE  # a host of the job
+    master_addr: str = _LOCAL  # a host of the job
 
     def environment(self) -> dict[str, str]:
         """The variables from which `launch_context` reads this context."""
-        place = {
+        ranks = {
             "RANK": self.rank,
             "LOCAL_RANK": self.local_rank,
             "WORLD_SIZE": self.world_size,
@@ -55,34 +55,35 @@ class LaunchContext:
             "GROUP_RANK": self.group_rank,
             "TORCHELASTIC_RESTART_COUNT": self.restart,
         }
-        told = {name: str(value) for name, value in place.items()} | self._master()
+        environment = {name: str(value) for name, value in ranks.items()} | self._master()
         if self.run_dir is None or self.agent_pid is None:
-            return told
-        return told | worker_environment(self.config or Config(), self.run_dir, self.token, self.agent_pid)
+            return environment
+        return environment | worker_environment(self.config or Config(), self.run_dir, self.token, self.agent_pid)
 
     def _master(self) -> dict[str, str]:
-        return {"MASTER_ADDR": self.master_addr} if self.master_addr != _NOWHERE_ELSE else {}
+        return {"MASTER_ADDR": self.master_addr} if self.master_addr != _LOCAL else {}
 
 
 def worker_environment(config: Config, run_dir: Path, token: int, agent_pid: int) -> dict[str, str]:
-    """The variables that tell a worker what ft-run decided."""
+    """The variables by which a worker receives what ft-run decided."""
     return dict(zip(_OURS, (json.dumps(config.block()), str(run_dir), str(token), str(agent_pid)), strict=True))
 
 
 def launch_context(environ: Mapping[str, str] = os.environ) -> LaunchContext:
     """Read the environment of a worker. A process that no launcher started is rank 0 of 1.
 
-    Raises ConfigError for a variable that is missing beside others, is no number, or is misspelt (FTP_CONFG).
+    Raises ConfigError for a variable that is not a number, is misspelt (FTP_CONFG), or is missing while others are set.
     """
     for name in environ:
         near = difflib.get_close_matches(name, _OURS, 1, 0.85) if name.startswith("FTP_") else []
         if near and name not in _OURS:
             raise ConfigError(f"environment variable {shown(name)[1:-1]}: unknown; did you mean {near[0]}?")
-    if "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ:  # so DeepSpeed's launcher calls it
+    if "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ:  # the name that DeepSpeed's launcher uses
         environ = {**environ, "LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]}
-    launched = any(name in environ for name in _PLACE)
+    launched = any(name in environ for name in _RANKS)
     rank, local_rank, world_size, local_world_size = (
-        _number(environ, name, None if launched else usual) for name, usual in zip(_PLACE, (0, 0, 1, 1), strict=True)
+        _number(environ, name, None if launched else alone)
+        for name, alone in zip(_RANKS, (0, 0, 1, 1), strict=True)
     )
     by_ft_run = "FTP_RUN_DIR" in environ
     return LaunchContext(
@@ -96,14 +97,14 @@ def launch_context(environ: Mapping[str, str] = os.environ) -> LaunchContext:
         local_world_size=local_world_size,
         group_rank=_number(environ, "GROUP_RANK", rank // max(local_world_size, 1)),
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        master_addr=environ.get("MASTER_ADDR") or _NOWHERE_ELSE,
+        master_addr=environ.get("MASTER_ADDR") or _LOCAL,
     )
 
 
 def run_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's run directories are: `$XDG_RUNTIME_DIR/ft_plugins`, else `<tempdir>/ft_plugins-<uid>`.
+    """The folder of this user's run directories: `$XDG_RUNTIME_DIR/ft_plugins`, else `<tempdir>/ft_plugins-<uid>`.
 
-    Created 0700. Raises ConfigError if what is there is not a folder of this user that nobody else can enter.
+    Created 0700. Raises ConfigError if it exists and is not a folder that only this user can enter.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/") and os.access(runtime, os.W_OK | os.X_OK):
@@ -120,7 +121,7 @@ def run_directory(job: str, node: str, environ: Mapping[str, str] = os.environ) 
     length = len(os.fsencode(folder / _SOCKET))
     if length > _SOCKET_PATH_BYTES:
         raise ConfigError(
-            f"{folder}: the path of a socket in it has {length} bytes, the system allows {_SOCKET_PATH_BYTES}; "
+            f"{folder}: the path of a socket in it would have {length} bytes, the system allows {_SOCKET_PATH_BYTES}; "
             "choose a shorter --ftp-job or --ftp-node-name, or a shorter XDG_RUNTIME_DIR"
         )
     _private_folder(folder.parent)
@@ -130,13 +131,13 @@ def run_directory(job: str, node: str, environ: Mapping[str, str] = os.environ) 
 def _private_folder(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
-        raise ConfigError(f"{path}: no folder can be made there ({error.strerror}); set XDG_RUNTIME_DIR") from error
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
+        raise ConfigError(f"{path}: cannot create this folder ({error.strerror}); set XDG_RUNTIME_DIR") from error
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
         raise ConfigError(
-            f"{path}: expected a folder of user {os.getuid()} with mode 0700, found user {found.st_uid}, "
+            f"{path}: expected a folder of user {os.getuid()} with mode 0700, found user {status.st_uid}, "
             f"mode {mode:04o}; remove it, or point XDG_RUNTIME_DIR to a folder of your own"
         )
     return path
@@ -153,10 +154,10 @@ def _config(environ: Mapping[str, str]) -> Config | None:
     return Config.from_json(block, whole=False)
 
 
-def _number(environ: Mapping[str, str], name: str, usual: int | None) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     text = environ.get(name)
-    if text is None and usual is not None:
-        return usual
+    if text is None and default is not None:
+        return default
     if text is None or not re.fullmatch(r"-?[0-9]{1,18}", text):
         found = "nothing" if text is None else shown(text)
         raise ConfigError(

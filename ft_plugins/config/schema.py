@@ -1,7 +1,7 @@
-"""The keys: one pydantic model for what a user may decide, one block in it per system.
+"""The keys: one pydantic model of what a user may configure, with one block per system.
 
-Invariant: a `Config` is valid and frozen, and remembers which of its keys were given, so that two sources can be merged
-without one silently winning.
+Invariant: a `Config` is valid and frozen, and knows which of its keys were given, so that merging two sources never
+silently drops a value of one.
 
 A new system is a subclass of `SystemConfig` and one optional field of `Config`: its flags follow (`--<system>` switches
 it on, `--<system>-<key>` sets a key; general keys are `--ftp-<key>`), and so do JSON, environment and documentation.
@@ -41,8 +41,8 @@ _GENERAL = "ftp"  # flags of keys that belong to no system
 
 
 def _more(unit: str = "", expected: str = "", needs_system: bool = False, needs: str = "") -> dict[str, Any]:
-    """What a key says beside its meaning: `expected` replaces the words derived from its type, `needs` names a key of
-    the same block without which it has no effect."""
+    """Further properties of a key: `expected` replaces the text derived from its type, `needs` names a key of the same
+    block without which it has no effect."""
     return {"unit": unit, "expected": expected, "needs_system": needs_system, "needs": needs}
 
 
@@ -65,9 +65,9 @@ class _Block(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _legible(cls, value: Any) -> Any:
-        """A lone surrogate or a zero is refused here, not met by whoever encodes it or opens a file."""
+        """Reject lone surrogates and NUL, which cannot be encoded or be in a path."""
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-            raise PydanticCustomError("illegible", "no text")
+            raise PydanticCustomError("illegible", "not text")
         return value
 
     @field_validator("*", mode="after")
@@ -79,7 +79,7 @@ class _Block(BaseModel):
 
 
 class SystemConfig(_Block):
-    """Base of the block of one system. `protects` says whether it keeps training state safe."""
+    """Base of the block of one system. `protects`: whether it protects training state."""
 
     protects: ClassVar[bool] = True
 
@@ -88,82 +88,83 @@ class ReftConfig(SystemConfig):
     """REFT: snapshots of each rank's share of the training state in the memory of its node."""
 
     interval: int = Field(
-        1, ge=1, description="take a snapshot after every so many iterations", json_schema_extra=_more("iterations")
+        1, ge=1, description="interval between two snapshots", json_schema_extra=_more("iterations")
     )
     bucket_mib: int = Field(
-        4, ge=1, le=1024, description="how much is copied and digested at a time", json_schema_extra=_more("MiB")
+        4, ge=1, le=1024, description="size of a bucket, copied and digested as one", json_schema_extra=_more("MiB")
     )
     redundancy: Literal["raim5", "raim6", "neighbour", "both", "none"] | None = Field(
         None,
-        description="with several nodes: parity over the nodes of a sharding group, against the loss of one of them "
-        "(raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); that copy "
-        "and raim5 (both); or nothing; unset: raim5, with BAFT neighbour",
+        description="protection against lost nodes: parity over the nodes of a sharding group, against the loss of "
+        "one of them (raim5) or of any two (raim6); a copy on the node of a neighbouring pipeline stage (neighbour); "
+        "that copy and raim5 (both); or none; unset: raim5, with BAFT neighbour",
     )
     exchange_interval: int = Field(
         1,
         ge=1,
-        description="send every so many snapshots to the other nodes, or fewer if the network is slower",
+        description="interval between two snapshots that are sent to other nodes; longer if the network is too slow",
         json_schema_extra=_more("snapshots"),
     )
     exchange_mbps: float = Field(
         0.0,
         ge=0,
-        description="how much a node sends to the others at most; 0: as much as the network takes",
+        description="maximum rate at which a node sends to the others; 0: no limit",
         json_schema_extra=_more("megabits per second"),
     )
     wait_seconds: float = Field(
         300.0,
         ge=0,
-        description="with --nnodes MIN:MAX: wait so long for a substitute of a lost node, then go on with fewer",
+        description="with --nnodes MIN:MAX: how long to wait for a substitute of a lost node before continuing with "
+        "fewer",
         json_schema_extra=_more("seconds"),
     )
     checkpoint_dir: Folder | None = Field(
         None,
-        description="write checkpoints of the snapshots here, and start from them when memory has nothing; unset: none",
+        description="write snapshots to storage as checkpoints here, and resume from them if memory has none; unset: "
+        "none",
         json_schema_extra=_more(expected="a folder that all nodes share"),
     )
     checkpoint_interval: int = Field(
         100,
         ge=0,
-        description="write one after every so many iterations; 0: only when asked for and at the end of protection",
+        description="interval between two checkpoints; 0: only on request and when protection ends",
         json_schema_extra=_more("iterations", needs="checkpoint_dir"),
     )
     checkpoint_keep: int = Field(
-        2, ge=1, description="keep so many, the newest ones", json_schema_extra=_more(needs="checkpoint_dir")
+        2, ge=1, description="how many newest checkpoints to keep", json_schema_extra=_more(needs="checkpoint_dir")
     )
     checkpoint_seconds: float = Field(
         30.0,
         ge=0,
-        description="how long ft-run, told to end, waits for the newest snapshot to be written",
+        description="how long ft-run, when it has to end, waits until the newest snapshot is written",
         json_schema_extra=_more("seconds", needs="checkpoint_dir"),
     )
 
 
 class BaftConfig(SystemConfig):
-    """BAFT: snapshots are copied to the node of a neighbouring pipeline stage, while the pipeline is idle anyway."""
+    """BAFT: snapshots are copied to the node of a neighbouring pipeline stage while the pipeline is idle."""
 
     link_mbps: float | None = Field(
         None,
         gt=0,
-        description="what the link of a node carries, each way: by it the bytes of a bubble are planned; unset: "
-        "measured at start",
+        description="speed of a node's link, each way, by which bubbles are planned; unset: measured at start",
         json_schema_extra=_more("megabits per second", "a number > 0"),
     )
     reserve_ms: float = Field(
         1.0,
         ge=0,
-        description="at both ends of a bubble nothing is sent for so long, or as long as a message between stages is "
-        "measured to take, up to a quarter of the bubble: the pipeline's own messages come first",
+        description="time at both ends of a bubble in which nothing is sent, so that the pipeline's own messages come "
+        "first; as long as a message between stages if that takes longer, up to a quarter of the bubble",
         json_schema_extra=_more("milliseconds"),
     )
     granularity: Literal["bytes", "layer"] = Field(
         "bytes",
-        description="how full a bubble is planned: to the byte, or by what whole layers of the model have",
+        description="fill bubbles to the byte, or with whole layers of the model",
     )
     profile_iterations: int = Field(
         6,
-        ge=2,  # of one alone nothing is left where the clock of a device lags behind
-        description="measure so many before bubbles are planned",
+        ge=2,  # if a device clock lags behind, one is not recorded
+        description="how many iterations to measure before bubbles are planned",
         json_schema_extra=_more("iterations"),
     )
 
@@ -175,48 +176,51 @@ class PaftConfig(SystemConfig):
 
     mode: Literal["dyn", "sync", "audit"] = Field(
         "dyn",
-        description="average parameters behind the next iteration, as often as measured noise asks for (dyn), or after "
-        "every h iterations, while training waits (sync); or average nothing and compare (audit)",
+        description="average parameters behind the next iteration, as often as measured noise requires (dyn), or "
+        "every h iterations while training waits (sync); or only compare replicas (audit)",
     )
     h: int = Field(
         10,
         ge=1,
-        description="average after so many iterations; with dyn the first time",
+        description="iterations between two averagings; with dyn, until the first one",
         json_schema_extra=_more("iterations"),
     )
     h_min: int = Field(
-        5, ge=1, description="the smallest interval that noise can ask for", json_schema_extra=_more("iterations")
+        5, ge=1, description="smallest interval of dyn, with much noise", json_schema_extra=_more("iterations")
     )
     h_max: int = Field(
-        500, ge=1, description="the largest, as without any noise", json_schema_extra=_more("iterations")
+        500, ge=1, description="largest interval of dyn, without noise", json_schema_extra=_more("iterations")
     )
     aggregate: Literal["mean", "median", "trimmed"] = Field(
         "mean",
-        description="what replicas are averaged by: the mean; or, against large noise and at the cost of a sort, the "
-        "median or the mean without the lowest and highest values",
+        description="how replicas are averaged: mean; or, against large noise and at the cost of a sort, median or "
+        "mean without the lowest and highest values (trimmed)",
     )
-    trim: int = Field(1, ge=1, description="how many of each are left out", json_schema_extra=_more("replicas"))
+    trim: int = Field(
+        1, ge=1, description="how many lowest and highest values to leave out", json_schema_extra=_more("replicas")
+    )
     average_optimizer_state: bool = Field(
-        False, description="average what the optimizer keeps as well: little is gained, and three times as much is sent"
+        False, description="average the optimizer's state too: little is gained, and three times as much is sent"
     )
     audit_interval: int | None = Field(
         None,
         ge=0,
-        description="compare digests of the replicas after every so many iterations; 0: never; unset: 10 with mode "
-        "audit, else never",
+        description="interval between two audits, which compare digests of replicas; 0: none; unset: 10 with mode "
+        "audit, else none",
         json_schema_extra=_more("iterations", expected="an integer >= 0"),
     )
     audit_at: Literal["update", "forward"] = Field(
         "update",
-        description="await the verdict before the next update, behind forward and backward; or before the next forward",
+        description="wait for the verdict before the next update, behind forward and backward; or before the next "
+        "forward",
     )
     on_corruption: Literal["repair", "average", "rollback"] = Field(
         "repair",
-        description="when replicas differ: copy from the majority, and average where there is none; average; or go "
-        "back to the newest snapshot whose replicas agreed",
+        description="when replicas differ: copy from the majority, or average if there is none (repair); average; or "
+        "go back to the newest snapshot whose replicas agreed (rollback)",
     )
     bucket_mib: int = Field(
-        16, ge=1, le=1024, description="how much is averaged or digested at a time", json_schema_extra=_more("MiB")
+        16, ge=1, le=1024, description="size of a bucket, averaged or digested as one", json_schema_extra=_more("MiB")
     )
 
     @property
@@ -228,7 +232,7 @@ class PaftConfig(SystemConfig):
 
 
 class Config(_Block):
-    """What a user may decide. `model_fields_set` says what was given; the rest are defaults."""
+    """What a user may configure. `model_fields_set` holds what was given; the rest are defaults."""
 
     job: Name | None = Field(
         None,
@@ -242,34 +246,35 @@ class Config(_Block):
     )
     resume: Literal["auto", "memory", "storage", "fresh"] = Field(
         "auto",
-        description="resume from the newest version found, from one tier only, or from nothing",
+        description="resume from the newest version anywhere (auto), only from memory, only from storage, or start "
+        "from the beginning (fresh)",
         json_schema_extra=_more(needs_system=True),
     )
     require_protection: bool = Field(
         False,
-        description="end the job, rather than train on, when protection cannot be had",
+        description="end the job if it cannot be protected, instead of training on",
         json_schema_extra=_more(needs_system=True),
     )
     secret_file: Folder | None = Field(
         None,
-        description="file of mode 0600 with the secret by which the nodes of a job know each other, the same on all",
+        description="file of mode 0600 with the secret by which the nodes of a job authenticate, the same on all nodes",
         json_schema_extra=_more(expected="a file", needs_system=True),
     )
     encrypt: bool = Field(
         False,
-        description="encrypt what nodes send each other, for a network that others can read; without it connections "
-        "are authenticated only; the same on all nodes",
+        description="encrypt traffic between nodes, for a network that others can read; otherwise connections are "
+        "only authenticated; the same on all nodes",
         json_schema_extra=_more(needs_system=True, needs="secret_file"),
     )
     interface: Folder | None = Field(
         None,
-        description="address or network device on which nodes protect each other; unset: the one towards rank 0",
+        description="address or network device for traffic between nodes; unset: the one towards rank 0",
         json_schema_extra=_more(expected="an address or a device", needs_system=True),
     )
     detect_seconds: float = Field(
         10.0,
         gt=0,
-        description="a node or trainer of which nothing is heard for so long is lost; other timeouts derive from it",
+        description="a node or trainer that is silent for that long is lost; other timeouts derive from it",
         json_schema_extra=_more("seconds", needs_system=True),
     )
     orphan_seconds: float = Field(
@@ -281,13 +286,13 @@ class Config(_Block):
     max_unprotected_steps: int = Field(
         1000,
         ge=1,
-        description="how long to train on after protection was lost, before ending the job",
+        description="how many iterations to train on after protection was lost, before the job ends",
         json_schema_extra=_more("iterations", needs_system=True),
     )
     cpu: bool = Field(
         False,
-        description="train on the CPU where no CUDA device is visible: Megatron is then patched for it, as with its "
-        "own --distributed-backend gloo; without either a protected job is refused on such a node",
+        description="allow training on the CPU if no CUDA device is visible: Megatron is then patched for it, as with "
+        "its own --distributed-backend gloo; without either flag a protected job is refused on such a node",
     )
     faults: Faults = Field(
         "",
@@ -295,44 +300,44 @@ class Config(_Block):
         json_schema_extra=_more(expected="point@fact=value,...:action;..."),
     )
     reft: ReftConfig | None = Field(
-        None, description="switch on REFT: snapshots in host memory, which outlive the training processes"
+        None, description="switch on REFT: snapshots in host memory that outlive the training processes"
     )
     baft: BaftConfig | None = Field(
         None,
         description="switch on BAFT: snapshots copied to the node of a neighbouring pipeline stage, sent in the "
-        "bubbles of the pipeline; with --reft its keys hold for the snapshots",
+        "bubbles of the pipeline; keys of --reft also apply to its snapshots",
     )
     paft: PaftConfig | None = Field(
         None,
-        description="switch on PAFT: replicas of parameters that should be identical are averaged or compared, against "
+        description="switch on PAFT: average or compare replicas of parameters that should be identical, against "
         "silent corruption",
     )
     _waiting: dict[KeyPath, Any] = PrivateAttr(default_factory=dict)  # of systems that another source may switch on
 
     @classmethod
     def from_json(cls, block: Mapping[str, Any], whole: bool = True) -> Config:
-        """The configuration of an `ft_plugins` JSON block. A system is on with `{...}` or `true`, off with `false`.
+        """The configuration in an `ft_plugins` JSON block. A system is on with `{...}` or `true`, off with `false`.
 
-        `whole=False` when another source is still to be merged: a key without effect is then left to `merge`.
+        `whole=False` if another source is still to be merged: `merge` then checks for keys without effect.
         Raises ConfigError.
         """
         return _build(sources.read_block(block, keys(), _JSON), _in_json, whole)
 
     @classmethod
     def from_flags(cls, argv: Sequence[str], whole: bool = True) -> tuple[Config, list[str]]:
-        """The configuration on a command line, and the other words of it, unchanged and in order.
+        """The configuration on a command line, and its other words, unchanged and in order.
 
-        Our flags may stand anywhere, as `--flag value` or `--flag=value`. Raises ConfigError, also for an unknown flag
-        that begins like ours and for one that is given twice with different values. `whole`: see `from_json`.
+        Our flags may be anywhere, as `--flag value` or `--flag=value`. Raises ConfigError, also for an unknown flag
+        with our prefix and for one that is given twice with different values. `whole`: see `from_json`.
         """
         values, rest = sources.read_flags(argv, keys(), _GENERAL)
         return _build(values, _as_flag, whole), rest
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace, whole: bool = True) -> Config:
-        """The configuration in a namespace that was parsed after `add_flags`; None means 'not given'."""
-        found = {key.path: getattr(namespace, key.dest, None) for key in keys()}
-        return _build({path: value for path, value in found.items() if value is not None}, _as_flag, whole)
+        """The configuration in a namespace parsed with `add_flags`; None means not given."""
+        values = {key.path: getattr(namespace, key.dest, None) for key in keys()}
+        return _build({path: value for path, value in values.items() if value is not None}, _as_flag, whole)
 
     @property
     def systems(self) -> tuple[str, ...]:
@@ -341,56 +346,56 @@ class Config(_Block):
 
     @property
     def capture(self) -> ReftConfig | None:
-        """How snapshots are taken and kept, whichever system wants them, `redundancy` named; None where none does."""
+        """How snapshots are taken for REFT or BAFT, with `redundancy` filled in; None if neither is on."""
         if self.reft is None and self.baft is None:
             return None
-        found = self.reft or ReftConfig()
-        usual = "raim5" if self.baft is None else "neighbour"
-        return found.model_copy(update={"redundancy": found.redundancy or usual})
+        reft = self.reft or ReftConfig()
+        default = "raim5" if self.baft is None else "neighbour"
+        return reft.model_copy(update={"redundancy": reft.redundancy or default})
 
     @property
     def protects(self) -> bool:
-        """Whether a system is on that keeps training state safe."""
+        """Whether a system is on that protects training state."""
         return any(getattr(self, name).protects for name in self.systems)
 
     def given(self) -> dict[KeyPath, Any]:
-        """What was given, by path; under a system's own path whether it is on."""
+        """The values that were given, by path; at a system's own path, whether it is on."""
         return {path: value for path, (value, given) in self._values().items() if given} | self._waiting
 
     def block(self) -> dict[str, Any]:
-        """What was given, as a JSON block: `from_json(config.block())` equals `config`."""
+        """The values that were given, as a JSON block: `from_json(config.block())` equals `config`."""
         return self.model_dump(exclude_unset=True)
 
     def flags(self) -> list[str]:
-        """What was given, as flags: `from_flags(config.flags())` equals `config`."""
+        """The values that were given, as flags: `from_flags(config.flags())` equals `config`."""
         known = {key.path: key for key in keys()}
         words = [(known[path], value) for path, value in self.given().items()]
         words = [(key, value) for key, value in words if value is not None and value is not False]
         return [key.flag if key.switch else f"{key.flag}={value}" for key, value in words]
 
     def table(self) -> str:
-        """The effective configuration, one key a line, to be printed once."""
+        """The effective configuration for people, one key per line."""
         given = self.given()
-        found = self.model_copy(update={"reft": self.capture})._values()  # also where another system takes them
-        found["reft",] = (self.reft is not None, self.reft is not None)
+        values = self.model_copy(update={"reft": self.capture})._values()  # keys of REFT apply to BAFT too
+        values["reft",] = (self.reft is not None, self.reft is not None)
         rows = [
-            (key.flag, f"{key.shown(found[key.path][0])} {key.unit}".strip(), "" if key.path in given else "default")
+            (key.flag, f"{key.shown(values[key.path][0])} {key.unit}".strip(), "" if key.path in given else "default")
             for key in keys()
-            if key.path in found
+            if key.path in values
         ]
         left, middle = (max(len(row[column]) for row in rows) for column in (0, 1))
         lines = [f"  {flag:<{left}}  {value:<{middle}}  {origin}".rstrip() for flag, value, origin in rows]
         return "\n".join(["ft_plugins configuration", *lines])
 
     def _values(self) -> dict[KeyPath, tuple[Any, bool]]:
-        """Value and whether it was given, for every key of this block and of the systems that are on."""
-        found: dict[KeyPath, tuple[Any, bool]] = {}
+        """Each key of this block and of the systems that are on: its value, and whether it was given."""
+        values: dict[KeyPath, tuple[Any, bool]] = {}
         for key in keys():
             block = self if len(key.path) == 1 else getattr(self, key.path[0])
             if block is not None:
                 value = getattr(block, key.path[-1])
-                found[key.path] = (value is not None if key.system else value, key.path[-1] in block.model_fields_set)
-        return found
+                values[key.path] = (value is not None if key.system else value, key.path[-1] in block.model_fields_set)
+        return values
 
 
 @functools.cache
@@ -402,13 +407,13 @@ def keys() -> tuple[Key, ...]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag to `parser`, as a group `ft_plugins`; each is None in the namespace unless given.
 
-    Switches abbreviated options off in `parser`: a script's `--ref` must not come to mean our `--reft`.
+    Disables abbreviated options in `parser`: a script's `--ref` must not be taken for our `--reft`.
     """
     sources.add_flags(parser, keys())
 
 
 def merge(first: Config, second: Config, names: tuple[str, str] = ("the command line", "the script")) -> Config:
-    """Both together. Raises ConfigError for a key that was given twice with different values, naming both sources."""
+    """Merge two sources. Raises ConfigError for a key with two different values, naming both sources."""
     ours, theirs = first.given(), second.given()
     for key in keys():
         if key.path in ours and key.path in theirs and ours[key.path] != theirs[key.path]:
@@ -431,7 +436,7 @@ def _as_flag(key: Key) -> str:
 
 
 def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
-    """Check `values` against types, ranges and each other. Raises ConfigError in the spelling of their source."""
+    """Check `values` against types, ranges and each other. Raises ConfigError that names keys as their source did."""
     known = {key.path: key for key in keys()}
     nested: dict[str, Any] = {}
     waiting: dict[KeyPath, Any] = {}
@@ -480,5 +485,5 @@ def _require_effect(config: Config, spell: Spelling) -> None:
 
 
 def _protects(key: Key) -> bool:
-    """Whether the system that `key` switches on keeps training state safe."""
+    """Whether `key` switches on a system that protects training state."""
     return any(getattr(block, "protects", False) for block in get_args(key.annotation))

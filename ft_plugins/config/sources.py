@@ -1,7 +1,7 @@
-"""A command line or a JSON block -> values by key. What looks like ours and is not known is an error with a suggestion.
+"""Parse a command line or a JSON block into values by key. An unknown flag or key is an error with a suggestion.
 
-Invariant: nothing is guessed. A word that is not ours comes out where it stood; a flag that lacks its value never takes
-the next option for it; a key given twice has one value.
+Invariant: nothing is guessed. Words that are not ours are returned unchanged and in order; a flag without a value never
+takes the next option for it; a key that is given twice has one value.
 
 In: words or a mapping, and the keys of the schema. Out: `{path: value}`, a system's own path holding True or False.
 """
@@ -43,7 +43,7 @@ def read_block(block: Any, keys: Sequence[Key], root: str) -> Values:
 
 
 def read_flags(argv: Sequence[str], keys: Sequence[Key], general: str) -> tuple[Values, list[str]]:
-    """The values on a command line, checked one by one, and the words that are not ours. Raises ConfigError."""
+    """The values on a command line, each checked, and the words that are not ours. Raises ConfigError."""
     known = {key.flag: key for key in keys}
     ours = _namespace(keys, general)
     values: Values = {}
@@ -58,7 +58,7 @@ def read_flags(argv: Sequence[str], keys: Sequence[Key], general: str) -> tuple[
         key = known.get(name) or _unknown_flag(name, known)
         value: Any = True
         if key.switch and equals:
-            raise ConfigError(f"{name}: is a switch and takes no value, found {shown(text)}")
+            raise ConfigError(f"{name}: expected no value, found {shown(text)}")
         if not key.switch:
             if not equals:
                 if not words or _is_option(words[0]):
@@ -97,7 +97,7 @@ def _argument_type(key: Key) -> Callable[[str], Any]:
 
 
 def _namespace(keys: Sequence[Key], general: str) -> re.Pattern[str]:
-    """What must be a flag of ours: `--ftp-...` and `--<system>` with or without more, also with underscores."""
+    """The names that are reserved for our flags: `--ftp-...`, `--<system>`, `--<system>-...`, also with underscores."""
     systems = "|".join(re.escape(key.path[0]) for key in keys if key.system)
     return re.compile(rf"--({systems}|({general}|{systems})[-_][\w-]*)")
 
@@ -107,25 +107,25 @@ def _is_option(word: str) -> bool:
 
 
 def _unknown_flag(name: str, known: Mapping[str, Key]) -> Key:
-    """Raise for a flag that begins like ours, with the nearest one; the common beginning does not count as near."""
-    if len(name) > SHOWN:  # nothing that is known is near
+    """Raise for an unknown flag of ours, with the nearest known one; their common prefix is not compared."""
+    if len(name) > SHOWN:  # longer than any known flag
         raise ConfigError(f"{shown(name)[1:-1]}: unknown flag")
     start = re.match(r"--[^-_]+[-_]?", name)
     prefix = start.group().replace("_", "-") if start else ""
-    beside = {flag.removeprefix(prefix): flag for flag in known if flag.startswith(prefix)}
-    near = difflib.get_close_matches(name.replace("_", "-").removeprefix(prefix), beside, 1, 0.6)
-    hint = f"did you mean {beside[near[0]]}?" if near else "known: " + " ".join(beside.values())
+    siblings = {flag.removeprefix(prefix): flag for flag in known if flag.startswith(prefix)}
+    near = difflib.get_close_matches(name.replace("_", "-").removeprefix(prefix), siblings, 1, 0.6)
+    hint = f"did you mean {siblings[near[0]]}?" if near else "known: " + " ".join(siblings.values())
     raise ConfigError(f"{name}: unknown flag; {hint}")
 
 
 def _unknown_name(path: KeyPath, keys: Sequence[Key], root: str) -> Key:
-    """Raise for a name that is not in the schema, with the nearest one: same block first, then anywhere."""
-    beside = {key.path[-1]: key.name for key in keys if key.path[:-1] == path[:-1]}
+    """Raise for an unknown name, with the nearest known one: in the same block first, then anywhere."""
+    siblings = {key.path[-1]: key.name for key in keys if key.path[:-1] == path[:-1]}
     anywhere = {key.path[-1]: key.name for key in keys}
     named = ".".join([root, *path[:-1], shown(path[-1])[1:-1]])
     spelt = path[-1][:SHOWN].lower().replace("-", "_")
-    exact = beside.get(spelt) or anywhere.get(spelt)
-    near = difflib.get_close_matches(spelt, beside, 1, 0.6) or difflib.get_close_matches(spelt, anywhere, 1, 0.6)
-    meant = exact or (anywhere | beside)[near[0]] if exact or near else ""
-    hint = f"did you mean {root}.{meant}?" if meant else "known: " + ", ".join(beside)
+    exact = siblings.get(spelt) or anywhere.get(spelt)
+    near = difflib.get_close_matches(spelt, siblings, 1, 0.6) or difflib.get_close_matches(spelt, anywhere, 1, 0.6)
+    meant = exact or (anywhere | siblings)[near[0]] if exact or near else ""
+    hint = f"did you mean {root}.{meant}?" if meant else "known: " + ", ".join(siblings)
     raise ConfigError(f"{named}: unknown key; {hint}")

@@ -1,4 +1,4 @@
-"""What happened, when and to whom: a catalogue of event types, and one append-only stream of events per node."""
+"""Events: a catalogue of event types, and one append-only stream of events per node."""
 
 from . import catalogue
 from .declaration import EventType, Severity

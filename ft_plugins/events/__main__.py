@@ -14,10 +14,10 @@ _HEAD = f"""\
 
 Each node of a job writes what happens to `events.jsonl` in its run directory, one JSON object per line. That is
 `$XDG_RUNTIME_DIR/ft_plugins/<job>/<node>`, or a folder in the temporary directory. `time` (seconds since the epoch),
-`name`, `node`, `rank` (null for ft-run and the SMP) and `pid` stand in every line and describe the sender, unless the
+`name`, `node`, `rank` (null for ft-run and the SMP) and `pid` are in every line and describe the sender, unless the
 event has a field of that name. Routine events go to `events.recent.jsonl`; in `events.jsonl` a `routine.summed` stands
 for up to {SUMMED} of them.
-`ft-plugins status` shows the last alarm of a job that nothing has ended. A field that does not apply is left out.
+`ft-plugins status` shows the last alarm that no later event has ended. A field that does not apply is left out.
 """
 
 

@@ -35,7 +35,7 @@ _PACE: dict[str, Any] = {
     "iterations": Field("int", "iterations between the two newest committed versions", "iterations", optional=True),
     "planned": Field("int", "iterations per version by the bubble plan", "iterations", optional=True),
     "in_bubbles": Field("int", "sent within bubbles", "bytes"),
-    "late": Field("int", "sent in windows that closed before the data was through", "bytes"),
+    "late": Field("int", "sent in windows that closed before the data had arrived", "bytes"),
     "by_rate": Field("int", "sent outside bubbles, rate-limited", "bytes"),
     "taken": Field("int", "used of the windows in which data was waiting", "bytes"),
     "offered": Field("int", "offered by those windows", "bytes"),
@@ -62,7 +62,8 @@ WORKERS_RESTARTED = EventType(
 )  # fmt: skip
 WORKERS_KILLED = EventType(
     "workers.killed", ALARM,
-    "Other nodes or ranks were lost, so the training processes of this node wait in vain; they were killed to restart.",
+    "Other nodes or ranks were lost, so the training processes of this node could not continue; they were killed to "
+    "restart.",
     "Find out why those were lost; the job continues when enough nodes have joined.", lost=_LOST,
 )  # fmt: skip
 ROUND_LOST = EventType(
@@ -188,7 +189,7 @@ SWEEP_FAILED = EventType(
 EXCHANGE_STARTED = EventType("exchange.started", ROUTINE, "A node began to send a version to other nodes.", **_VERSION)
 EXCHANGE_SENT = EventType(
     "exchange.sent", ROUTINE, "A node sent its part of a version.", **_VERSION, bytes=_BYTES,
-    inside=Field("int", "sent within bubbles", "bytes"), late=Field("int", "through only after their bubble", "bytes"),
+    inside=Field("int", "sent within bubbles", "bytes"), late=Field("int", "sent only after their bubble", "bytes"),
     compared=Field("int", "ranges of replicas compared with other nodes"), seconds=_SECONDS,
 )  # fmt: skip
 EXCHANGE_RETRIED = EventType(

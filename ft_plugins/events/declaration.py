@@ -1,4 +1,4 @@
-"""What an event type is: its name, severity and fields, and what it means to an operator.
+"""The declaration of an event: its name, severity and fields, and what it means to an operator.
 
 Invariant: a declaration is immutable and complete. Alarms in the job's log, `ft-plugins status`, the summary of routine
 events and docs/events.md are derived from it, so that an event is described in one place (`catalogue`).
@@ -65,8 +65,8 @@ class Field:
 class EventType:
     """The declaration of one event. Compared by identity.
 
-    `name` is subject.verb. `what` says what happened, `action` what an operator does. `ends` names the alarms that are
-    over when this event happens: it is printed where they were. `once`: all ranks emit the same event, and rank 0 alone
+    `name` is subject.verb. `what` says what happened, `action` what an operator does. `ends` names the alarms that
+    this event ends: it is printed in the job's log too. `once`: all ranks emit the same event, and rank 0 alone
     prints it.
     """
 
@@ -96,12 +96,12 @@ class EventType:
         return self.severity is Severity.ALARM or bool(self.ends)
 
     def sentence(self, where: str, words: str) -> str:
-        """The event for the job's log: what happened `where` (rank or node), and what to do. `words` are its facts."""
+        """A sentence for the job's log: what happened `where` (rank or node), and what to do. `words` are its facts."""
         action = "" if self.action == NOTHING else f". {self.action}"
         return f"{self.name}: {where}: {words.rstrip('.')}{action}"
 
     def problem(self, fields: Mapping[str, Any]) -> str:
-        """What in `fields` was not declared; '' if all of it was. A declared field may be absent."""
+        """A message on undeclared fields or values of another type; '' for none. A declared field may be absent."""
         unknown = sorted(fields.keys() - self.fields.keys())
         if unknown:
             return f"{self.name} declares no field {', '.join(unknown)}"

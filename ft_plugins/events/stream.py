@@ -1,8 +1,8 @@
-"""What happened, when and to whom: one append-only stream per node; sinks subscribe.
+"""The stream of events: one append-only file per node, and sinks that subscribe to it.
 
 Invariant: an event is one line of JSON, written with one `write` to a file opened with O_APPEND, so that lines of
 the agent, the SMP and the trainers of a node never interleave. The stream outlives incarnations and answers
-'where did the downtime go?': routine events are summarised in it, so that they do not push out the rest.
+'where did the downtime go?': routine events are summarised in it, so that they do not displace the rest.
 
 In: `Events.emit(catalogue.X, **fields)`. Out: `Event` objects to every subscriber; `read(path)` gives them back;
 alarms in the job's own log (`log_sink`, `say`).
@@ -34,8 +34,8 @@ SUMMED = 100  # routine events of one name in a summary
 class Event:
     """One thing that happened. `time` is seconds since the epoch; `rank` is None for agent and SMP.
 
-    By default an event describes its sender. A field of the same name says otherwise (the `pid` of `smp.lost`, the
-    `rank` of `worker.failed`): in the file it replaces the sender's, and so it is read back.
+    By default an event describes its sender. A field of the same name (the `pid` of `smp.lost`, the `rank` of
+    `worker.failed`) replaces the sender's in the file, and when it is read back.
     """
 
     name: str
@@ -83,7 +83,7 @@ Sink = Callable[[Event], None]
 class Events:
     """The stream as one process sees it: adds the sender, passes every event to its sinks in order."""
 
-    strict: ClassVar[bool] = False  # refuse what was not declared; in tests only: an event never ends a healthy job
+    strict: ClassVar[bool] = False  # refuse undeclared fields; only in tests: an event must never end a healthy job
 
     def __init__(self, node: str = "", rank: int | None = None) -> None:
         self.node = node
@@ -95,7 +95,7 @@ class Events:
         self._sinks.append(sink)
 
     def emit(self, kind: EventType, /, **fields: Any) -> Event:
-        """Report an event of the catalogue with its facts. Raises ValueError for others than declared, if `strict`."""
+        """Report an event of the catalogue with its facts. Raises ValueError for undeclared fields, if `strict`."""
         if self.strict and (problem := kind.problem(fields)):
             raise ValueError(f"event {problem}")
         event = Event(kind.name, time.time(), self.node, self.rank, os.getpid(), fields)
@@ -105,7 +105,7 @@ class Events:
 
 
 def log_sink(who: str = "ft_plugins: ") -> Sink:
-    """A sink that prints alarms, and that they are over, in the job's log. What all ranks report, rank 0 prints."""
+    """A sink that prints alarms and their ends in the job's log. What all ranks report, rank 0 prints."""
 
     def write(event: Event) -> None:
         kind = event.type
@@ -120,8 +120,8 @@ def file_sink(path: Path) -> Sink:
     """A sink that appends to `path`; routine events to `recent_of(path)`, and in `path` a `routine.summed` stands for
     up to SUMMED of them, written no later than the next event that is not routine.
 
-    A full disk or a folder that is gone loses lines, never the job: nothing is raised. A file that has reached its
-    limit makes room for a new one and is kept with '.1' behind its name: no more than twice both limits is ever held.
+    A full disk or a missing folder loses lines; nothing is raised. A file that has reached its limit is renamed with
+    the suffix '.1', so the files never take more than twice both limits.
     """
     recent = recent_of(path)
     summaries: dict[str, _Summary] = {}
@@ -145,7 +145,7 @@ def file_sink(path: Path) -> Sink:
 
 
 def recent_of(path: Path) -> Path:
-    """Where the newest routine events stand one by one, of a history in `path`."""
+    """The file of the newest single routine events, for the history in `path`."""
     return path.with_name(f"{path.stem}.recent{path.suffix}")
 
 
@@ -158,7 +158,7 @@ class _Summary:
         self.count = 0
 
     def add(self, event: Event) -> None:
-        """`event` is one more of them."""
+        """Add one more event."""
         self.count += 1
         self._newest = event
         for key in ("seconds", "bytes"):
@@ -168,7 +168,7 @@ class _Summary:
             self._longest = event
 
     def event(self) -> Event:
-        """All of them as one: how many, the first and last iteration, sums, and the one that took longest."""
+        """The summary event: how many, the first and last iteration, sums, and the longest one."""
         newest, longest = self._newest, self._longest.fields
         facts: dict[str, Any] = {"of": newest.name, "count": self.count}
         facts |= {"first": self._oldest.fields.get("iteration"), "last": newest.fields.get("iteration")}
@@ -180,7 +180,7 @@ class _Summary:
 
 
 def _append(path: Path, event: Event, limit: int) -> None:
-    """Write one line into the regular file `path` (created 0600); a link or a pipe loses it. Never raises or waits."""
+    """Append one line to the regular file `path` (created 0600); not to a link or a pipe. Never raises or waits."""
     with contextlib.suppress(OSError):
         how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         fd = os.open(path, how, 0o600)
@@ -188,29 +188,27 @@ def _append(path: Path, event: Event, limit: int) -> None:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return
             os.write(fd, (event.line() + "\n").encode())
-            found = os.fstat(fd)
-            if found.st_size > limit and os.stat(path).st_ino == found.st_ino:  # no other process was quicker
+            status = os.fstat(fd)
+            if status.st_size > limit and os.stat(path).st_ino == status.st_ino:  # no other process has renamed it
                 os.replace(path, path.with_name(path.name + ".1"))
         finally:
             os.close(fd)
 
 
 def say(words: str, alarm: bool = False, who: str = "ft_plugins: ") -> None:
-    """One line or more for the job's log: an `alarm` to stderr, `who` says it. A full disk loses them, never the
-    job."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+    """Print to the job's log, prefixed by `who`; an `alarm` goes to stderr. Nothing is raised if the disk is full."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
         print(f"{who}{words}", file=sys.stderr if alarm else sys.stdout, flush=True)
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a history, and those of its recent routine events that are there, by time; a line cut short (by a
-    full disk) is left out."""
+    """The events of a history and of its recent routine events, by time, without lines that a full disk cut short."""
     history, recent = list(_read(path)), list(_read(recent_of(path)))
     yield from sorted([*recent, *history], key=lambda event: event.time) if recent else history
 
 
 def _read(path: Path) -> Iterator[Event]:
-    """Of one file, in the order in which they were written."""
+    """The events of one file, in the order in which they were written."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):
@@ -225,7 +223,7 @@ def _read(path: Path) -> Iterator[Event]:
 
 
 def standing_alarm(path: Path) -> Event | None:
-    """Of a history, the newest alarm that no later event has ended; None where there is none."""
+    """The newest alarm of a history that no later event has ended; None if there is none."""
     newest: Event | None = None
     for event in _read(path):
         kind = event.type

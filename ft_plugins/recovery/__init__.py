@@ -1,1 +1,1 @@
-"""From survivors and versions to a restored rank: a pure plan, and the executor that carries it out."""
+"""Recovery: decide which version to restore (pure), and restore it on every rank."""

@@ -1,9 +1,8 @@
 """Carry out a recovery: agree on the version, verify digests, copy the bytes back into the live tensors.
 
 Invariant: nothing is loaded before every rank has verified its share of the same version. A corrupt share is rebuilt
-from other nodes, or all ranks drop the version and try the next older one. Unique items come from the rank's own
-segment, replicated ones are all-gathered from the shares, so every share is read on its own node. Messages between
-ranks are bounded and typed.
+from other nodes, or all ranks try the next older version. Items that only this rank holds come from its own segment;
+replicated ones are all-gathered from the shares, so that every share is read on its own node.
 
 In: segment, layout, live tensors. Out: the restored tensors, the slot's small state, the plan.
 """
@@ -27,23 +26,24 @@ from ..snapshot.copiers import flat_bytes
 from ..snapshot.layout import Layout, ReplicaStream
 from ..snapshot.segment import COMPLETED, Segment
 from ..snapshot.slots import Mark, Slot, SlotState, Version
-from .recovery_plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
+from .facts import NodeFacts, RankFacts
+from .recovery_plan import RecoveryPlan, Way, plan_recovery
 
 _FACTS_BYTES = 1 << 16  # of a rank's report on its slots
 
 
 @dataclass(frozen=True)
 class LoadedState:
-    """`plan` as carried out; `small` is the encoded small state of the restored version, None where there is none."""
+    """`plan` as carried out, and the encoded small state of the restored version, None if nothing was restored."""
 
     plan: RecoveryPlan
     small: bytes | None
 
 
 class Nodes(Protocol):
-    """The node tier as recovery needs it; None where a lost node cannot be survived."""
+    """The other nodes, as recovery needs them."""
 
-    exchange: ExchangePlan | None  # None: state on other nodes is known, but not fetched
+    exchange: ExchangePlan | None  # None: nodes report what they hold, but send each other nothing
     digest: int  # of `exchange`
 
     def facts(self) -> Sequence[NodeFacts]:
@@ -51,22 +51,22 @@ class Nodes(Protocol):
         ...
 
     def rebuild(self, plan: RecoveryPlan) -> None:
-        """Have this rank's slot rebuilt according to the plan. Raises an FtError where that fails."""
+        """Rebuild this rank's slot according to the plan. Raises an FtError if that fails."""
         ...
 
 
 def agree_on_version(
     segment: Segment, collective: Collective, report: Callable[[FtError], None], nodes: Nodes | None = None
 ) -> RecoveryPlan:
-    """The newest version that all ranks can have; verified, in every rank's own segment, when this returns.
+    """Choose the newest version that all ranks can have, and have it verified in every rank's own segment.
 
-    A corrupt slot is reported, and rebuilt from other nodes or skipped; a version that cannot be rebuilt is skipped.
-    Every rank of the job calls.
+    A corrupt slot is reported, then rebuilt from other nodes or its version skipped. A version that cannot be rebuilt
+    is skipped. `nodes`: None for this rank's own node alone. Every rank of the job calls.
     """
     corrupt: set[tuple[int, Version]] = set()
     banned: set[Version] = set()
     rebuilt: set[tuple[int, Version]] = set()
-    ways: dict[Version, RecoveryPlan] = {}  # by which each version was rebuilt
+    plans: dict[Version, RecoveryPlan] = {}  # by which each version was rebuilt
     for error in _damage(segment):
         report(error)
     while True:
@@ -78,34 +78,34 @@ def agree_on_version(
         if plan.version is None:
             return plan
         version = plan.version
-        verdicts = collective.gather(_try(plan, segment, facts[collective.rank], nodes, report))
-        if all(verdict == b"whole" for verdict in verdicts):
-            return replace(ways.get(version, plan), completed=plan.completed, lost=plan.lost)
-        for rank, verdict in enumerate(verdicts):
-            match verdict:
+        results = collective.gather(_verify_or_rebuild(plan, segment, facts[collective.rank], nodes, report))
+        if all(result == b"whole" for result in results):
+            return replace(plans.get(version, plan), completed=plan.completed, lost=plan.lost)
+        for rank, result in enumerate(results):
+            match result:
                 case b"rebuilt":
                     corrupt.discard((rank, version))
                     rebuilt.add((rank, version))
-                    ways.setdefault(version, plan)
+                    plans.setdefault(version, plan)
                 case b"corrupt" if (rank, version) not in rebuilt:
                     corrupt.add((rank, version))
                 case b"corrupt" | b"failed":
                     banned.add(version)
 
 
-def _try(
+def _verify_or_rebuild(
     plan: RecoveryPlan, segment: Segment, facts: RankFacts, nodes: Nodes | None, report: Callable[[FtError], None]
 ) -> bytes:
-    """Verify this rank's slot, or have it rebuilt: whole, rebuilt, corrupt or failed."""
+    """Verify this rank's slot, or have it rebuilt. Returns whole, rebuilt, corrupt or failed."""
     assert plan.version is not None
     own = plan.sources[facts.rank].way is Way.OWN
     try:
         if own:
-            segment.verify(facts.holds()[plan.version])
+            segment.verify(facts.restorable()[plan.version])
             return b"whole"
         if nodes is not None:
             nodes.rebuild(plan)
-            segment.mark(plan.version, plan.mark)  # perhaps only the lost slot recorded it
+            segment.mark(plan.version, plan.mark)  # maybe only the lost slot recorded it
             return b"rebuilt"
     except FtError as error:
         report(error)
@@ -115,21 +115,21 @@ def _try(
 def load_tensors(
     plan: RecoveryPlan, segment: Segment, layout: Layout, tensors: Mapping[str, torch.Tensor], collective: Collective
 ) -> LoadedState:
-    """Copy the plan's version into `tensors`, in place. Every rank of the job calls together."""
+    """Copy the plan's version into `tensors`, in place. Every rank of the job calls. Raises CorruptSlotError."""
     if plan.version is None:
         return LoadedState(plan, None)
     index = next((s.index for s in segment.slots() if s.version == plan.version and s.state is SlotState.CLEAN), None)
     if index is None:
-        raise CorruptSlotError(f"rank {segment.rank}: version {plan.version} is no longer in memory; start again")
+        raise CorruptSlotError(f"rank {segment.rank}: version {plan.version} is no longer in memory; restart the job")
     data = segment.data(index)
     collective.connect(stream.replicas for stream in layout.streams)
     for number, stream in enumerate(layout.streams):
         faults.reach("restore.tensors", iteration=plan.version.iteration, stream=number)
         own = stream.share_of(layout.rank)
-        held = data[stream.slot_offset : stream.slot_offset + own.stop - own.start]
+        share = data[stream.slot_offset : stream.slot_offset + own.stop - own.start]
         flat = {item.name: flat_bytes(item.name, tensors[item.name]) for item in stream.items}
         ranges = [(share.start, share.stop) for share in stream.shares]
-        for offset, arrived in collective.exchange_shares(stream.replicas, ranges, held):
+        for offset, arrived in collective.exchange_shares(stream.replicas, ranges, share):
             _scatter(stream, flat, offset, arrived)
     return LoadedState(plan, segment.small(index))
 
@@ -137,7 +137,7 @@ def load_tensors(
 def _scatter(
     stream: ReplicaStream, flat: Mapping[str, torch.Tensor], offset: int, arrived: npt.NDArray[np.uint8]
 ) -> None:
-    """Copy the stream's bytes `offset .. offset + len(arrived)` into the items that they belong to."""
+    """Copy the stream's bytes `offset .. offset + len(arrived)` into their items."""
     end = offset + len(arrived)
     first = max(0, int(np.searchsorted(stream.offsets, offset, side="right")) - 1)
     for item, start in zip(stream.items[first:], stream.offsets[first:], strict=True):
@@ -149,12 +149,12 @@ def _scatter(
 
 
 def _damage(segment: Segment) -> list[FtError]:
-    """The parts of this rank's segment that do not match their digests."""
+    """The parts of this rank's segment that failed their digests."""
     damaged = [slot.index for slot in segment.slots() if slot.damaged]
     errors: list[FtError] = [
         CorruptSlotError(
-            f"rank {segment.rank}: slot {index} is not used: its header, digest table or small state do not match "
-            "their digest"
+            f"rank {segment.rank}: slot {index} is not used: its header, digest table or small state does not match "
+            "its digest"
         )
         for index in damaged
     ]
@@ -183,7 +183,7 @@ def _facts(segment: Segment) -> bytes:
 
 
 def _read_facts(rank: int, payload: bytes) -> RankFacts:
-    """Decode a report of `rank`. Raises ProtocolError, SegmentError where its segment is another rank's."""
+    """Decode the report of `rank`. Raises ProtocolError; SegmentError if its segment is another rank's."""
     try:
         if len(payload) > _FACTS_BYTES:
             raise ValueError(f"{len(payload)} bytes; expected at most {_FACTS_BYTES}")
@@ -196,7 +196,7 @@ def _read_facts(rank: int, payload: bytes) -> RankFacts:
         raise ProtocolError(f"rank {rank}: its report on its segment cannot be read ({error})") from error
     if facts.rank != rank:
         raise SegmentError(
-            f"rank {rank} has mapped the segment of rank {facts.rank}; 'ft-plugins end' or --ftp-resume fresh drops it"
+            f"rank {rank} has mapped the segment of rank {facts.rank}; use 'ft-plugins end' or --ftp-resume fresh"
         )
     return facts
 
@@ -208,5 +208,5 @@ def _read_slot(index: Any, state: Any, lineage: Any, iteration: Any, mark: Any, 
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} where a number was expected")
+        raise ValueError(f"expected a number, found {value!r}")
     return value

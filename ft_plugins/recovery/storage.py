@@ -1,13 +1,13 @@
 """Recover from checkpoints in storage when memory has no version: every rank reads its own file into its own slot.
 
-Invariant: all ranks take the same checkpoint, the newest one of this job that every rank could read and verify; where
-replicas are compared, certified ones are tried first. A checkpoint that is damaged for any rank is reported and skipped
-by all. Once the slot is filled, the restore is one from memory. Checkpoints that exist but cannot be used (of another
+Invariant: all ranks use the same checkpoint, the newest one of this job that every rank could read and verify. If
+replicas are compared, certified checkpoints are tried first. One that is damaged for any rank is reported and skipped
+by all. Once the slot is filled, state is restored from memory. Checkpoints that exist but cannot be used (of another
 job, of another layout, all damaged, unreachable) are refused by name and never treated as absent. The new lineage is
-newer than any in storage, whichever job wrote it. Unreachable storage neither blocks a job that has memory nor keeps
-other ranks waiting: rank 0 reports it.
+newer than any in storage, of any job. Unreachable storage does not stop a job whose state is in memory, and no rank
+waits long for it; rank 0 reports it.
 
-Memory goes first, unless storage has a later lineage: then the job has continued elsewhere since.
+Memory takes precedence, unless storage has a later lineage: then the job has continued elsewhere since.
 
 In: the plan from memory, a folder. Out: a `RecoveryPlan`, and a sealed slot on every rank if its tier is `storage`.
 """
@@ -33,28 +33,27 @@ from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Version
 from .recovery_plan import RecoveryPlan, choose_source
 
-LOOK_SECONDS = 60.0  # for the folder to be listed; a storage that hangs longer is out of reach
-_OFFERED = 16  # checkpoints that are tried, in the order of `retention.candidates`
+LOOK_SECONDS = 60.0  # timeout of listing the folder; slower storage is unreachable
+_OFFERED = 16  # checkpoints tried, in the order of `retention.candidates`
 
 
 @dataclass(frozen=True)
-class Shelf:
-    """What rank 0 found in storage, the same on all ranks. `candidates`: version, folder name, known problem ('' for
-    none), and what is known of its replicas.
+class StorageListing:
+    """What rank 0 found in storage. Each of `candidates`: version, folder name, known problem ('' for none), mark.
 
-    `other` describes the newest checkpoint of another job, `unreachable` is why storage could not be listed.
+    `other` describes the newest checkpoint of another job, `unreachable` says why storage could not be listed.
     """
 
     candidates: tuple[tuple[Version, str, str, Mark], ...]
     lineage: int  # the newest in storage
     other: str = ""
     unreachable: str = ""
-    resized: Version | None = None  # `other` is of this job at another data-parallel size, and of this version
-    passed_over: tuple[str, ...] = ()  # names that resemble a checkpoint's but are not valid
+    resized: Version | None = None  # the version of `other`, if that is of this job at another data-parallel size
+    passed_over: tuple[str, ...] = ()  # names like those of checkpoints, but not valid
 
 
 def with_storage(
-    found: RecoveryPlan,
+    plan: RecoveryPlan,
     mode: str,
     loaded: int,
     stored: Version | None,
@@ -62,28 +61,29 @@ def with_storage(
     resized: Version | None = None,
     mark: Mark = Mark.NONE,
 ) -> RecoveryPlan:
-    """`choose_source`, where a checkpoint of version `stored` is available as well. Pure. Raises ResumeError, also if
-    `resized`, a checkpoint of the job at another data-parallel size, is newer and the user did not ask for the older.
+    """`choose_source`, if a checkpoint of version `stored` is available as well. Pure.
 
-    `later`: its lineage is newer than any in memory; `mark`: what is known of its replicas. Compared with the
-    framework's own checkpoint, the larger iteration wins.
+    `later`: its lineage is newer than any in memory; `mark` is its mark. Of it and the framework's own checkpoint, the
+    larger iteration wins. Raises ResumeError, also if `resized`, the version of a checkpoint of the job at another
+    data-parallel size, is newer and the user did not ask for the older one.
     """
-    memory = mode == "auto" and found.version is not None and not later
+    memory = mode == "auto" and plan.version is not None and not later
     if stored is None or memory or mode not in ("auto", "storage") or stored.iteration < loaded:
-        return choose_source(found, mode, loaded)
+        return choose_source(plan, mode, loaded)
     if mode == "auto" and resized is not None and resized > stored:
         raise ResumeError(
-            f"the newest checkpoint of this job, of version {resized}, is of another data-parallel size and cannot be "
-            f"loaded at this one; start as it was written, or --ftp-resume storage takes iteration {stored.iteration}"
+            f"the newest checkpoint of this job, version {resized}, is of another data-parallel size and cannot be "
+            "loaded at this one; start with the size at which it was written, or restore iteration "
+            f"{stored.iteration} with --ftp-resume storage"
         )
     if mode == "storage":
-        why = "--ftp-resume storage"
+        reason = "--ftp-resume storage"
     else:
-        why = "a later lineage than in memory" if found.version is not None else found.reason
-    completed = max(found.completed, stored.iteration)
+        reason = "a later lineage than in memory" if plan.version is not None else plan.reason
+    completed = max(plan.completed, stored.iteration)
     lost = completed - stored.iteration
     return replace(
-        found, version=stored, tier="storage", completed=completed, lost=lost, reason=why, loaded=0, state_lost=False,
+        plan, version=stored, tier="storage", completed=completed, lost=lost, reason=reason, loaded=0, state_lost=False,
         mark=mark, passed_over=(),
     )  # fmt: skip
 
@@ -99,35 +99,35 @@ class StorageTier:
         self._collective = collective
         self._report = report
 
-    def recover(self, found: RecoveryPlan, mode: str, loaded: int, segment: Segment, token: int) -> RecoveryPlan:
-        """The plan, given `found` in memory, `mode`, `loaded` and storage. Every rank of the job calls.
+    def recover(self, in_memory: RecoveryPlan, mode: str, loaded: int, segment: Segment, token: int) -> RecoveryPlan:
+        """The plan, given the one from memory, `mode`, `loaded` and storage. Every rank of the job calls.
 
         If the plan's tier is `storage` and it names a version, that is CLEAN in a slot of every rank. Raises
-        ResumeError, and what `persist.read_rank` refuses with, on all ranks.
+        ResumeError, and the errors of `persist.read_rank`, on all ranks.
         """
         if mode == "memory":
-            return choose_source(found, mode, loaded)
-        shelf = self._look(segment.fingerprint)
-        if shelf.passed_over:
-            names = ", ".join(map(shown, shelf.passed_over))
-            reason = f"{self._base}: {names}: not the name of a checkpoint"
+            return choose_source(in_memory, mode, loaded)
+        listing = self._list(segment.fingerprint)
+        if listing.passed_over:
+            names = ", ".join(map(shown, listing.passed_over))
+            reason = f"{self._base}: {names}: not a checkpoint name"
             self._report_once(catalogue.CHECKPOINT_IGNORED, reason)
-        needed = found.version is None or mode != "auto"
-        if shelf.unreachable:
+        needed = in_memory.version is None or mode != "auto"
+        if listing.unreachable:
             if needed:
                 raise ResumeError(
-                    f"--reft-checkpoint-dir: {self._base} cannot be used ({shelf.unreachable}); "
-                    "make it a folder that all nodes share and may write to, or drop the key"
+                    f"--reft-checkpoint-dir: {self._base} cannot be used ({listing.unreachable}); "
+                    "make it a folder that all nodes share and may write to, or drop the flag"
                 )
-            self._report_once(catalogue.STORAGE_FAILED, shelf.unreachable)
-        memory_lineage = found.lineage - 1
-        found = replace(found, lineage=max(found.lineage, shelf.lineage + 1))
+            self._report_once(catalogue.STORAGE_FAILED, listing.unreachable)
+        memory_lineage = in_memory.lineage - 1
+        base = replace(in_memory, lineage=max(in_memory.lineage, listing.lineage + 1))
         damaged = ""
-        for number, (version, name, problem, mark) in enumerate(shelf.candidates):
-            # a certified one may precede one of a later lineage, which still shows that memory is outdated
-            left = [version] if found.mark.preferred else [each[0] for each in shelf.candidates[number:]]
-            later = max(each.lineage for each in left) > memory_lineage
-            plan = with_storage(found, mode, loaded, version, later, shelf.resized, mark)
+        for number, (version, name, problem, mark) in enumerate(listing.candidates):
+            # a certified one may come before one of a later lineage, which still shows that memory is outdated
+            left = [version] if base.mark.preferred else [other[0] for other in listing.candidates[number:]]
+            later = max(other.lineage for other in left) > memory_lineage
+            plan = with_storage(base, mode, loaded, version, later, listing.resized, mark)
             if (plan.tier, plan.version) != ("storage", version):
                 return plan
             if problem:
@@ -136,69 +136,71 @@ class StorageTier:
                 return plan
             damaged = damaged or name
         if needed and mode != "fresh" and not loaded:
-            self._refuse_scratch(shelf, damaged)
-        return choose_source(found, mode, loaded)
+            self._refuse_fresh_start(listing, damaged)
+        return choose_source(base, mode, loaded)
 
-    def _refuse_scratch(self, shelf: Shelf, damaged: str) -> None:
-        """Raises ResumeError where there are checkpoints, but none is usable."""
+    def _refuse_fresh_start(self, listing: StorageListing, damaged: str) -> None:
+        """Raises ResumeError if there are checkpoints, but none is usable."""
         if damaged:
             raise ResumeError(
                 f"every checkpoint of this job in {self._base} is damaged, the newest is {damaged} (see the events "
-                f"'{catalogue.CHECKPOINT_CORRUPTED.name}'); put the files back, or --ftp-resume fresh starts from the "
-                "beginning"
+                f"'{catalogue.CHECKPOINT_CORRUPTED.name}'); put the files back, or start from the beginning with "
+                "--ftp-resume fresh"
             )
-        if shelf.other:
+        if listing.other:
             raise ResumeError(
-                f"the checkpoints in {self._base} belong to another job ({shelf.other}); start as they were written, "
-                "name this job otherwise with --ftp-job, or --ftp-resume fresh starts from the beginning"
+                f"the checkpoints in {self._base} belong to another job ({listing.other}); start that job again, give "
+                "this one another name with --ftp-job, or start from the beginning with --ftp-resume fresh"
             )
 
-    def _look(self, fingerprint: Mapping[str, Any]) -> Shelf:
+    def _list(self, fingerprint: Mapping[str, Any]) -> StorageListing:
         """Rank 0 lists the folder and sends the result to all ranks."""
-        listed = b""
+        packed = b""
         if self._collective.rank == 0:
-            listed = bytes(msgpack.packb(_shelf(self._base, fingerprint, self._collective.world_size)))
+            packed = bytes(msgpack.packb(_listing(self._base, fingerprint, self._collective.world_size)))
         candidates, lineage, other, unreachable, resized, passed_over = msgpack.unpackb(
-            self._collective.gather(listed)[0]
+            self._collective.gather(packed)[0]
         )
-        known = tuple((Version(*version), name, why, Mark(mark)) for version, name, why, mark in candidates)
-        return Shelf(known, lineage, other, unreachable, Version(*resized) if resized else None, tuple(passed_over))
+        return StorageListing(
+            tuple((Version(*version), name, problem, Mark(mark)) for version, name, problem, mark in candidates),
+            lineage, other, unreachable, Version(*resized) if resized else None, tuple(passed_over),
+        )  # fmt: skip
 
     def _fetch(self, name: str, version: Version, segment: Segment, token: int) -> bool:
-        """Read this rank's file of a checkpoint; returns whether every rank could. Raises any rank's refusal on all."""
+        """Read this rank's file of a checkpoint; returns whether every rank could. Raises on all ranks or none."""
         folder, final = self._base / name, checkpoint.folder_of(self._base, version)
-        whole = False
+        verified = False
         with self._collective.agreement():
             try:
                 persist.read_rank(final if final.exists() else folder, segment, version, token)
-                whole = True
+                verified = True
             except StorageError as error:
                 self._report(catalogue.CHECKPOINT_CORRUPTED, str(error))
-        return all(self._collective.gather(b"1" if whole else b""))
+        return all(self._collective.gather(b"1" if verified else b""))
 
     def _report_once(self, kind: EventType, reason: str) -> None:
         if self._collective.rank == 0:
             self._report(kind, reason)
 
 
-def _shelf(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[Any]:
-    """The fields of a `Shelf` as plain values, for the other ranks. Creates the folder where there is none."""
+def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[Any]:
+    """The fields of a `StorageListing` as plain values, for the other ranks. Creates the folder if it is missing."""
     origin = Origin("", world_size, fingerprint)
-    theirs: Mapping[str, Any] = {}
+    other_fingerprint: Mapping[str, Any] = {}
     ignored: list[str] = []
     try:
-        stored = within(LOOK_SECONDS, lambda: _listed(base, lambda name: ignored.append(printable(name))))
+        stored = within(LOOK_SECONDS, lambda: _folders(base, lambda name: ignored.append(printable(name))))
         others = [each for each in stored if each.complete and each.fingerprint not in (origin.digest, "")]
         newest = max(others, key=lambda each: each.version, default=None)
         if newest is not None:
-            theirs = within(LOOK_SECONDS, lambda: checkpoint.read_manifest(base / newest.name)).fingerprint
+            other_fingerprint = within(LOOK_SECONDS, lambda: checkpoint.read_manifest(base / newest.name)).fingerprint
     except (OSError, TimeoutError, StorageError) as error:
         return [[], 0, "", getattr(error, "strerror", None) or str(error), None, []]
     own = retention.candidates(stored, origin.digest)[:_OFFERED]
     other, resized = "", None
     if newest is not None:
-        other = f"{newest.name}: {_differing(theirs, fingerprint)}"
-        if resizable(theirs) == resizable(fingerprint):
+        other = f"{newest.name}: {_differing(other_fingerprint, fingerprint)}"
+        if resizable(other_fingerprint) == resizable(fingerprint):
             resized = [newest.version.lineage, newest.version.iteration]
     candidates = [
         [
@@ -213,7 +215,7 @@ def _shelf(base: Path, fingerprint: Mapping[str, Any], world_size: int) -> list[
     return [candidates, lineage, other, "", resized, ignored[:_OFFERED]]
 
 
-def _listed(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.StoredCheckpoint, ...]:
+def _folders(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.StoredCheckpoint, ...]:
     checkpoint.make_job_folder(base)
     return checkpoint.listing(base, passed_over)
 

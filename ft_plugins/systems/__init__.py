@@ -1,1 +1,1 @@
-"""The published systems, each a short recipe over the parts of the house."""
+"""The systems REFT, BAFT and PAFT, each a short recipe over the other packages."""

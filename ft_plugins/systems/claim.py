@@ -1,11 +1,11 @@
-"""Start of protection, as all ranks agree on it, and what is left of it once it is lost.
+"""Start of protection on all ranks together, and the record of its loss.
 
 Invariant: every rank claims its memory, or none does: without one rank's share no version is ever complete. An error
 that the user has to act on is raised on every rank. A ProtectionError lets training begin unprotected instead, on all
 ranks, unless protection is required or an earlier incarnation left state to resume from.
 
-In: a host, a configuration, the launch context. Out: the ranks of the job; a `Reft` that holds its memory, or the
-reason why there is none; `LossRecord`, which bounds training without protection.
+In: a host, a configuration, the launch context. Out: the ranks of the job; a `Reft` with its memory claimed, or the
+reason why there is none; `LossRecord`, which limits training without protection.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .reft import Reft
 from .reft_plan import check_replicas
 from .reft_reports import budget_table
 
-_OF_A_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
+_PER_NODE = {"node_name", "interface", "secret_file", "orphan_seconds", "faults"}  # may differ between nodes
 
 
 def join_ranks(config: Config) -> Collective:
-    """All ranks of the job. Raises ConfigError, on all ranks, when their secrets differ.
+    """Connect to all ranks of the job. Raises ConfigError, on all ranks, if their secrets differ.
 
-    A rank that cannot read the secret file raises the reason for that, and the others report that the secrets differ.
+    A rank that cannot read its secret file raises that error; the others report that the secrets differ.
     """
     unread: ConfigError | None = None
     secret = b""
     try:
         secret = read_secret(Path(config.secret_file)) if config.secret_file else b""
-    except ConfigError as error:  # where no rank can read it, the node tier reports that if it needs the secret
+    except ConfigError as error:  # if no rank can read it, the node tier reports that if it needs the secret
         unread = error
     try:
         return Collective(secret)
@@ -56,10 +56,10 @@ def require_one_job(host: Host, config: Config, collective: Collective) -> None:
         expected = host.topology().world_size
         if collective.world_size != expected:
             raise ConfigError(
-                f"rank {host.rank}: the job has {expected} ranks, but {collective.world_size} can be reached: call "
-                "attach after torch.distributed.init_process_group"
+                f"rank {host.rank}: expected {expected} ranks in the job, found {collective.world_size}: call attach "
+                "after torch.distributed.init_process_group"
             )
-    own = {key: value for key, value in config.model_dump().items() if key not in _OF_A_NODE}
+    own = {key: value for key, value in config.model_dump().items() if key not in _PER_NODE}
     blocks = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(own))]
     with collective.agreement():
         require_same(blocks)
@@ -85,16 +85,16 @@ def may_begin_unprotected(error: FtError, config: Config, restart: int, state: b
 def claim_memory(
     host: Host, config: Config, context: LaunchContext, collective: Collective, events: Events
 ) -> Reft | FtError:
-    """Claim the memory of every rank. Returns the reason where the job begins unprotected. Every rank of the job calls.
+    """Claim the memory of every rank. Returns the reason if the job begins unprotected. Every rank of the job calls.
 
-    Raises an FtError, on all ranks, where training may not begin.
+    Raises an FtError, on all ranks, if training may not begin.
     """
     nodes = tuple(name.decode() for name in collective.gather(events.node.encode()))
     reft: Reft | None = None
     with collective.agreement(lambda error: isinstance(error, ProtectionError)) as building:
         reft = _build(host, config, context, collective, events, nodes)
     built = collective.gather(b"1" if reft is not None else b"")
-    # of any rank: then there may be state of an earlier incarnation that all ranks can resume together
+    # a segment of any rank: all ranks may be able to resume from an earlier incarnation's state
     state = any(collective.gather(b"1" if reft is not None and reft.claimed else b""))
 
     def tolerable(error: FtError) -> bool:
@@ -103,10 +103,10 @@ def claim_memory(
     if reft is not None and all(built):
         with collective.agreement():
             check_replicas(host.inventory(), collective)
-        with collective.agreement(tolerable) as looking:
-            reft.look_back(config.resume)
-        if looking.tolerated is not None:
-            return looking.tolerated
+        with collective.agreement(tolerable) as resizing:
+            reft.find_previous_size(config.resume)
+        if resizing.tolerated is not None:
+            return resizing.tolerated
         with collective.agreement():
             _check_room(reft, collective, nodes)
     shape: Shape | None = None
@@ -125,9 +125,9 @@ def claim_memory(
     first = host.rank == 0 and context.restart == 0
     if first:
         for node in dict.fromkeys(nodes):
-            held = {rank: Shape(*values) for rank, values in enumerate(shapes) if nodes[rank] == node}
-            say(budget_table(held, node, reft.plan.certifies), who="")
-    sizes = reft.nodes.tell_sizes()
+            on_node = {rank: Shape(*values) for rank, values in enumerate(shapes) if nodes[rank] == node}
+            say(budget_table(on_node, node, reft.plan.certifies), who="")
+    sizes = reft.nodes.report_sizes()
     if sizes and first:
         say(sizes)
     return reft
@@ -139,14 +139,14 @@ def _build(
     if context.run_dir is None:
         flags = " ".join(f"--{name}" for name in config.systems)
         raise ProtectionError(
-            "no snapshot process: start the job with ft-run instead of torchrun or python; "
-            f"if it was, ft-run did not see this block: give {flags} as well"
+            "no snapshot process (SMP): start the job with ft-run instead of torchrun or python; "
+            f"if it was, ft-run did not see this configuration: give {flags} as well"
         )
     return Reft(host, config, collective, nodes, context.run_dir, context.token, events, context.master_addr)
 
 
 def _check_room(reft: Reft, collective: Collective, nodes: Sequence[str]) -> None:
-    """Raises BudgetError when this node lacks the memory that its ranks are about to claim together."""
+    """Raises BudgetError if this node lacks the memory that its ranks are about to claim."""
     needed = 0 if reft.claimed else reft.plan.shape.total
     parts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb(needed))]
     node = nodes[collective.rank]
@@ -155,42 +155,42 @@ def _check_room(reft: Reft, collective: Collective, nodes: Sequence[str]) -> Non
 
 
 class LossRecord:
-    """Counts the iterations since this incarnation lost protection, and notes the loss for the next one.
+    """Counts the iterations since this incarnation lost protection, and records the loss for the next one.
 
-    The note is a file in the run directory, which one rank of each node keeps.
+    The record is a file in the run directory, written by one rank of each node.
     """
 
     def __init__(self, context: LaunchContext, limit: int) -> None:
         """`limit`: how many iterations may run without protection."""
         self._limit = limit
-        self._iterations: int | None = None  # None while protection holds, or was never asked for
+        self._iterations: int | None = None  # None while the job is protected, or was never to be
         run_dir = context.run_dir
-        self._note = run_dir / "unprotected" if run_dir is not None and context.local_rank == 0 else None
+        self._file = run_dir / "unprotected" if run_dir is not None and context.local_rank == 0 else None
 
     def begin(self) -> None:
-        """Protection is lost from now on."""
+        """Count from now on: protection is lost."""
         self._iterations = 0
-        if self._note is not None:
+        if self._file is not None:
             with contextlib.suppress(OSError):
-                self._note.touch(0o600)
+                self._file.touch(0o600)
 
     def count(self, rank: int, step: int) -> None:
-        """Count iteration `step` if protection is lost. Raises ProtectionError at the limit."""
+        """Count iteration `step`, if protection is lost. Raises ProtectionError at the limit."""
         if self._iterations is None:
             return
         self._iterations += 1
         if self._iterations >= self._limit:
             raise ProtectionError(
-                f"rank {rank}: iteration {step}: nothing has protected this job for {self._iterations} iterations "
+                f"rank {rank}: iteration {step}: the job ends after {self._iterations} iterations without protection "
                 f"(--ftp-max-unprotected-steps); see the event '{catalogue.PROTECTION_LOST.name}' for the reason"
             )
 
     def clear(self) -> bool:
-        """Remove the note of an earlier incarnation; whether there was one."""
-        if self._note is None:
+        """Remove the record of an earlier incarnation. Returns whether there was one."""
+        if self._file is None:
             return False
         try:
-            self._note.unlink()
+            self._file.unlink()
         except OSError:
             return False
         return True

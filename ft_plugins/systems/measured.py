@@ -1,13 +1,13 @@
-"""Measures a host's iterations and plans the copies of this rank by them, as one rank composes it:
+"""Measure a host's iterations, and plan this rank's copies by them.
 
-    edges of the host -> recorder -> profiler -> profile -> plan of BAFT -> agreed iterations -> gate
+    spans of the host -> recorder -> profiler -> profile -> plan of BAFT -> agreed iterations -> gate
 
-Invariant: nothing here harms training. An error in measuring or planning becomes an event, an earlier plan is dropped,
+Invariant: an error in measuring or planning does not stop training: it becomes an event, an earlier plan is dropped,
 and copies are sent at a fixed rate; all ranks stay in step (bubbles.profile).
 
-In: a host's edges, begin and end of its iterations, what this rank knows about the copies that it sends. Out:
-`profile`; gates opened according to a plan; events `profile.completed`, `profile.lost`, `bubbles.planned`,
-`timeline.recorded`; a table of an iteration's time, printed by rank 0.
+In: a host's spans, begin and end of its iterations, facts about the copies that this rank sends. Out: `profile`; gates
+opened by a plan; events `profile.completed`, `profile.lost`, `bubbles.planned`, `timeline.recorded`; a table of an
+iteration's time, printed by rank 0.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Measurement:
         events: Events,
         sender: Callable[[], SenderFacts],
     ) -> None:
-        """Measure by the clock of the device that has the parameters. `config`: None measures only. `sender`: what only
-        this rank knows about its copies, except for its device."""
+        """Measure by the clock of the parameters' device. `config`: None measures only. `sender`: what only this rank
+        knows about its copies."""
         self._rank = host.rank
         self._events = events
         device = next((tensor.device for tensor in host.tensors().values()), torch.device("cpu"))
@@ -56,18 +56,18 @@ class Measurement:
 
     @property
     def profile(self) -> Profile | None:
-        """Of all ranks; None until it is made, and where that failed."""
+        """The profile of all ranks; None until it is complete, and if that failed."""
         return self._profiler.profile
 
-    def guard(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float]) -> None:
-        """`Baft.guard`, if BAFT is on."""
+    def use_gate(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float]) -> None:
+        """`Baft.use_gate`, if BAFT is on."""
         if self.baft is not None:
-            self.baft.guard(gate, copies, links)
+            self.baft.use_gate(gate, copies, links)
 
-    def let_go(self) -> None:
-        """`Baft.let_go`, if BAFT is on: the gate's memory may be gone after that."""
+    def release_gate(self) -> None:
+        """`Baft.release_gate`, if BAFT is on."""
         if self.baft is not None:
-            self.baft.let_go()
+            self.baft.release_gate()
 
     # ---- hooks ----
 
@@ -78,7 +78,7 @@ class Measurement:
         self._profiler.iteration_begin(step)
 
     def bubbles_end(self) -> None:
-        """The last bubble of an iteration is over; time that protection takes at the version point is no bubble."""
+        """The last bubble of an iteration is over: the time of protection at the version point is not a bubble."""
         if self.baft is not None:
             self.baft.iteration_end()
 
@@ -92,7 +92,7 @@ class Measurement:
         return self.baft.moved if self.baft is not None else 0
 
     def _planned(self, profile: Profile) -> int:
-        """Iterations of a checkpoint according to this rank's plan; 0 where it plans nothing."""
+        """Report the profile and plan. Returns the iterations per version by this rank's plan; 0 for no plan."""
         left_out = self._profiler.left_out
         own = profile.timelines[self._rank]
         idle = sum(bubble.seconds for bubble in profile.bubbles(self._rank))
@@ -103,15 +103,17 @@ class Measurement:
         if self._rank == 0:
             say(f"where an iteration's time goes\n{profile.table()}")
             for rank, steps in left_out.items():
-                why = "differed from the others, or copies were sent in them"
-                say(f"rank {rank}: iterations {list(steps)} {why}: left out")
+                say(
+                    f"rank {rank}: iterations {list(steps)} are left out: they differed from the others, or copies "
+                    "were sent in them"
+                )
         return self._planning(lambda baft: baft.plan(profile))
 
     def _agreed(self, iterations: Sequence[int]) -> None:
-        """All ranks have planned; `iterations` of a checkpoint by rank."""
+        """All ranks have planned: follow the slowest. `iterations` per version, by rank."""
 
         def follow(baft: Baft) -> int:
-            plan = baft.agreed(max(iterations))
+            plan = baft.adopt(max(iterations))
             if plan is None or self.profile is None:
                 return 0
             self._report(plan, self.profile, iterations, baft.links_known)
@@ -120,26 +122,26 @@ class Measurement:
         self._planning(follow)
 
     def _planning(self, call: Callable[[Baft], int]) -> int:
-        """Plan at the end of an iteration. After an error training goes on, and copies are sent at a fixed rate."""
+        """Call a step of planning. After an error training continues, and copies are sent at a fixed rate."""
         if self.baft is None:
             return 0
         try:
             return call(self.baft)
         except Exception as error:
-            self.baft.give_up()
+            self.baft.drop_plan()
             self._lost(
                 f"bubbles could not be planned: {type(error).__name__}: {error}; copies are sent at a fixed rate until "
-                "there is another profile"
+                "the next profile"
             )
             return 0
 
     def _ended(self, reason: str) -> None:
-        """There will be no profile: an earlier plan is dropped, because a misfit would go unnoticed."""
+        """There will be no more profiles: drop an earlier plan, because it would not be checked any more."""
         if self.baft is not None:
-            self.baft.give_up()
+            self.baft.drop_plan()
             reason = (
                 f"{reason}; copies are sent at a fixed rate from now on, up to half of the time and concurrently with "
-                "training's messages; they use bubbles again when the job is restarted"
+                "training's messages; restart the job to use bubbles again"
             )
         self._lost(reason)
 
@@ -154,21 +156,21 @@ class Measurement:
         if not links_known:
             say(
                 f"the links could not be measured: {USUAL_MBPS:.0f} megabits per second are assumed; if they are "
-                "slower, set --baft-link-mbps"
+                "slower, give --baft-link-mbps"
             )
         slowest = max(iterations)
         others = len(iterations) - len(plan.senders)
         if others:
             say(
-                f"{others} ranks share no links with these; the event {catalogue.BUBBLES_PLANNED.name} of each has its "
-                f"plan. The ranks that share links with rank {iterations.index(slowest)} need most iterations, "
+                f"{others} ranks share no links with these; see the event {catalogue.BUBBLES_PLANNED.name} of each for "
+                f"its plan. The ranks that share links with rank {iterations.index(slowest)} need the most iterations, "
                 f"{slowest}"
             )
         unplanned = [rank for rank, count in enumerate(iterations) if not count]
         if unplanned:
             self._lost(
-                f"bubbles of {len(unplanned)} ranks could not be planned, their copies are sent at a fixed rate; the "
-                f"event {catalogue.PROFILE_LOST.name} of each has the reason, the first is rank {unplanned[0]}"
+                f"bubbles of {len(unplanned)} ranks could not be planned, their copies are sent at a fixed rate; see "
+                f"the event {catalogue.PROFILE_LOST.name} of each for the reason, the first is rank {unplanned[0]}"
             )
 
     def _lost(self, reason: str) -> None:

@@ -1,18 +1,18 @@
-"""PAFT: replicas are averaged as often as noise asks for, and compared; as one rank composes it.
+"""PAFT: average replicas as often as noise requires, and compare them.
 
-    before_update     the fence of what runs behind: verdict -> repair (sync.verdicts); averages -> live (sync.turns)
-    after_update      what the policy asks for is started: digests, averages
-    iteration_begin   the fence of the verdict alone, with audit_at forward
+    after_update      start digests and averages, as the policy decides
+    before_update     fence: verdict -> repair (sync.verdicts); averages become live (sync.turns)
+    iteration_begin   fence of the verdict alone, with audit_at forward
 
-Everything that is started runs on one thread, in one order on all ranks, behind the next forward and backward; only the
-fences have training wait.
+What is started runs on one thread, in one order on all ranks, behind the next forward and backward; training waits only
+at the fences.
 
-Invariant: every rank of the job does the same at the same iteration: the policy is pure, and what it is told has been
-gathered over all ranks. An error here ends the rank: replicas that are treated differently are worse than none.
+Invariant: every rank of the job does the same at the same iteration: the policy is pure, and its input was gathered
+over all ranks. An error here ends the rank: replicas that are treated differently are worse than none.
 
-In: a host with `ReplicaOperations`; snapshots of its tensors have passed their fence before each hook but
-iteration_begin, which receives a function that makes them pass it. Out: changed tensors; events; `state`, from which a
-resumed job goes on as if nothing had happened, an averaging in flight included.
+In: a host with `ReplicaOperations`. The running capture is sealed before each hook except iteration_begin, which gets a
+function for that. Out: changed tensors; events; `state`, from which a resumed job continues exactly, an averaging in
+flight included.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from ..sync.policy import Label, PaftPolicy, Replicas
 from ..sync.schedule import schedule_of
 from ..sync.turns import SyncTurns
 from ..sync.verdicts import Verdicts
-from .strikes import Strikes
+from .injection import FaultInjector
 
 
 class Paft:
-    """One rank's. After `connect` comes `begin`, then the hooks."""
+    """PAFT on one rank. Call `connect`, then `begin`, then the hooks."""
 
     def __init__(self, host: Host, config: PaftConfig, events: Events) -> None:
-        """Plan; no collective. Raises ConfigError, UnsupportedError where it would mean nothing here."""
+        """Plan, without communication. Raises ConfigError; UnsupportedError if PAFT is impossible or useless here."""
         if not isinstance(host, ReplicaOperations):
             raise UnsupportedError(
                 f"{host.framework}: parameters cannot be changed between two updates here; drop --paft"
@@ -58,37 +58,37 @@ class Paft:
         self._operations: ReplicaOperations = host
         self._config, self._events = config, events
         inventory, size = host.inventory(), config.bucket_mib << 20
-        held = inventory.items + (self._operations.copies().items if config.audits_every else ())
-        self._buckets = plan_buckets(Inventory.of(host.rank, held), size)
+        items = inventory.items + (self._operations.copies().items if config.audits_every else ())
+        self._buckets = plan_buckets(Inventory.of(host.rank, items), size)
         averaging, replicas = config.mode != "audit", len(host.topology().replicas(host.rank))
-        own = plan_buckets(inventory, size) if averaging else self._buckets  # copies are none that could be averaged
-        require_replicas(own, host.framework, replicas, averaging)
-        for members in own.by_set if averaging else ():
+        averaged = plan_buckets(inventory, size) if averaging else self._buckets  # copies are not averaged
+        require_replicas(averaged, host.framework, replicas, averaging)
+        for members in averaged.by_set if averaging else ():
             require_enough(Aggregate(config.aggregate), len(members), config.trim)
         self._policy = PaftPolicy(schedule_of(config), config.mode == "sync", config.audits_every)
-        self._strikes = Strikes(host, self._operations, events)
+        self._faults = FaultInjector(host, self._operations, events)
         self._turns: SyncTurns | None = None
         self._verdicts: Verdicts | None = None
         self._background: Background | None = None
-        self._spoilt: int | None = None  # the iteration after which some rank's parameters were no number
+        self._nonfinite_since: int | None = None  # the last iteration before some rank's parameters were non-finite
         if self._policy.schedule is not None:
-            self._operations.learning_rate()  # raises where it cannot be had
+            self._operations.learning_rate()  # raises if it is unknown
 
     @property
-    def drifts(self) -> bool:
-        """Whether replicas are let drift between two turns: then a snapshot has to hold each of them."""
+    def diverges(self) -> bool:
+        """Whether replicas may diverge between two averagings: then a snapshot has to hold each of them whole."""
         return self._policy.schedule is not None
 
     def table(self) -> str:
-        """For people, once: what is compared, and what that promises."""
+        """A message on what is compared or averaged, and what that guarantees."""
         config, lines = self._config, [self._buckets.table()]
         if self._policy.schedule is not None:
-            chosen = self._buckets.averaged(config.average_optimizer_state)
-            lines.append(describe_cost(Aggregate(config.aggregate), chosen))
+            averaged = self._buckets.averaged(config.average_optimizer_state)
+            lines.append(describe_cost(Aggregate(config.aggregate), averaged))
             if config.mode == "dyn" and not self._operations.recomputes:
                 lines.append(
-                    "averaging: a replica that is no number at a turn sends the job back: gradients that were made of "
-                    f"it cannot be computed again: {self._operations.no_recompute_reason}"
+                    "averaging: a non-finite replica sends the job back to an earlier version: its gradients cannot be "
+                    f"computed again: {self._operations.no_recompute_reason}"
                 )
         if config.audits_every:
             lines.append(promise(
@@ -101,7 +101,7 @@ class Paft:
         return "\n  ".join(lines)
 
     def connect(self, collective: Collective) -> None:
-        """Make groups and claim memory. All ranks of the job call together, none of them with an error."""
+        """Create process groups and claim memory. Every rank of the job calls, after all of them were constructed."""
         self._operations.keep_iterations()
         own = msgpack.packb([list(members) for members in self._buckets.by_set])
         named = {tuple(members) for part in collective.gather(own) for members in msgpack.unpackb(part)}
@@ -111,27 +111,27 @@ class Paft:
         links = Links(self._host.rank, groups, dist.new_group(), device)
         background = self._background = Background(device)
         if self._policy.audit_interval:
-            compared, chosen = lambda: {**live(), **copies()}, OnCorruption(self._config.on_corruption)
-            auditing = Auditing(self._buckets, links, compared, chosen, self._operations)
+            on_corruption = OnCorruption(self._config.on_corruption)
+            auditing = Auditing(self._buckets, links, lambda: {**live(), **copies()}, on_corruption, self._operations)
             self._verdicts = Verdicts(self._host.rank, auditing, background, self._events)
         if self._policy.schedule is not None:
             config = self._config
-            taking = self._buckets.averaged(config.average_optimizer_state)
-            averaging = Averaging(taking, links, live, Aggregate(config.aggregate), config.trim)
+            buckets = self._buckets.averaged(config.average_optimizer_state)
+            averaging = Averaging(buckets, links, live, Aggregate(config.aggregate), config.trim)
             self._turns = SyncTurns(self._policy, self._policy.schedule, averaging, links, background, self._events)
-            self._events.emit(catalogue.AVERAGING_PREPARED, nbytes=averaging.nbytes, buckets=len(taking))
+            self._events.emit(catalogue.AVERAGING_PREPARED, nbytes=averaging.nbytes, buckets=len(buckets))
 
-    # ---- what a resumed job goes on from ----
+    # ---- state that a snapshot carries ----
 
     def state(self) -> dict[str, Any]:
-        """At a version point, of this rank: plain values."""
+        """The state of this rank at a version point, as plain values."""
         return {
             "turns": None if self._turns is None else self._turns.state(),
             "offences": {} if self._verdicts is None else self._verdicts.state(),
         }
 
     def begin(self, completed: int, state: Mapping[str, Any] | None = None) -> None:
-        """Go on after `completed` iterations, from the `state` of that version; None where there is none of PAFT."""
+        """Continue after `completed` iterations from the `state` of that version; None if it carries none."""
         if self._verdicts is not None:
             self._verdicts.begin(completed, {} if state is None else state["offences"])
         if self._verdicts is not None and completed and self._policy.actions(completed, None).audit:
@@ -140,63 +140,65 @@ class Paft:
             self._turns.begin(completed, None if state is None else state["turns"])
 
     def label(self, step: int) -> Label:
-        """What the replicas of version `step` are, as far as is known now."""
-        found = None if self._verdicts is None else self._verdicts.last
-        differs = None if found is None or found.iteration != step else not found.state_agreed
+        """What is known now of the replicas of version `step`."""
+        last = None if self._verdicts is None else self._verdicts.last
+        differs = None if last is None or last.iteration != step else not last.state_agreed
         turns = self._turns
         return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.diverged)
 
     def mark(self, step: int) -> Mark:
-        """The same in a snapshot's words. Where replicas may drift it holds each of them whole, else parts of each."""
+        """The mark of version `step`. Its snapshot holds each replica whole if they may diverge, else parts of each."""
         label = self.label(step)
         if label.certified:
             return Mark.CERTIFIED
         if label.replicas is Replicas.IDENTICAL:
             return Mark.UNAUDITED
-        return Mark.DRIFTING if self.drifts else Mark.DIFFERING
+        return Mark.DRIFTING if self.diverges else Mark.DIFFERING
 
     def tainted(self) -> int | None:
-        """Where any rank's replica was found wrong since it was asked last: the iteration after which snapshots are
-        worth nothing, on all ranks alike, that of the last audit in which the replicas agreed. Where they drift, those
-        that hold each of them whole are gone on from as the job itself goes on, unless it is to go back, or one was no
-        number."""
+        """The iteration after which snapshots must not be restored, because some replica was wrong or non-finite; None
+        if that was not found since the last call. The same on all ranks: the last audit in which the replicas agreed.
+
+        If replicas may diverge, snapshots that hold each of them whole stay valid after a failed audit, unless
+        `on_corruption` is rollback.
+        """
         since = None if self._verdicts is None else self._verdicts.tainted()
-        since = None if self.drifts and self._config.on_corruption != "rollback" else since
-        spoilt, self._spoilt = self._spoilt, None
-        return min((each for each in (since, spoilt) if each is not None), default=None)
+        since = None if self.diverges and self._config.on_corruption != "rollback" else since
+        nonfinite, self._nonfinite_since = self._nonfinite_since, None
+        return min((iteration for iteration in (since, nonfinite) if iteration is not None), default=None)
 
     # ---- hooks ----
 
     @property
-    def early(self) -> bool:
-        """Whether `iteration_begin` has something to wait for."""
+    def waits_at_begin(self) -> bool:
+        """Whether `iteration_begin` has to wait for a verdict."""
         verdicts = self._verdicts if self._config.audit_at == "forward" else None
         return verdicts is not None and verdicts.under_way is not None
 
-    def iteration_begin(self, step: int, rest: Callable[[], None] = lambda: None) -> None:
-        """The fence of a verdict that is awaited here. `rest` is called before tensors are changed or snapshots void:
-        snapshots have not passed their fence before this hook."""
-        if self.early:
-            self._settle(step, recompute=False, rest=rest)
+    def iteration_begin(self, step: int, wait_for_capture: Callable[[], None] = lambda: None) -> None:
+        """The fence of the verdict, with audit_at forward. `wait_for_capture` seals the running capture; it is called
+        before tensors are changed or snapshots become void."""
+        if self.waits_at_begin:
+            self._settle(step, recompute=False, wait_for_capture=wait_for_capture)
 
     def before_update(self, step: int) -> None:
-        """The fence of all that runs behind."""
+        """The fence of everything that runs in the background."""
         self._settle(step, recompute=self._operations.recomputes)
         if self._turns is not None:
             finished = self._turns.before(step, self._operations.learning_rate())
-            if finished.applied:  # the update derives as well, but may be skipped
+            if finished.applied:  # the update derives copies too, but may be skipped
                 self._operations.derive()
             if finished.nonfinite:
-                self._redo(step, finished.nonfinite)
-        self._strikes.before_update(step)
+                self._recompute_or_raise(step, finished.nonfinite)
+        self._faults.before_update(step)
 
     def after_update(self, step: int) -> None:
-        """The version is what it is: compare, average."""
-        self._strikes.after_update(step)
+        """The parameters of this iteration are final: start to compare and average them."""
+        self._faults.after_update(step)
         turns = self._turns
         waits = turns is not None and self._policy.actions(step, turns.turn).waits
         if turns is not None and not waits:
-            turns.measure(step)  # first: the version point waits for it, and is not to wait for an audit
+            turns.measure(step)  # first: the version point waits for it, but not for an audit
         if self._verdicts is not None and self._policy.actions(step, None).audit:
             self._verdicts.start(step)
         if turns is None:
@@ -207,7 +209,7 @@ class Paft:
             self._operations.derive()
 
     def shutdown(self) -> None:
-        """The orderly end: what was found last is reported, and nothing more is changed. Idempotent."""
+        """The orderly end: report the last verdict; change nothing. Idempotent."""
         if self._background is None:
             return
         if self._verdicts is not None:
@@ -215,33 +217,34 @@ class Paft:
         self._background.close()
         self._background = None
 
-    def _redo(self, step: int, spoilt: tuple[int, ...]) -> None:
-        """Gradients of `step` once more, as those at hand were made of what was no number on the ranks `spoilt`. Raises
-        DivergedError, on all ranks, where that cannot be done: the update would have it in all of them."""
+    def _recompute_or_raise(self, step: int, nonfinite: tuple[int, ...]) -> None:
+        """Recompute iteration `step`: its gradients came from non-finite parameters on the ranks `nonfinite`. Raises
+        DivergedError, on all ranks, if that is impossible: the update would spread them to all ranks."""
         if self._operations.recomputes:
             self._operations.recompute(step)
             return
-        self._spoilt = step - 2
-        own, ranks = self._host.rank, ", ".join(map(str, spoilt))
+        self._nonfinite_since = step - 2
+        own, ranks = self._host.rank, ", ".join(map(str, nonfinite))
         error = DivergedError(
-            f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were infinite or no number, and the "
-            f"gradients made of them cannot be computed again ({self._operations.no_recompute_reason}): the job is to "
-            "go back to a version before; where it comes back, look at these ranks' devices and at the loss"
+            f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were non-finite, and the gradients "
+            f"made from them cannot be computed again ({self._operations.no_recompute_reason}): the job goes back to an "
+            "earlier version; if it repeats, look at these ranks' devices and at the loss"
         )
-        error.echo = own != spoilt[0]
+        error.echo = own != nonfinite[0]
         raise error
 
-    def _settle(self, step: int, recompute: bool, rest: Callable[[], None] = lambda: None) -> None:
+    def _settle(self, step: int, recompute: bool, wait_for_capture: Callable[[], None] = lambda: None) -> None:
+        """Wait for the verdict, if any, and repair replicas that differ; then `recompute` the iteration."""
         if self._verdicts is None or self._verdicts.under_way is None:
             return
-        found = self._verdicts.await_()
-        if not found.agreed:
-            rest()
+        verdict = self._verdicts.await_()
+        if not verdict.agreed:
+            wait_for_capture()
             if self._turns is not None:
                 self._turns.fence()
-            self._verdicts.settle(found)
+            self._verdicts.settle(verdict)
             self._operations.derive()
         if self._turns is not None:
-            self._turns.replicas_agreed(changed=not found.state_agreed)
-        if recompute and not found.agreed:
+            self._turns.replicas_agreed(changed=not verdict.state_agreed)
+        if recompute and not verdict.agreed:
             self._operations.recompute(step)

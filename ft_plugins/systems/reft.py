@@ -1,8 +1,10 @@
-"""REFT: each rank's share of the training state, after every interval, in shared memory that outlives training.
+"""REFT: capture each rank's share of the training state, at an interval, in shared memory that outlives training.
 
-Composes loop 1: inventory -> layout -> segment (claimed from the SMP) -> capture; and back through recovery.
+    start       inventory -> layout -> segment (claimed from the SMP)         claim
+    recovery    agree on a version -> restore it -> open a new lineage        resume
+    iteration   version point -> capture behind the next iteration -> fence   iteration_end, before_update
 
-Invariant: training waits here only at the fence, `before_update`; the step path sends no message.
+Invariant: training waits only at the fence, `before_update`; the step path sends no message.
 
 In: host, collective, the SMP's run directory. Out: versions in the segment; `resume` restores one of them.
 """
@@ -36,16 +38,16 @@ from .reft_plan import CapturePlan
 from .reft_recovery import ExchangeRole, ReftRecovery
 from .reft_reports import ReftReports
 
-DEGRADED = "degraded"  # announced by a rank that can capture no more
-_ASK_SECONDS = 1.0  # timeout of an SMP's answer to a rank that has lost its protection
+DEGRADED = "degraded"  # announced by a rank that can no longer capture
+_ASK_SECONDS = 1.0  # timeout of a request to the SMP by a rank that has lost protection
 
 
 class PeerDegraded(ProtectionError):
-    """Another rank can capture no more, so this one stops too."""
+    """Another rank can no longer capture, so this one stops too."""
 
 
 class Reft:
-    """The system as one rank runs it. Between `claim` and `close` it holds a mapped segment and a capture thread."""
+    """REFT on one rank. From `claim` to `close` it has a mapped segment, from `resume` on a capture thread."""
 
     def __init__(
         self, host: Host, config: Config, collective: Collective, nodes: tuple[str, ...], run_dir: Path, token: int,
@@ -66,7 +68,7 @@ class Reft:
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
-        self._base: Version | None = None  # what was restored
+        self._base: Version | None = None  # the restored version
         self._peer_degraded = False
         self.exchange = ExchangeRole()
         self._small_bytes = 0  # of the newest version
@@ -75,17 +77,17 @@ class Reft:
 
     @property
     def claimed(self) -> bool:
-        """Whether this rank's segment exists already, of this or an earlier incarnation."""
+        """Whether this rank's segment exists, of this or an earlier incarnation."""
         return self._path.exists()
 
-    def look_back(self, mode: str) -> None:
-        """Find state of this job at another data-parallel size: `ReftNodes.look_back`."""
-        self.nodes.look_back(mode, self.plan.shape, self.plan.layout, self._reports.damage)
+    def find_previous_size(self, mode: str) -> None:
+        """Find state of this job at another data-parallel size: see `ReftNodes.find_previous_size`."""
+        self.nodes.find_previous_size(mode, self.plan.shape, self.plan.layout, self._reports.damage)
 
     def claim(self, fresh: bool) -> Shape:
         """Have the SMP create or find this rank's segment, and map every page of it.
 
-        Raises BudgetError, ResumeError, SegmentError, FencedError, ProtectionError when no SMP answers.
+        Raises BudgetError, ResumeError, SegmentError, FencedError; ProtectionError if no SMP answers.
         """
         rank = self._host.rank
         fingerprint = dict(self._host.fingerprint())
@@ -105,30 +107,30 @@ class Reft:
         segment.ranges = self.plan.layout.ranges
         if segment.resident_bytes < segment.shape.total:
             raise BudgetError(
-                f"rank {rank}: {segment.shape.total} bytes were claimed for {path}, but the kernel has given "
-                f"{segment.resident_bytes}; something has taken pages of it, 'ft-plugins end' removes it"
+                f"rank {rank}: {segment.shape.total} bytes were claimed for {path}, but only {segment.resident_bytes} "
+                "are resident: another process changed that file; remove it with 'ft-plugins end'"
             )
         self._reports.attached(self._token, segment.shape, segment.resident_bytes)
-        return segment.shape  # the room for small state is that of the first start
+        return segment.shape  # an existing segment keeps its room for small state
 
     # ---- recovery ----
 
     def resume(self, mode: str, loaded: int) -> tuple[RecoveryPlan, dict[str, Any] | None]:
-        """Restore the newest version that all ranks hold, subject to `mode` (`--ftp-resume`) and `loaded`.
+        """Restore the newest version that all ranks can have, subject to `mode` (`--ftp-resume`) and `loaded`.
 
-        `loaded` is the iteration of the framework's own checkpoint, 0 for none. Opens a lineage on every rank before
-        any captures. Returns the plan and the small state, None where nothing was restored. Raises ResumeError, on all
-        ranks and before any version is void.
+        `loaded` is the iteration of the framework's own checkpoint, 0 for none. Every rank has opened the new lineage
+        before any captures. Returns the plan and the small state, None if nothing was restored. Raises ResumeError, on
+        all ranks and before any version becomes void.
         """
         started, segment = time.perf_counter(), self._mapped()
-        self._end_capture()  # called again before anything was captured: a framework's checkpoint was loaded
+        self._end_capture()  # called again, before any capture: the framework has loaded a checkpoint
         recovered = self._recovery.run(segment, mode, loaded)
         plan = recovered.plan
         self.exchange = self._recovery.protect(recovered, first=not self._lineage)
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
         self._capture = Capture(
-            segment, self.plan.layout, self._host.tensors, self._token, self._reports.committed, self._look_for_peers
+            segment, self.plan.layout, self._host.tensors, self._token, self._reports.sealed, self._check_peers
         )
         self._reports.restored(
             plan, seconds=time.perf_counter() - started, verify_seconds=recovered.verify_seconds,
@@ -139,10 +141,10 @@ class Reft:
     # ---- hooks ----
 
     def iteration_end(self, step: int) -> None:
-        """The version point: capture, when it is this version's turn."""
-        self.reached(step)
+        """The version point: start a capture at the interval. Raises PeerDegraded."""
+        self.record_completed(step)
         if self._peer_degraded:
-            raise PeerDegraded("another rank lost its protection: the versions that all ranks hold stay, none is added")
+            raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
         if self._capture is not None and step % self._interval == 0:
             small = self.plan.small()
             self._small_bytes = len(small)
@@ -151,34 +153,34 @@ class Reft:
     def before_update(self, step: int) -> float:
         """The fence: the running capture is sealed when this returns. Returns the seconds waited."""
         waited = self._capture.wait() if self._capture else 0.0
-        self._reports.waited(step, waited)
+        self._reports.record_wait(step, waited)
         if self._capture is not None:
             self._capture.ask_behind()
         return waited
 
-    def rest(self) -> None:
-        """An additional fence, for changes of tensors at another time: the running capture is sealed."""
+    def wait_for_capture(self) -> None:
+        """An additional fence, before tensors are changed at another time: seal the running capture."""
         if self._capture is not None:
             self._capture.wait()
 
-    def reached(self, step: int) -> None:
-        """Record that iteration `step` is over, captured or not; a recovery computes the lost iterations from it."""
+    def record_completed(self, step: int) -> None:
+        """Record that iteration `step` is over, captured or not; a recovery counts the lost iterations from it."""
         self._mapped().completed = step
 
     def mark(self, step: int, mark: Mark) -> None:
-        """Record the verdict on the replicas of version `step`, if it was captured; it is sealed.
+        """Record the verdict on the replicas of version `step`, if it was captured. Its capture is sealed.
 
-        Never for the restored version: its replicas are identical because they were restored from the same parts.
+        The restored version keeps its mark: its replicas are identical because they were restored from the same parts.
         """
         if self._base is None or step > self._base.iteration:
             self._mapped().mark(Version(self._lineage, step), mark)
 
     def void(self, since: int) -> None:
-        """Discard the versions captured after iteration `since`: they hold a wrong replica. No capture is running.
+        """Discard the versions captured after iteration `since`, which hold a wrong replica. No capture is running.
 
-        One that is being sent or written is marked instead: no recovery takes it, and a checkpoint of it that is not
-        complete is withdrawn. A checkpoint that is complete already stays; its manifest says that it is not certified,
-        and certified ones are preferred.
+        A pinned version, which is being sent or written, is marked instead: it is never restored, and an incomplete
+        checkpoint of it is withdrawn. A complete checkpoint stays; its manifest says that it is not certified, and
+        certified ones are preferred.
         """
         segment = self._mapped()
         discarded, tainted = list[int](), list[int]()
@@ -192,20 +194,20 @@ class Reft:
         self._reports.voided(since, discarded, tainted)
 
     def close(self, *, in_order: bool) -> None:
-        """Let the running capture finish and release the segment; it stays with the SMP. Where protection was lost (not
-        `in_order`) it stays mapped too, so that `reached` still works."""
+        """Seal the running capture and unmap the segment, which the SMP keeps. If protection was lost (not `in_order`)
+        it stays mapped, so that `record_completed` still works."""
         try:
-            self.rest()
+            self.wait_for_capture()
         finally:
             self._end_capture()
             if self._segment is not None and in_order:
                 self._segment.close()
                 self._segment = None
-            if self.plan.storage and not in_order:  # write the newest version to storage, if the SMP is still alive
+            if self.plan.storage and not in_order:  # the SMP, if it is alive, writes the newest version
                 with contextlib.suppress(FtError), Client(self._run_dir, timeout=_ASK_SECONDS) as client:
                     client.checkpoint("protection lost", 0.0)
-        self._reports.fences()
-        self._reports.alarms()
+        self._reports.report_waits()
+        self._reports.print_alarms()
         if in_order:
             faults.reach("shutdown.before")
             with Client(self._run_dir) as client:
@@ -216,15 +218,13 @@ class Reft:
 
     @property
     def gate(self) -> Gate:
-        """The gate by which this rank's trainer grants sends of its copy."""
+        """The gate by which this rank lets its SMP send its copy."""
         return Gate(self._mapped().gate)
 
     @property
     def sender_facts(self) -> SenderFacts:
-        """What this rank sends with each version in addition to its slot's data, and when the version is ready.
-
-        That is small state and digest table, to each node that keeps them; and parity, where there are copies too.
-        """
+        """When a version is ready, and what this rank sends of it in addition to the slot's data: small state and
+        digest table, to each node that keeps them, and parity if there are copies too."""
         layout, exchange = self.plan.layout, self.exchange
         small = self._small_bytes + 8 * (len(layout.ranges) + layout.checks)
         more = exchange.parity_bytes + exchange.holders * small
@@ -240,11 +240,11 @@ class Reft:
             self._capture.close()
             self._capture = None
 
-    def _look_for_peers(self) -> None:
-        """Find out whether another rank has stopped capturing: asked after the update, known before the next capture.
+    def _check_peers(self) -> None:
+        """Check whether another rank has stopped capturing. Called after the update, so before the next capture.
 
-        A rank whose capture failed announces it at its fence, before the update; this rank reaches its own update only
-        with that rank's gradients. So the last version that all ranks hold is not overwritten.
+        A rank whose capture failed announces that at its fence, before its update, and this rank needs the gradients of
+        that rank for its own update. So the last version that all ranks hold is not overwritten.
         """
         self._peer_degraded = self._collective.announced(DEGRADED)
-        self._reports.alarms()
+        self._reports.print_alarms()

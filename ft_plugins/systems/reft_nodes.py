@@ -1,10 +1,10 @@
-"""REFT between nodes, as one rank composes it: which losses are survivable, who protects whom, another size of the job.
+"""REFT between nodes: which losses are survivable, how nodes protect each other, and state of another size of the job.
 
-Invariant: what was asked for by name is had, or refused with the reason; what cannot be had by default is said. Nothing
-here is in the step path.
+Invariant: redundancy that the user named is provided or refused with the reason; if the default one is impossible, that
+is printed. Nothing here is in the step path.
 
-In: host, configuration, who stands where. Out: the job's `Nodes` for a recovery; a slot filled with state of another
-data-parallel size; with how many nodes the job could go on.
+In: host, configuration, the node of each rank. Out: the job's `Nodes` for a recovery; a slot filled with state of
+another data-parallel size; the numbers of nodes with which the job could continue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..snapshot.shape import Shape
 
 
 def audits_every(config: Config) -> int:
-    """Iterations between two versions whose replicas are compared; 0 where none are."""
+    """Iterations between two versions whose replicas are compared; 0 for none."""
     return config.paft.audits_every if config.paft is not None else 0
 
 
@@ -69,36 +69,36 @@ class ReftNodes:
         self._copied = self._config.redundancy in ("neighbour", "both")
         self._encoded = self._config.redundancy in ("raim5", "raim6", "both")
         self._resize_plan: ResizePlan | None = None
-        self.lineage = 0  # the newest that the nodes know of when they begin, also of other sizes of the job
+        self.lineage = 0  # the newest that any node knew at start, at any size of the job
         self.losses = self._survivable(nodes)
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its node."""
+        """Whether this rank is the lowest of its node, which acts for it."""
         return self._nodes.index(self._nodes[self._host.rank]) == self._host.rank
 
     def with_parity(self, layout: Layout) -> Layout:
-        """`layout`, with the parity that this rank computes of other nodes' shares."""
+        """`layout` with the parity that this rank computes of other nodes' shares."""
         if not self.losses or not self._encoded:
             return layout
         return with_parity(layout, self._nodes, self._groups, self.losses, self._config.bucket_mib << 20)
 
     @property
     def _named(self) -> bool:
-        """Whether the user has asked for this redundancy by name."""
+        """Whether the user named this redundancy."""
         return self._job.baft is not None or (self._job.reft is not None and self._job.reft.redundancy is not None)
 
     def _survivable(self, nodes: tuple[str, ...]) -> int:
-        """How many nodes of a sharding group may be lost; 0 for none. Raises ConfigError where that was asked for."""
-        wanted = self._config.redundancy or "none"
-        losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES, "both": 1}[wanted]
+        """How many nodes of a sharding group may be lost. Raises ConfigError if a named redundancy is impossible."""
+        redundancy = self._config.redundancy or "none"
+        losses = {"none": 0, "raim5": 1, "raim6": 2, "neighbour": neighbour.LOSSES, "both": 1}[redundancy]
         reason = self._impossible(self._host.topology(), nodes, losses) if losses else ""
         if not reason:
             return losses
         if self._named:
-            named = self._job.reft is not None and self._job.reft.redundancy is not None
-            asked = f"--reft-redundancy {wanted}" if named else "--baft"
-            raise ConfigError(f"{asked}: {reason}")
+            by_reft = self._job.reft is not None and self._job.reft.redundancy is not None
+            flag = f"--reft-redundancy {redundancy}" if by_reft else "--baft"
+            raise ConfigError(f"{flag}: {reason}")
         if self._host.rank == 0 and len(set(nodes)) > 1:
             say(f"a lost node cannot be survived: {reason}")
         if self._host.rank == 0 and self._job.encrypt:
@@ -106,23 +106,22 @@ class ReftNodes:
         return 0
 
     def _impossible(self, topology: Topology, nodes: Sequence[str], losses: int) -> str:
-        """Why so many losses cannot be survived with these nodes of the ranks; '' where they can."""
+        """Why that many losses cannot be survived if `nodes[rank]` is the node of each rank; '' if they can."""
         reason = neighbour.unplaced(nodes, neighbour.pipelines(topology)) if self._copied else ""
         if reason or not self._encoded:
             return reason
         return unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
 
     def of_job(self, shape: Shape, layout: Layout) -> SeenNodes:
-        """The nodes of the job; `shape` and `layout` are this rank's. Every rank calls.
+        """The nodes of the job, of which there may be one: it may have been a spare while the job went on elsewhere.
 
-        A single one is asked as well: it may have been a spare, while the job went on with others. Raises ConfigError,
-        ProtocolError.
+        `shape` and `layout` are this rank's. Every rank of the job calls. Raises ConfigError, ProtocolError.
         """
         if not self.losses:
             return SeenNodes(self._collective, self._nodes, self._run_dir)
         if self._job.secret_file is None:
             error = ConfigError(
-                "--ftp-secret-file: needed where nodes protect each other; write one with "
+                "--ftp-secret-file: needed because nodes protect each other; make one with "
                 "(umask 077; head -c 32 /dev/urandom | base64 > FILE), the same on all nodes, or "
                 + ("drop --baft" if self._job.baft else "give --reft-redundancy none")
             )
@@ -142,21 +141,21 @@ class ReftNodes:
         )  # fmt: skip
 
     def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:
-        """The nodes as a resize needs them: their SMPs reach each other, also where they do not protect each other at
-        this size but did at a previous one."""
+        """The nodes for a resize: their SMPs reach each other, even if they protect each other only at a previous
+        size."""
         if self.losses:
             return self.of_job(shape, layout)
         if self._job.secret_file is None:
             return seen
         return LinkedNodes(self._collective, self._nodes, self._tier_config(self._job.secret_file))
 
-    def look_back(
+    def find_previous_size(
         self, mode: str, shape: Shape, layout: Layout, report: Callable[[FtError], None]
     ) -> None:
-        """Find state of this job at a previous data-parallel size, for `take_over` to restore.
+        """Find state of this job at a previous data-parallel size, for `restore_previous_size`.
 
-        Every rank of the job calls, before any claims memory. `mode` is `--ftp-resume`: what it passes over is left
-        alone, `fresh` removes it. Raises ResumeError, ProtectionError, on all ranks alike.
+        Every rank of the job calls, before any claims memory. `mode` is `--ftp-resume`: `fresh` removes the state,
+        `storage` leaves it alone. Raises ResumeError, ProtectionError, on all ranks.
         """
         rank, token = self._host.rank, self._token
         seen = SeenNodes(self._collective, self._nodes, self._run_dir)
@@ -172,8 +171,8 @@ class ReftNodes:
             return
         if self._host.topology().ep > 1:
             error = ResumeError(
-                "state of another data-parallel size cannot be restored where experts are parallel (ep > 1); start "
-                "with the previous number of nodes, or from the beginning with --ftp-resume fresh"
+                "state of another data-parallel size cannot be restored with expert parallelism (ep > 1); start with "
+                " the previous number of nodes, or from the beginning with --ftp-resume fresh"
             )
             error.echo = rank != 0
             raise error
@@ -182,38 +181,38 @@ class ReftNodes:
             self.lineage = max(self.lineage, self._resize_plan.now.lineage - 1)
             previous.keep_only(self._resize_plan)
 
-    def tell_sizes(self) -> str:
-        """Tell the rendezvous with how many nodes the job could go on; that in words, '' for a job on one node.
+    def report_sizes(self) -> str:
+        """Report to the rendezvous with how many nodes the job could continue. Returns a message, '' for one node.
 
-        Where redundancy was asked for by name, each of them has it.
+        If the user named the redundancy, each of those numbers provides it.
         """
         topology, admits = self._host.topology(), self._host.admits
-        found = protected = sizes.admissible(
+        numbers = protected = sizes.admissible(
             topology, self._nodes, admits,
             lambda resized, nodes: self._impossible(resized, nodes, self.losses) if self.losses else "",
         )  # fmt: skip
         if not self._named:
-            found = sizes.admissible(topology, self._nodes, admits, lambda resized, nodes: "")
+            numbers = sizes.admissible(topology, self._nodes, admits, lambda resized, nodes: "")
         if self.leads:
-            sizes.write(self._run_dir, sizes.SizeReport(found, spares_asked=self.losses > 0))
+            sizes.write(self._run_dir, sizes.SizeReport(numbers, spares_asked=self.losses > 0))
         count = len(set(self._nodes))
-        return sizes.describe(found, count, protected) if count > 1 and found else ""
+        return sizes.describe(numbers, count, protected) if count > 1 and numbers else ""
 
-    def take_over(self, segment: Segment, manifest: Manifest) -> None:
-        """Fill a slot with state of a previous size, if `look_back` found any. Every rank of the job calls.
+    def restore_previous_size(self, segment: Segment, manifest: Manifest) -> None:
+        """Fill a slot with the state that `find_previous_size` found, if any. Every rank of the job calls.
 
         Raises ResumeError.
         """
         plan = self._resize_plan
         if plan is None:
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         members = SeenNodes(self._collective, self._nodes, self._run_dir).ranks
         moved = refill(
             plan, segment, manifest, members, self._collective, self._run_dir, self._token,
             self._host.merged,
         )  # fmt: skip
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         self._events.emit(
             catalogue.STATE_RESHARDED, ranks=plan.world_size, iteration=plan.version.iteration,
             lineage=plan.version.lineage, bytes=moved, seconds=seconds,

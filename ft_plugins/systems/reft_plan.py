@@ -1,7 +1,7 @@
-"""What one rank captures: the layout of its share, the segment that holds it, and what is stored with each version.
+"""What one rank captures: the layout of its share, the shape of its segment, and what is stored with each version.
 
-Invariant: everything here follows from the host's state at start and the configuration, so a restart of the same job
-arrives at the same plan and finds its segment usable.
+Invariant: all of it follows from the host's state at start and the configuration, so a restart of the same job computes
+the same plan and can use its segment.
 
 In: host, configuration, layout. Out: `Shape`, `Manifest`, `Storage`, small state as bytes.
 """
@@ -30,11 +30,11 @@ from ..snapshot.shape import Shape
 from ..snapshot.slots import Pin, slots_for
 from .reft_nodes import audits_every
 
-_SMALL_FLOOR = 64 << 10  # bytes claimed for small state at least; twice its first size otherwise
+_SMALL_FLOOR = 64 << 10  # minimum bytes claimed for small state, else twice its first size
 
 
 class CapturePlan:
-    """What the versions of one rank consist of. `losses`: how many nodes of a sharding group may be lost."""
+    """The content of one rank's versions. `losses`: how many nodes of a sharding group may be lost."""
 
     def __init__(
         self, host: Host, config: Config, reft: ReftConfig, layout: Layout, losses: int, world_size: int
@@ -45,12 +45,12 @@ class CapturePlan:
         self._losses = losses
         self._world_size = world_size
         audits = audits_every(config)
-        # iterations between two versions whose replicas are compared, 0 for none; the newest that agreed keeps its slot
+        # iterations between two versions whose replicas are compared, 0 for none; the newest certified one is kept
         self.certifies = math.lcm(reft.interval, audits) if audits else 0
 
     @cached_property
     def shape(self) -> Shape:
-        """What the segment has to hold."""
+        """The shape of the segment."""
         small = max(_SMALL_FLOOR, 2 * len(self.small()))
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         digest = layout_digest(self.layout, self._config.bucket_mib, kinds)
@@ -59,14 +59,14 @@ class CapturePlan:
         return Shape(nbytes + parity, small, len(self.layout.ranges), digest, slots, parity, self.layout.checks)
 
     def _purposes(self) -> list[Pin]:
-        """For what versions are pinned: each purpose takes a slot."""
+        """The purposes for which versions are pinned: each adds a slot."""
         pins = [Pin.NODE, Pin.SOURCE] if self._losses else []
         pins += [Pin.STORAGE] if self.storage else []
         return pins + ([Pin.CERTIFIED] if self.certifies else [])
 
     @cached_property
     def storage(self) -> Storage | None:
-        """How the SMP writes checkpoints; None where it writes none."""
+        """How the SMP writes checkpoints; None if it writes none."""
         config = self._config
         if config.checkpoint_dir is None:
             return None
@@ -77,7 +77,7 @@ class CapturePlan:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Which bytes of which tensors lie where in this rank's slots."""
+        """The place of each tensor's bytes in this rank's slots."""
         at = self._host.topology().coords(self._host.rank)
         return manifest.manifest_of(self.layout, self._world_size, (at.pp, at.tp))
 
@@ -86,16 +86,16 @@ class CapturePlan:
         return manifest.write(self.manifest)
 
     def small(self) -> bytes:
-        """The host's small state now, with the manifest in front, as it is stored in a slot."""
+        """The host's small state now, preceded by the manifest, as stored in a slot."""
         return manifest.join(self._encoded_manifest, codec.encode(self._host.small_state()))
 
     def index(self, names: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The index for checkpoints of this start; `names`: what the framework calls the items."""
+        """The index for checkpoints of this start; `names`: the framework's names of the items."""
         return index.describe(self._host.inventory(), self.layout, self.shape.layout, names)
 
 
 def check_replicas(inventory: Inventory, collective: Collective) -> None:
-    """Compare the inventories of each replica set's ranks. Every rank of the job calls. Raises InventoryError."""
+    """Check that the ranks of each replica set hold the same items. Every rank calls. Raises InventoryError."""
     own = replica_digests(inventory)
     gathered = collective.gather(msgpack.packb([[list(key), value] for key, value in own.items()]))
     by_rank = [{tuple(key): value for key, value in msgpack.unpackb(part)} for part in gathered]
@@ -103,7 +103,7 @@ def check_replicas(inventory: Inventory, collective: Collective) -> None:
 
 
 def replica_digests(inventory: Inventory) -> dict[tuple[int, ...], int]:
-    """A digest of the items that each replica set of this rank should hold. Pure."""
+    """A digest of the items of each replica set of this rank. Pure."""
     return {
         replicas: xxhash.xxh3_64_intdigest(repr([(i.name, i.dtype, i.shape, i.background) for i in items]).encode())
         for replicas, items in inventory.replica_sets().items()
@@ -114,12 +114,13 @@ def replica_digests(inventory: Inventory) -> dict[tuple[int, ...], int]:
 def require_same_items(
     inventory: Inventory, own: Mapping[tuple[int, ...], int], by_rank: Sequence[Mapping[tuple[int, ...], int]]
 ) -> None:
-    """Raises InventoryError where a rank of a replica set has other items than this rank. Pure."""
+    """Raises InventoryError if a rank of a replica set has other items than this rank. Pure."""
     for replicas, digest in own.items():
         for rank in replicas:
             if by_rank[rank].get(replicas) != digest:
                 count = len(inventory.replica_sets()[replicas])
                 raise InventoryError(
-                    f"rank {inventory.rank}: rank {rank} should hold the same {count} items as replicas {replicas} do, "
-                    "but has different ones; build the replicas of a parameter the same way on all ranks"
+                    f"rank {inventory.rank}: expected rank {rank} to hold the same {count} items as the other replicas "
+                    f"in {replicas}, but it has different ones; build the replicas of a parameter the same way on all "
+                    "ranks"
                 )

@@ -1,9 +1,9 @@
-"""Recovery as one rank of REFT composes it: state of another size -> version -> tensors -> lineage -> protection.
+"""Recovery of one rank of REFT: state of another size -> version -> tensors -> lineage -> protection.
 
 Invariant: no version becomes void before every rank has restored, and no rank captures before every SMP has opened the
-new lineage. Every rank of the job calls together, and errors are raised on all of them.
+new lineage. Every rank of the job makes each call, and errors are raised on all of them.
 
-In: the mapped segment, the capture plan, the job's nodes. Out: what was restored; this rank's part in the exchange.
+In: the mapped segment, the capture plan, the job's nodes. Out: `Recovered`; this rank's part in the exchange.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .reft_reports import ReftReports, protection_table
 
 @dataclass(frozen=True)
 class Recovered:
-    """`small` is the small state of the restored version, None where nothing was restored."""
+    """`small` is the small state of the restored version, None if nothing was restored."""
 
     plan: RecoveryPlan
     small: dict[str, Any] | None
@@ -49,10 +49,10 @@ class Recovered:
 class ExchangeRole:
     """What this rank sends to other nodes with each version."""
 
-    copies: NeighbourPlan | None = None  # which node keeps which copy; None where there are no copies alone
-    links: Mapping[int, float] = field(default_factory=dict)  # bytes per second by position, where measured
+    copies: NeighbourPlan | None = None  # which node keeps which copy; None if there are no copies
+    links: Mapping[int, float] = field(default_factory=dict)  # bytes per second by position, if measured
     holders: int = 1  # nodes that keep its small state and digest table
-    parity_bytes: int = 0  # where there are copies too
+    parity_bytes: int = 0  # sent in addition to copies
 
 
 class ReftRecovery:
@@ -74,7 +74,7 @@ class ReftRecovery:
         """Restore the newest version that all ranks can have, and open a lineage from it: see `Reft.resume`."""
         started = time.perf_counter()
         faults.reach("restore.begin")
-        self._nodes.take_over(segment, self._plan.manifest)
+        self._nodes.restore_previous_size(segment, self._plan.manifest)
         nodes = self._nodes.of_job(segment.shape, self._plan.layout)
         plan = self._agree_on_plan(segment, nodes, mode, loaded)
         verified = time.perf_counter()
@@ -84,7 +84,7 @@ class ReftRecovery:
         return Recovered(plan, small, nodes, verified - started, seconds)
 
     def _agree_on_plan(self, segment: Segment, nodes: SeenNodes, mode: str, loaded: int) -> RecoveryPlan:
-        """The version to restore, verified in a slot of every rank, also if it is from storage. Raises ResumeError."""
+        """The plan, with its version verified in a slot of every rank, if from storage too. Raises ResumeError."""
         plan = agree_on_version(segment, self._collective, self._reports.damage, nodes)
         plan = replace(plan, lineage=max(plan.lineage, self._nodes.lineage + 1))
         storage, job = self._plan.storage, self._run_dir.parent.name
@@ -94,33 +94,33 @@ class ReftRecovery:
             tier = StorageTier(Path(storage.folder), job, self._collective, self._reports.storage)
             return tier.recover(plan, mode, loaded, segment, self._token)
         except ResumeError as error:
-            error.echo = self._host.rank != 0  # all ranks know the same facts: one of them reports it
+            error.echo = self._host.rank != 0  # all ranks raise the same error: rank 0 prints it
             raise
 
     def _load(self, segment: Segment, plan: RecoveryPlan) -> dict[str, Any] | None:
-        """Copy the plan's version into the host; its small state, None where nothing is restored."""
+        """Copy the plan's version into the host. Returns its small state, None if nothing is restored."""
         layout, tensors = self._plan.layout, self._host.tensors
         loaded = load_tensors(plan, segment, layout, tensors(), self._collective)
         if plan.version is not None and segment.lacks_parity(plan.version):  # from storage, or of another size
-            with contextlib.closing(Capture(segment, layout, tensors, self._token)) as once:
-                once.add_parity(plan.version)
+            with contextlib.closing(Capture(segment, layout, tensors, self._token)) as capture:
+                capture.add_parity(plan.version)
         small: dict[str, Any] | None = None
         if loaded.small is not None:
             small = codec.decode(manifest.split(loaded.small)[1])
             self._host.restore(small)
-        if plan.version is not None and plan.mark:  # perhaps only one rank knew it, or the slot is a new one
+        if plan.version is not None and plan.mark:  # maybe only one rank knew it, or the slot is new
             segment.mark(plan.version, plan.mark)
         return small
 
     def _open_lineage(self, plan: RecoveryPlan) -> None:
-        self._collective.barrier()  # every rank has restored: only now may a version become void
+        self._collective.barrier()  # every rank has restored: from now on a version may become void
         with Client(self._run_dir) as client:
             client.restore(self._host.rank, self._token, plan.lineage, plan.version)
         faults.reach("restore.opened")
         self._collective.barrier()  # every SMP has opened the lineage before any rank captures into it
 
     def protect(self, recovered: Recovered, first: bool) -> ExchangeRole:
-        """Have the nodes protect each other from now on, where they do. `first`: rank 0 prints how."""
+        """Have the nodes protect each other from now on, if so configured. `first`: rank 0 prints how."""
         nodes, plan, rank = recovered.nodes, recovered.plan, self._host.rank
         if not isinstance(nodes, JobNodes):
             return ExchangeRole()

@@ -1,8 +1,8 @@
-"""What one rank of REFT reports: its events, and the lines that a person reads in the job's log.
+"""Events of one rank of REFT, and its lines in the job's log.
 
-Invariant: nothing is written in the step path: what a fence waited is kept until the capture thread reports it.
+Invariant: nothing is written in the step path: a fence's wait is reported later, by the capture thread.
 
-In: plans, commits, errors, the alarms of the node's SMP. Out: events; lines on standard output and standard error.
+In: plans, sealed captures, errors, the alarms of the node's SMP. Out: events; lines on standard output and error.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class ReftReports:
     """The reports of one rank."""
 
     def __init__(self, events: Events, run_dir: Path | None) -> None:
-        """`run_dir`: where the SMP leaves its alarms, for the one rank of a node that prints them; None for others."""
+        """`run_dir`: where the SMP writes its alarms, for the rank of a node that prints them; None for the others."""
         self._events = events
         self._alarms = run_dir / ALARM if run_dir is not None else None
         self._printed: dict[str, str] = {}  # the last alarm by subject
-        self._waits: list[tuple[int, float]] = []  # (iteration, seconds) of fences that are not reported yet
+        self._waits: list[tuple[int, float]] = []  # (iteration, seconds) of fences not yet reported
         self._captures: deque[float] = deque(maxlen=_CAPTURES)  # seconds from the version point to the seal
 
     @property
     def capture_seconds(self) -> float:
         """From the end of an iteration until its capture is sealed; 0 before the first."""
-        return statistics.median(tuple(self._captures) or (0.0,))  # a copy: the capture thread appends
+        return statistics.median(tuple(self._captures) or (0.0,))  # copied first: the capture thread appends
 
     def attached(self, token: int, shape: Shape, resident_bytes: int) -> None:
         self._events.emit(
@@ -54,7 +54,7 @@ class ReftReports:
         self._events.emit(catalogue.EXPORT_DISABLED, reason=reason)
 
     def damage(self, error: FtError) -> None:
-        """A slot or segment that recovery cannot use."""
+        """Report a slot or segment that recovery cannot use."""
         match error:
             case CorruptSlotError():
                 kind = catalogue.SLOT_CORRUPTED
@@ -65,11 +65,11 @@ class ReftReports:
         self._events.emit(kind, reason=str(error))
 
     def storage(self, kind: EventType, reason: str) -> None:
-        """An event of the storage tier."""
+        """Report an event of the storage tier."""
         self._events.emit(kind, reason=reason)
 
     def restored(self, plan: RecoveryPlan, **seconds: float) -> None:
-        """The end of a recovery. `seconds` in total, until every slot was verified, and until tensors were loaded."""
+        """Report the end of a recovery. `seconds`: in total, for verification, for loading."""
         if plan.tier == "none":
             kind = catalogue.TRAINING_STARTED if plan.fresh else catalogue.STATE_LOST
             self._events.emit(kind, reason=plan.reason, completed=plan.completed, lost=plan.lost)
@@ -87,54 +87,54 @@ class ReftReports:
         )
 
     def voided(self, since: int, discarded: Sequence[int], tainted: Sequence[int]) -> None:
-        """Versions captured after iteration `since` that hold a wrong replica: discarded, or pinned and only marked."""
+        """Report versions captured after iteration `since`, which hold a wrong replica: `tainted` ones are pinned."""
         self._events.emit(catalogue.VERSION_VOIDED, since=since, iterations=sorted(discarded))
         if tainted:
             reason = f"snapshots of iterations {sorted(tainted)} hold a wrong replica, but are being sent or written"
             self._events.emit(catalogue.VERSION_TAINTED, iterations=sorted(tainted), reason=reason)
 
-    def committed(self, commit: Commit) -> None:
-        """A capture was sealed. Called on the capture thread."""
-        self.fences()
+    def sealed(self, commit: Commit) -> None:
+        """Report a sealed capture. Called on the capture thread."""
+        self.report_waits()
         self._captures.append(commit.seconds)
         self._events.emit(
             catalogue.SNAPSHOT_SEALED, lineage=commit.version.lineage, iteration=commit.version.iteration,
             seconds=commit.seconds, bytes=commit.nbytes, slot=commit.slot,
         )  # fmt: skip
 
-    def waited(self, step: int, seconds: float) -> None:
-        """The fence of iteration `step` took so long; reported by `fences`."""
+    def record_wait(self, step: int, seconds: float) -> None:
+        """Record how long the fence of iteration `step` waited, for `report_waits`."""
         self._waits.append((step, seconds))
 
-    def fences(self) -> None:
+    def report_waits(self) -> None:
         """Report the fences since the last call."""
         waits, self._waits = self._waits, []
         for step, seconds in waits:
             self._events.emit(catalogue.FENCE_WAITED, iteration=step, seconds=seconds)
 
-    def alarms(self) -> None:
-        """Print the alarms of the SMP that are new."""
+    def print_alarms(self) -> None:
+        """Print new alarms of the SMP."""
         if self._alarms is None:
             return
         with contextlib.suppress(OSError, ValueError):
             alarms = read_json(self._alarms, _ALARMS)
-            for name, words in alarms.items():
-                if words != self._printed.get(name):
-                    say(printable(words), alarm=True)
+            for name, sentence in alarms.items():
+                if sentence != self._printed.get(name):
+                    say(printable(sentence), alarm=True)
             self._printed = alarms
 
 
 def protection_table(nodes: JobNodes, claimed: Sequence[tuple[str, int]]) -> str:
-    """Which nodes protect each other, and the memory that each of them has `claimed` for that, printed once."""
+    """A table of the nodes that protect each other and the memory that each has `claimed` for that."""
     lines = [nodes.exchange.table() if nodes.exchange else ""]
     lines += [f"  {name}: {nbytes} bytes claimed for two versions of parity and copies" for name, nbytes in claimed]
     for (name, _), rate in zip(claimed, nodes.links.values(), strict=False):
-        lines.append(f"  {name}: its link carries {rate * 8e-6:.0f} megabits per second, as measured")
+        lines.append(f"  {name}: its link carries {rate * 8e-6:.0f} megabits per second (measured)")
     return "\n".join(lines)
 
 
 def budget_table(shapes: Mapping[int, Shape], node: str, certifies: int = 0) -> str:
-    """The memory claimed on a node, printed before the first iteration: slots x bytes, by rank and in total.
+    """A table of the memory claimed on a node, by rank and in total.
 
     A slot holds the captured share, its digests and small state, in whole pages. `certifies`: iterations between two
     versions whose replicas are compared, 0 for none.
@@ -142,10 +142,10 @@ def budget_table(shapes: Mapping[int, Shape], node: str, certifies: int = 0) -> 
     total = sum(shape.total for shape in shapes.values())
     share = sum(shape.data_nbytes for shape in shapes.values())
     parity = sum(shape.parity_nbytes for shape in shapes.values())
-    what = f"{share} bytes captured" + (f" and {parity} of parity made of replicas" if parity else "")
-    lines = [f"host memory for protection on node {node}: {total} bytes for {what}, all of it resident"]
+    content = f"{share} bytes captured" + (f" and {parity} of parity computed from replicas" if parity else "")
+    lines = [f"host memory for protection on node {node}: {total} bytes for {content}, all of it resident"]
     lines += [f"  rank {rank}: {shape.slots} slots x {shape.slot_room} bytes" for rank, shape in sorted(shapes.items())]
     if certifies:
-        which = "each" if certifies == 1 else f"that of every {certifies} iterations"
-        lines.append(f"  one slot of each keeps the newest snapshot whose replicas agreed; {which} is compared")
+        which = "every iteration" if certifies == 1 else f"every {certifies} iterations"
+        lines.append(f"  one slot of each rank keeps the newest snapshot whose replicas agreed; compared {which}")
     return "\n".join(lines)

@@ -202,7 +202,7 @@ def test_without_an_smp_required_protection_is_refused_and_a_job_without_it_trai
     assert required.returncode != 0
     assert required.stderr.strip().splitlines()[-1].startswith("ft_plugins.errors.ProtectionError: ")
     assert "start the job with ft-run" in required.stderr
-    assert "ft-run did not see this block: give --reft as well" in required.stderr
+    assert "ft-run did not see this configuration: give --reft as well" in required.stderr
     without = subprocess.run(run, capture_output=True, text=True, timeout=BOUND)
     assert without.returncode == 0, without.stderr
     assert "protection.lost" in without.stderr, "the alarm"

@@ -231,7 +231,7 @@ def test_a_json_block_is_refused_with_key_expected_and_found(block: Any, line: s
         ({"mode": "async"}, "ft_plugins.paft.mode: expected one of dyn, sync, audit, found 'async'"),
         (
             {"mode": "audit", "on_corruption": "rollback"},
-            "ft_plugins.paft.on_corruption: rollback needs snapshots to go back to; add --reft or --baft, or choose",
+            "ft_plugins.paft.on_corruption: rollback needs snapshots; add --reft or --baft, or choose",
         ),
     ],
 )
@@ -297,7 +297,7 @@ def test_a_text_that_only_begins_like_a_flag_of_ours_belongs_to_the_script() -> 
         ("--reft --reft_interval 2", "--reft_interval: unknown flag; did you mean --reft-interval?"),
         ("--ftp-node x", "--ftp-node: unknown flag; did you mean --ftp-node-name?"),
         ("--ftp-xyz=1", "--ftp-xyz: unknown flag; known: --ftp-job --ftp-node-name"),
-        ("--reft=1", "--reft: is a switch and takes no value, found '1'"),
+        ("--reft=1", "--reft: expected no value, found '1'"),
         ("--reft --reft-interval", "--reft-interval: expected an integer >= 1, found nothing"),
         ("--reft --reft-interval --lr 1", "--reft-interval: expected an integer >= 1, found '--lr'"),
         ("--reft --reft-interval -3", "--reft-interval: expected an integer >= 1, found '-3'"),
@@ -437,7 +437,7 @@ def test_a_link_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ft_plugins").write_text("")
-    assert "no folder can be made there" in refusal(run_directory, "job", "node", {"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert "cannot create this folder" in refusal(run_directory, "job", "node", {"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
 @pytest.mark.parametrize(("job", "node"), [("..", "n"), ("a/b", "n"), ("", "n"), ("j", "x" * 49), ("j", "n\n")])

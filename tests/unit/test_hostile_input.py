@@ -116,8 +116,8 @@ def test_a_port_is_made_of_ascii_digits(words: str) -> None:
     ("block", "line"),
     [
         ({"reft": {"interval": True}}, "ft_plugins.reft.interval: expected an integer >= 1, found True"),
-        ({"reft": {"interval": 10**10}}, "no number beyond 1,000,000,000, found 10000000000"),
-        ({"reft": {"wait_seconds": 1e300}}, "no number beyond 1,000,000,000, found 1e+300"),
+        ({"reft": {"interval": 10**10}}, "maximum 1,000,000,000, found 10000000000"),
+        ({"reft": {"wait_seconds": 1e300}}, "maximum 1,000,000,000, found 1e+300"),
         ({"reft": {"wait_seconds": float("nan")}}, "ft_plugins.reft.wait_seconds: expected a number >= 0, found nan"),
         ({"reft": {"checkpoint_dir": "\ud800"}}, "expected a folder that all nodes share, found '\\ud800'"),
         ({"reft": {"checkpoint_dir": "/a\0b"}}, "expected a folder that all nodes share, found '/a\\x00b'"),

@@ -225,7 +225,7 @@ def test_a_node_alone_does_not_begin_from_nothing_what_went_on_without_it(
     (node.run_dir / "released.json").write_text("3")
     node.start()
     kind, text, _ = live(3)["error"]
-    assert kind == "ResumeError" and "went on in lineage 3 with others" in text and "--ftp-resume fresh" in text
+    assert kind == "ResumeError" and "went on in lineage 3 on other nodes" in text and "--ftp-resume fresh" in text
     assert live(3, resume="fresh")["resumed"] == 0
     assert live(4)["resumed"] == 3 and node.events("state.restored")[-1].fields["lineage"] == 4
 

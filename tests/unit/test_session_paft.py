@@ -86,7 +86,7 @@ class Incarnation:
 def _life(rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int, until: int) -> Any:
     one = Incarnation(rank, world, block, run_dir, token).run(until)
     if run_dir is not None:
-        one.session._reft.rest()  # the last version is sealed, as at the next fence
+        one.session._reft.wait_for_capture()  # the last version is sealed, as at the next fence
     return one.resumed, one.versions
 
 
@@ -172,8 +172,8 @@ def _rests(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: i
     """Before which iterations a verdict had the capture under way waited for."""
     one = Incarnation(rank, world, block, run_dir, token)
     found: list[int] = []
-    rest = one.session._reft.rest
-    one.session._reft.rest = lambda: (found.append(one.completed + 1), rest())
+    wait = one.session._reft.wait_for_capture
+    one.session._reft.wait_for_capture = lambda: (found.append(one.completed + 1), wait())
     one.run(6)
     return found
 
@@ -275,7 +275,7 @@ def _on_two_nodes(
             one.run(rest)
             told("counts")
     one.run(until)
-    one.session._reft.rest()
+    one.session._reft.wait_for_capture()
     return one.resumed, one.versions
 
 
@@ -333,5 +333,5 @@ def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:
     assert carrying.carried is None
     assert carrying.merged([small]).keys() == host.small_state().keys()
     assert carrying.inventory() == host.inventory()
-    carrying.drifts = True
+    carrying.diverges = True
     assert [item.replicas for item in carrying.inventory().items] == [(0,)]

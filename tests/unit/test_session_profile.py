@@ -102,7 +102,7 @@ def _plan(rank: int, world: int, run_dir: Path, link_mbps: float | None = 8_000.
     assert (measured := session.measured) is not None
     measured.baft = Baft(rank, BaftConfig(link_mbps=link_mbps), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
-    measured.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
+    measured.baft.use_gate(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 16)))
     _run(session, host)
 
 
@@ -132,9 +132,9 @@ def _apart(rank: int, world: int, run_dir: Path, faultless: bool = True) -> tupl
     measured.baft = Baft(rank, BaftConfig(), session._events)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     links = {0: 1e9, 1: 1e9 if faultless else 0.0, 2: 1e9, 3: 1e9}
-    measured.baft.guard(gate, plan_neighbours(("n0", "n1", "n2", "n3"), ((0, 2), (1, 3)), (8, 8, 8, 10**10)), links)
+    measured.baft.use_gate(gate, plan_neighbours(("n0", "n1", "n2", "n3"), ((0, 2), (1, 3)), (8, 8, 8, 10**10)), links)
     _run(session, host)
-    return gate.planned, [copy.rank for copy in measured.baft._together]
+    return gate.planned, [copy.rank for copy in measured.baft._sharing]
 
 
 def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(
@@ -146,7 +146,7 @@ def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(
     printed, told = capfd.readouterr()
     assert printed.count(f"a checkpoint every {planned[0]} iteration(s)") == 1, "by one rank"
     assert "2 ranks share no links with these" in printed and "not be planned" not in told
-    most = f"The ranks that share links with rank 1 need most iterations, {planned[0]}"
+    most = f"The ranks that share links with rank 1 need the most iterations, {planned[0]}"
     assert printed.rstrip().endswith(most), "the first of the nodes that rank 3 shares links with"
 
 
@@ -172,7 +172,7 @@ def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_th
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
     assert (measured := session.measured) is not None
     measured.baft = Baft(0, BaftConfig(), Events("n", 0))
-    measured.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
+    measured.baft.use_gate(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
     session.resume()
     seen = []
     for step in range(1, 8):
@@ -215,7 +215,7 @@ def _replan(rank: int, world: int, run_dir: Path) -> list[tuple[str, int]]:
     assert (measured := session.measured) is not None
     measured.baft = Baft(rank, BaftConfig(link_mbps=8.0), Events("n", rank), clock_ns=lambda: 0)
     host.edges = EdgeFanout(measured.baft, measured.edges)
-    measured.baft.guard(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
+    measured.baft.use_gate(host.gate, plan_neighbours(("n0", "n1"), ((0, 1),), (10_000, 10_000)))
     session.resume()
     seen = []
     for step in range(1, 31):
@@ -265,7 +265,7 @@ def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Pat
     session = attach(host, Config(), LaunchContext(None, tmp_path, 0, None, 0, 0, 1, 1, 0, 0), SETTINGS)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     baft = Unplannable(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
-    baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
+    baft.use_gate(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
     assert (measured := session.measured) is not None
     measured.baft = baft
     _run(session, host)
@@ -293,7 +293,7 @@ def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_
         host.iterate()
         session.iteration_end(step)
     measured.baft = Baft(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
-    measured.baft.guard(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
+    measured.baft.use_gate(gate, plan_neighbours(("n0", "n1"), ((0, 1),), (8, 8)))
     facts = Profile(tuple(Timeline(rank, 1.0, (Span(Kind.FORWARD, 0.0, 0.5),)) for rank in range(2)))
     measured._agreed([measured._planned(facts)])
     assert gate.planned == 1
@@ -310,7 +310,7 @@ def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_
     assert gate.planned == 0 and gate.read() is None
     (lost,) = [event for event in read(tmp_path / "events.jsonl") if event.name == "profile.lost"]
     assert "the clock of the device is gone" in lost.fields["reason"] and lost.fields["reason"].endswith(
-        "they use bubbles again when the job is restarted"
+        "restart the job to use bubbles again"
     )
 
 

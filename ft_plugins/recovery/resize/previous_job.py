@@ -1,8 +1,8 @@
 """Find the state of the job at a previous size in the memory of the nodes, and gather it on the nodes of this size.
 
 Invariant: all ranks choose the same version, and every slot of it is verified or rebuilt before it is used. Older state
-is dropped only for a version that every rank of the previous job has. State of the current size that is as new is
-preferred. State that exists but cannot be restored is an error that says why; the job never silently starts from
+is dropped only for a version that every rank of the previous job has. State of the current size is preferred if it is
+as new. State that exists but cannot be restored is an error that says why; the job never silently starts from
 nothing. Every rank of the job makes each call.
 
 Spares, and nodes that joined too late to take part, are sources like other nodes: their SMPs are asked at the endpoints
@@ -62,10 +62,10 @@ class PreviousJob:
     def plan_resize(self, fingerprint: Mapping[str, Any]) -> ResizePlan | None:
         """Choose the state to restore, and gather it on the nodes that the plan names.
 
-        None where there is none, or the current size has a version as new. Raises ResumeError on all ranks."""
+        None if there is none, or the current size has a version as new. Raises ResumeError on all ranks."""
         reports = self._nodes.ask(lambda client: client.previous_sizes())
         self._spares = self._ask_spares(reports)
-        for report in (*reports, *(spare.told for spare in self._spares)):
+        for report in (*reports, *(spare.report for spare in self._spares)):
             if any(resizable(previous) != resizable(fingerprint) for _, previous in report["fingerprints"]):
                 raise self._refusal(
                     "the state in memory belongs to a job that differs in more than its data-parallel size; start the "
@@ -75,7 +75,7 @@ class PreviousJob:
         world_size = self._collective.world_size
         facts = self._nodes.facts()
         current = plan_current_size(facts, world_size, self._nodes.exchange, self._nodes.digest)
-        sizes = read_previous_sizes(reports, [spare.told for spare in self._spares])
+        sizes = read_previous_sizes(reports, [spare.report for spare in self._spares])
         plans = [(plan_previous_size(size), size) for size in sizes]
         plan, size = max(plans, key=lambda entry: entry[0].version or Version(0, 0))
         if current.version is not None and (plan.version is None or current.version >= plan.version):
@@ -89,14 +89,14 @@ class PreviousJob:
                 )
             return None
         newest = max([0, *(v.lineage for node in facts for held in node.slots.values() for v in held)])
-        newest = max([newest, *(int(spare.told["lineage"]) for spare in self._spares)])
+        newest = max([newest, *(int(spare.report["lineage"]) for spare in self._spares)])
         gathered = self._gather(size)
         lineage = 1 + max(newest, gathered.version.lineage, *(node.lineage for node in facts))
         return replace(gathered, now=Version(lineage, gathered.version.iteration))
 
     def keep_only(self, plan: ResizePlan) -> None:
         """Free the memory of everything but the state in `plan`. Spares keep theirs until the job is safe without."""
-        rank, spares = self._collective.rank, [spare.where for spare in self._spares]
+        rank, spares = self._collective.rank, [spare.endpoint for spare in self._spares]
         self._nodes.ask(lambda client: client.settle(rank, self._token, plan.world_size, plan.version, spares))
 
     def drop(self) -> None:
@@ -109,15 +109,15 @@ class PreviousJob:
         spares: dict[Endpoint, Spare] = {}
         for size in read_previous_sizes(reports):
             if size.protection is not None:
-                spares |= {spare.where: spare for spare in self._nodes.spares(size.protection, self._report)}
+                spares |= {spare.endpoint: spare for spare in self._nodes.spares(size.protection, self._report)}
         return list(spares.values())
 
     def _read_again(self, size: PreviousSize) -> PreviousSize:
         """The previous size with the spares that still answer."""
         reports = self._nodes.ask(lambda client: client.previous_sizes())
         self._spares = self._ask_spares(reports)
-        sizes = read_previous_sizes(reports, [spare.told for spare in self._spares])
-        return next((again for again in sizes if again.world_size == size.world_size), size)
+        sizes = read_previous_sizes(reports, [spare.report for spare in self._spares])
+        return next((updated for updated in sizes if updated.world_size == size.world_size), size)
 
     def _refusal(self, message: str) -> ResumeError:
         error = ResumeError(message)
@@ -173,16 +173,16 @@ class PreviousJob:
         for rank in sorted(nodes):
             if not self._is_mine(rank, nodes[rank]):
                 continue
-            done = (rank, plan.version) in rebuilt
-            decode = plan.sources[rank].way is Way.DECODE and not done
+            rebuilt_before = (rank, plan.version) in rebuilt
+            decode = plan.sources[rank].way is Way.DECODE and not rebuilt_before
             holder = size.holder(rank, plan.version)
             spare = None
-            if not decode and not done and holder is not None and holder >= size.members:
-                spare = self._spares[holder - size.members].where
+            if not decode and not rebuilt_before and holder is not None and holder >= size.members:
+                spare = self._spares[holder - size.members].endpoint
             try:
                 if decode or spare is not None:
                     assert size.protection is not None  # without it nothing is decoded, and no spares are known
-                    spares = [one.where for one in self._spares]
+                    spares = [one.endpoint for one in self._spares]
                     self._nodes.rebuild_previous(rank, plan, size.protection, size.fingerprint, spare, spares)
                     own.append([rank, "rebuilt"])
                 else:
@@ -195,7 +195,7 @@ class PreviousJob:
         return {rank: result for part in parts for rank, result in msgpack.unpackb(part)}
 
     def _is_mine(self, previous_rank: int, node: int) -> bool:
-        """Whether this rank takes care of that rank of the previous job; the ranks of its node share them out."""
+        """Whether this rank handles that rank of the previous job; the ranks of its node divide them up."""
         members = self._nodes.ranks[node]
         return members[previous_rank % len(members)] == self._collective.rank
 
@@ -214,9 +214,9 @@ class PreviousJob:
         """The part of the model that each rank of the previous job held; rebuilt segments report it now."""
         known = dict(size.places)
         if any(rank not in known for rank in ranks):
-            for again in read_previous_sizes(self._nodes.ask(lambda client: client.previous_sizes())):
-                if again.world_size == size.world_size:
-                    known |= again.places
+            for updated in read_previous_sizes(self._nodes.ask(lambda client: client.previous_sizes())):
+                if updated.world_size == size.world_size:
+                    known |= updated.places
         missing = [rank for rank in ranks if rank not in known]
         if missing:
             raise self._refusal(

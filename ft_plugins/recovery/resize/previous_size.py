@@ -17,8 +17,9 @@ from typing import Any
 from ...redundancy.exchange_plan import ExchangePlan
 from ...smp.protection import Protection
 from ...snapshot.slots import Mark, Slot, SlotState, Version
+from ..facts import NodeFacts, RankFacts
 from ..nodes import read_marks
-from ..recovery_plan import NodeFacts, RankFacts, RecoveryPlan, Way, plan_recovery
+from ..recovery_plan import RecoveryPlan, Way, plan_recovery
 
 Place = tuple[int, int]  # in the model: pipeline stage, tensor rank
 
@@ -109,7 +110,7 @@ def _read_previous_size(world_size: int, reports: Sequence[Mapping[str, Any]], m
         nodes.append(
             NodeFacts(
                 held, parity, report["position"] if of_this_size else None, report["plan"] if of_this_size else 0,
-                counted=committed, released=report["released"], marks=read_marks(report.get("marks", ())),
+                committed=committed, released=report["released"], marks=read_marks(report.get("marks", ())),
             )
         )  # fmt: skip
     return PreviousSize(world_size, members, ranks, tuple(nodes), places, protection, fingerprint)

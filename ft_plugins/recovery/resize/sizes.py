@@ -1,8 +1,8 @@
 """Compute the numbers of nodes with which the job can continue, and report them to the rendezvous.
 
 Invariant: tensor, pipeline and context parallel sizes, the global batch and the ranks per node do not change. A number
-of nodes is admissible if the model's replicas fill them, the host accepts that number of replicas and, where a lost
-node must be survivable, it is.
+of nodes is admissible if the model's replicas fill them, the host accepts that number of replicas and, if required, a
+lost node can be survived.
 
 In: the current topology, what the host and the redundancy allow. Out: numbers of nodes, ascending; `sizes.json`.
 """
@@ -30,10 +30,10 @@ def admissible(
     admits: Callable[[int], bool],
     impossible: Callable[[Topology, Sequence[str]], str],
 ) -> tuple[int, ...]:
-    """The admissible numbers of nodes; () where nodes have different numbers of ranks, or experts are parallel. Pure.
+    """The admissible numbers of nodes; () if nodes have different numbers of ranks, or experts are parallel. Pure.
 
     `nodes[rank]` is the current node of each rank. `admits` says whether the host accepts a number of replicas,
-    `impossible` why a topology on given nodes cannot be protected ('' where it can).
+    `impossible` why a topology on given nodes cannot be protected ('' if it can).
     """
     names = set(nodes)
     per_node = len(nodes) // len(names)
@@ -54,8 +54,8 @@ def admissible(
 def _unprotected(
     topology: Topology, ranks: int, per_node: int, impossible: Callable[[Topology, Sequence[str]], str]
 ) -> bool:
-    """Whether a lost node could not be survived with that many ranks. Asked up to the current number of nodes: more
-    nodes never make it worse."""
+    """Whether a lost node could not be survived with that many ranks. Checked up to the current number of nodes: more
+    nodes are never worse."""
     model = topology.tp * topology.pp * topology.cp
     resized = replace(topology, dp=ranks // model, nodes=())
     return bool(impossible(resized, [f"node{rank // per_node}" for rank in range(ranks)]))
@@ -63,7 +63,7 @@ def _unprotected(
 
 def describe(sizes: Sequence[int], now: int, protected: Collection[int]) -> str:
     """A message on the sizes around the current one; those not in `protected` do not survive a lost node."""
-    warn = now in protected  # else the start has already said that the job is unprotected
+    warn = now in protected  # else the job is unprotected already, which was printed at start
     fewer = [f"{size}{' (unprotected)' if warn and size not in protected else ''}" for size in sizes if size < now][-4:]
     more = [str(size) for size in sizes if size > now][:4]
     shown = ", ".join([*fewer, str(now), *more])

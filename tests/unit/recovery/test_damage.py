@@ -399,7 +399,7 @@ def test_a_flipped_bit_of_a_slots_lineage_loses_that_slot_alone_and_is_reported(
     assert begun.plan is not None and begun.plan.version == Version(1, 5 if slot == 2 else 6)
     assert begun.plan.lineage == 2 and all(begun.restored)
     assert [str(error) for error in begun.reported] == [
-        f"rank 1: slot {slot} is not used: its header, digest table or small state do not match their digest"
+        f"rank 1: slot {slot} is not used: its header, digest table or small state does not match its digest"
     ]
     assert f"rank 1: slot {slot} damaged and not used" in begun.plan.table()
     assert job.start(job.smp()).reported == [], "once"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError
-from ft_plugins.recovery.recovery_plan import NodeFacts, RankFacts, Source, Way, choose_source, counted, plan_recovery
+from ft_plugins.recovery.facts import NodeFacts, RankFacts
+from ft_plugins.recovery.recovery_plan import Source, Way, choose_source, newest_committed, plan_recovery
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.snapshot.slots import SLOTS, Mark, Slot, SlotState, Version, void
 
@@ -56,7 +57,7 @@ def test_the_newest_version_that_every_rank_holds_whole_is_taken(
     sealed = [version for version in every for rank in facts if has(rank, version)]
     assert plan.lineage == 1 + max([*(rank.lineage for rank in facts), *(version.lineage for version in sealed)])
     # a rank whose segment was made just now has completed nothing, and says nothing about the others
-    known = [rank.completed for rank in facts if rank.completed or (rank.lineage and not rank.holds())]
+    known = [rank.completed for rank in facts if rank.completed or (rank.lineage and not rank.restorable())]
     assert plan.completed == min(known, default=0)
     assert plan.lost == max(0, plan.completed - (plan.version.iteration if plan.version else 0))
     assert plan.tier == ("process" if plan.version else "none") and plan.reason
@@ -213,8 +214,8 @@ WRITING = replace(begun(rank(1)), slots=(Slot(0, SlotState.DIRTY, Version(1, 1))
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ([rank(0, 1), rank(1)], "in memory are rank 0: 1 (lineage 1)"),
-        ([rank(0, 6, 7), rank(1, 5)], "in memory are rank 0: 6 (lineage 1), 7 (lineage 1); rank 1: 5 (lineage 1)"),
+        ([rank(0, 1), rank(1)], "in memory: rank 0: 1 (lineage 1)"),
+        ([rank(0, 6, 7), rank(1, 5)], "in memory: rank 0: 6 (lineage 1), 7 (lineage 1); rank 1: 5 (lineage 1)"),
         ([begun(rank(0, 1)), NOTHING], "rank 0: 1 (lineage 1)"),
         ([begun(rank(0, 1)), replace(WRITING, damaged=("lineage",))], "rank 1: the header's lineage damaged"),
         ([begun(rank(0, 1)), damaged(WRITING, 0)], "rank 1: slot 0 damaged and not used"),
@@ -237,7 +238,7 @@ def test_what_is_sealed_or_damaged_is_named_instead_of_starting_from_the_beginni
 
 def test_what_only_another_node_or_parity_still_has_is_named_too() -> None:
     nodes = [NodeFacts({1: frozenset([Version(1, 3)])}, frozenset([Version(1, 2)]))]
-    with pytest.raises(ResumeError, match=r"in memory are rank 1: 3 \(lineage 1\); parity: 2 \(lineage 1\)"):
+    with pytest.raises(ResumeError, match=r"in memory: rank 1: 3 \(lineage 1\); parity: 2 \(lineage 1\)"):
         choose_source(plan_recovery([RankFacts(0, (), 0, 0), NOTHING], (), nodes), "auto", 0)
 
 
@@ -402,8 +403,8 @@ def job(name: str, kept: Mapping[int, Collection[int]], counted: int = 4) -> tup
     for position, ranks in enumerate(plan.ranks):
         held = frozenset(Version(1, iteration) for iteration in (counted, *kept.get(position, ())))
         parity = frozenset([Version(1, counted)])
-        facts = NodeFacts(dict.fromkeys(ranks, held), parity, position, DIGEST, lineage=1, counted=Version(1, counted))
-        nodes.append(facts)
+        slots, committed = dict.fromkeys(ranks, held), Version(1, counted)
+        nodes.append(NodeFacts(slots, parity, position, DIGEST, lineage=1, committed=committed))
     return plan, nodes
 
 
@@ -427,7 +428,7 @@ def test_more_than_parity_makes_up_for_is_said_with_the_ranks_and_the_code(
         nodes[position] = LOST
     plan = plan_recovery(facts_of(exchange, nodes), (), nodes, exchange, DIGEST)
     assert plan.version is None and plan.tier == "none" and plan.state_lost
-    assert f"of version 4 (lineage 1) the parts of ranks {ranks} are gone with {says}" in plan.reason
+    assert f"version 4 (lineage 1): the parts of ranks {ranks} are gone with {says}" in plan.reason
     with pytest.raises(ResumeError, match=f"ranks {ranks} are gone"):
         choose_source(plan, "auto", 0)
 
@@ -510,11 +511,11 @@ def test_parity_that_was_complete_on_one_node_only_is_not_what_the_reason_speaks
     on = "abcd"
     exchange = plan_exchange(list(on), [(0, 1, 2, 3)], [100] * 4, 1)
     held, whole = frozenset([Version(1, 4), Version(1, 6)]), frozenset([Version(1, 4)])
-    first = NodeFacts({0: held}, held, 0, DIGEST, counted=Version(1, 4))
+    first = NodeFacts({0: held}, held, 0, DIGEST, committed=Version(1, 4))
     nodes = [first, NodeFacts({1: held}, whole, 1, DIGEST), LOST, LOST]  # the second has not heard of it
     plan = plan_recovery(facts_of(exchange, nodes), (), nodes, exchange, DIGEST)
     assert plan.version is None and plan.gone == (2, 3)
-    assert "of version 4 (lineage 1) the parts of ranks 2, 3 are gone with 2 nodes" in plan.reason
+    assert "version 4 (lineage 1): the parts of ranks 2, 3 are gone with 2 nodes" in plan.reason
 
 
 @pytest.mark.parametrize(
@@ -533,20 +534,20 @@ def test_the_newest_version_that_counts_on_any_node_is_kept_unless_it_is_void(
     def version(iteration: int | None) -> Version | None:
         return None if iteration is None else Version(1, iteration)
 
-    nodes = [NodeFacts({}, counted=version(iteration)) for iteration in heard]
-    assert counted(nodes, version(base)) == version(kept)
+    nodes = [NodeFacts({}, committed=version(iteration)) for iteration in heard]
+    assert newest_committed(nodes, version(base)) == version(kept)
 
 
 def test_a_version_that_is_complete_on_every_node_counts_although_none_has_heard_it() -> None:
     """Given version 4, which counted: the node that decided so was restarted before it had told any, and so was the
     job, from version 7 of the process tier. Version 4 is all that a lost node could be made up for by."""
     exchange, nodes = job("3 nodes", {position: [7] for position in range(3)})
-    unheard = [replace(node, counted=None) for node in nodes]
-    assert counted(unheard, Version(1, 7), exchange, DIGEST) == Version(1, 4)
-    assert counted(unheard, Version(1, 3), exchange, DIGEST) is None, "it is void"
-    assert counted(unheard, Version(1, 7), exchange, DIGEST + 1) is None, "it is parity of another plan"
-    assert counted([*unheard[:2], LOST], Version(1, 7), exchange, DIGEST) is None
-    assert counted([*unheard[:2], replace(unheard[2], slots={})], Version(1, 7), exchange, DIGEST) is None
+    unheard = [replace(node, committed=None) for node in nodes]
+    assert newest_committed(unheard, Version(1, 7), exchange, DIGEST) == Version(1, 4)
+    assert newest_committed(unheard, Version(1, 3), exchange, DIGEST) is None, "it is void"
+    assert newest_committed(unheard, Version(1, 7), exchange, DIGEST + 1) is None, "it is parity of another plan"
+    assert newest_committed([*unheard[:2], LOST], Version(1, 7), exchange, DIGEST) is None
+    assert newest_committed([*unheard[:2], replace(unheard[2], slots={})], Version(1, 7), exchange, DIGEST) is None
 
 
 def test_what_a_start_from_the_beginning_made_void_does_not_come_back_from_other_nodes() -> None:
@@ -577,7 +578,7 @@ def test_a_node_that_was_a_spare_knows_that_the_job_has_gone_on() -> None:
     nodes = [NodeFacts({0: frozenset()}, lineage=3, released=3), NodeFacts({1: frozenset()})]
     plan = plan_recovery(fresh, (), nodes)
     assert plan.version is None and plan.state_lost and plan.lineage == 4
-    with pytest.raises(ResumeError, match="went on in lineage 3 with others.*--ftp-resume fresh"):
+    with pytest.raises(ResumeError, match="went on in lineage 3 on other nodes.*--ftp-resume fresh"):
         choose_source(plan, "auto", 0)
     assert choose_source(plan, "fresh", 0).tier == "none" and choose_source(plan, "auto", 9).loaded == 9
     begun = [RankFacts(rank, (), 4, 0, from_nothing=True) for rank in range(2)]
@@ -625,7 +626,7 @@ def test_the_newest_certified_version_is_taken_before_newer_ones_that_nobody_com
     assert plan.table() == (
         "recovery: iteration 6 of lineage 1 from the process tier, certified; every rank had completed 8, 2 lost; "
         "iteration 7 is computed next, again if it was logged before; lineage 2\n"
-        "  newer, but it is not known whether their replicas agreed: iterations 7, 8"
+        "  newer, but not known whether their replicas agree: iterations 7, 8"
     )
     other = plan_recovery([heard, rank(1, 3, 7, 8, completed=8)])
     assert other.version == Version(1, 3), "not what one rank lacks"

@@ -93,7 +93,8 @@ def test_a_certified_checkpoint_is_tried_before_newer_ones_of_which_it_is_not_kn
 
 def test_an_older_checkpoint_of_this_size_is_not_taken_silently_where_another_size_has_gone_on() -> None:
     newer, older = Version(3, 500), Version(1, 30)
-    with pytest.raises(ResumeError, match=r"version 500 .*another data-parallel size.*storage takes iteration 40"):
+    refusal = "version 500 .*another data-parallel size.*iteration 40 with --ftp-resume storage"
+    with pytest.raises(ResumeError, match=refusal):
         with_storage(NOTHING, "auto", 0, S, True, newer)
     assert with_storage(NOTHING, "storage", 0, S, True, newer).version == S
     assert with_storage(NOTHING, "auto", 0, S, True, older).version == S

@@ -20,15 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError
-from ft_plugins.recovery.recovery_plan import (
-    NodeFacts,
-    RankFacts,
-    RecoveryPlan,
-    Way,
-    choose_source,
-    counted,
-    plan_recovery,
-)
+from ft_plugins.recovery.facts import NodeFacts, RankFacts
+from ft_plugins.recovery.recovery_plan import RecoveryPlan, Way, choose_source, newest_committed, plan_recovery
 from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.smp.agreement import ExchangeDecision, ExchangeEpoch, NodeReport, decide
 from ft_plugins.snapshot.slots import Pin, Slot, SlotState, Version, choose, may_pin, slots_for, void
@@ -371,7 +364,7 @@ class Job:
             (maker,) = whose[plan.version]
             self._rebuild(plan, maker)
         self._open(plan)
-        heard = counted([node.facts() for node in self.nodes], plan.version, self.plan, DIGEST)
+        heard = newest_committed([node.facts() for node in self.nodes], plan.version, self.plan, DIGEST)
         for position in self.random.sample(range(len(self.nodes)), len(self.nodes)):
             self._perhaps_crash()
             self.nodes[position].protect(position, self.plan.ranks[position], plan.version, heard)

@@ -62,11 +62,11 @@ class Rank:
         events.subscribe(self.written.append)
         self.baft = Baft(rank, config, events, pipelines, lambda: round(1e9 * self.now))
         self.gate = Gate(np.zeros(ROOM, dtype=np.uint8))
-        self.baft.guard(self.gate, copies())
+        self.baft.use_gate(self.gate, copies())
 
     def plan(self, profile: Profile, others: int = 0) -> BubblePlan | None:
         """With ranks elsewhere in the job that find they need so many iterations."""
-        return self.baft.agreed(max(self.baft.plan(profile), others))
+        return self.baft.adopt(max(self.baft.plan(profile), others))
 
     @property
     def open(self) -> bool:
@@ -144,7 +144,7 @@ def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends() ->
 def test_the_link_is_what_was_named_else_what_was_measured_else_a_usual_one() -> None:
     def planned(mbps: float | None, links: dict[int, float]) -> tuple[int, float]:
         rank = Rank(2, BaftConfig(link_mbps=mbps))
-        rank.baft.guard(rank.gate, copies(), links)
+        rank.baft.use_gate(rank.gate, copies(), links)
         plan = rank.plan(idle_together())
         assert plan is not None
         return sending(plan, 2).every[0].nbytes, rank.written[-1].fields["link_mbps"]
@@ -165,15 +165,15 @@ def test_ranks_that_share_links_find_the_same_plan() -> None:
 def test_all_ranks_go_by_what_the_job_has_agreed_on() -> None:
     rank = Rank(0)
     assert rank.baft.plan(idle_together()) == 1 and rank.gate.planned == 0 and rank.play() == [False] * 10
-    plan = rank.baft.agreed(3)
+    plan = rank.baft.adopt(3)
     assert plan is not None and (plan.iterations, rank.gate.planned, rank.written[-1].fields["iterations"]) == (3, 3, 3)
     rank.forward()
     assert rank.open
-    assert rank.baft.agreed(4) is None and rank.gate.planned == 3, "once for each plan"
-    for forget in (rank.baft.give_up, lambda: rank.baft.guard(rank.gate, copies())):
+    assert rank.baft.adopt(4) is None and rank.gate.planned == 3, "once for each plan"
+    for forget in (rank.baft.drop_plan, lambda: rank.baft.use_gate(rank.gate, copies())):
         rank.baft.plan(idle_together())
         forget()
-        assert rank.baft.agreed(4) is None and rank.gate.planned == 0
+        assert rank.baft.adopt(4) is None and rank.gate.planned == 0
 
 
 def test_what_the_ranks_tell_each_other_enters_the_plan_of_all() -> None:
@@ -205,7 +205,7 @@ def test_a_window_that_would_be_over_before_a_frame_is_on_its_way_is_none() -> N
     only = Rank(0).plan(idle(short, short))
     assert only is not None and len(only.paced_by_rate) == 2 and "long enough" in only.senders[0].reason
     slow = Rank(0, BaftConfig(link_mbps=8.0))  # 1 KB a millisecond
-    slow.baft.guard(slow.gate, plan_neighbours(NODES, STAGES, (50_000,) * 4))
+    slow.baft.use_gate(slow.gate, plan_neighbours(NODES, STAGES, (50_000,) * 4))
     patient = slow.plan(idle(enough, long, short))
     assert patient is not None and [grant.bubble for grant in patient.senders[0].every] == [0, 1]
     assert min(grant.nbytes for grant in patient.senders[0].every) < 3000 < LIMITS.least_frame_bytes
@@ -216,7 +216,7 @@ def test_by_layers_the_gate_lets_through_what_whole_layers_have(granularity: str
     """398 MB fit into the bubble; layers of 300 and 100 MB and more."""
     layers = (300_000_000, 100_000_000)
     rank = Rank(2, BaftConfig(link_mbps=8_000.0, granularity=granularity))  # type: ignore[arg-type]
-    rank.baft.guard(rank.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
+    rank.baft.use_gate(rank.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
     plan = rank.plan(replace(idle_together(), senders=(SenderFacts(layers=layers),) * 4))
     assert plan is not None and not plan.paced_by_rate and plan.granularity.value == granularity
     rank.forward()
@@ -233,7 +233,7 @@ def test_by_bytes_a_rank_asks_only_how_full_its_own_layers_would_fill() -> None:
 
     def planned(rank: int, granularity: str) -> BubblePlan:
         one = Rank(rank, BaftConfig(link_mbps=8_000.0, granularity=granularity))  # type: ignore[arg-type]
-        one.baft.guard(one.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
+        one.baft.use_gate(one.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
         found = one.plan(facts)
         assert found is not None
         return found
@@ -279,7 +279,7 @@ def test_while_iterations_are_recorded_nothing_goes_whatever_was_planned_before(
         rank.baft.iteration_end()
         assert not rank.open
     assert rank.play() == [False, False, True, True, True, False, False, False, False, False], "as before"
-    rank.baft.let_go()
+    rank.baft.release_gate()
     rank.baft.iteration_begin(held=True)
     assert not rank.open and rank.baft.moved == 0, "its memory may be gone"
 
@@ -304,7 +304,7 @@ def test_one_that_gives_a_plan_up_can_plan_again() -> None:
     rank = Rank(2)
     rank.plan(idle_together())
     rank.forward()
-    rank.baft.give_up()
+    rank.baft.drop_plan()
     assert not rank.open and rank.play() == [False] * 10 and rank.gate.planned == 0
     assert rank.plan(idle_together()) is not None
     rank.forward()
@@ -316,7 +316,7 @@ def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
     rank.plan(idle_together())
     rank.forward()
     assert rank.open
-    rank.baft.let_go()
+    rank.baft.release_gate()
     assert not rank.open and rank.play() == [False] * 10 and rank.gate.planned == 0
     assert rank.plan(idle_together()) is None
 

@@ -70,7 +70,7 @@ class Job:
 
     def rank(self, rank: int) -> Baft:
         baft = Baft(rank, CONFIG, Events("n", rank), self.pipelines)
-        baft.guard(Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8)), self.copies, self.links)
+        baft.use_gate(Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8)), self.copies, self.links)
         return baft
 
 
@@ -98,7 +98,7 @@ def test_what_ranks_plan_for_themselves_is_what_would_be_planned_for_the_job(
     assert min(needed) < most, "not all of them share links"
     seen: set[int] = set()
     for rank, one in enumerate(found):
-        plan = one.agreed(most)
+        plan = one.adopt(most)
         assert plan is not None and plan.iterations == most
         planned = [sender.transfer.sender for sender in plan.senders]
         assert rank in planned and list(plan.senders) == [whole.senders[sender] for sender in planned]

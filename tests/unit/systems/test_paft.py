@@ -140,8 +140,8 @@ def test_a_nan_at_a_turn_whose_gradients_cannot_be_computed_again_sends_the_job_
     found = ranks(_sent_back, 2)
     assert [echo for _, echo, *_ in found] == [True, False]
     for error, _, completed, since, told in found:
-        assert "after iteration 5 parameters of ranks 1 were infinite or no number" in error
-        assert (completed, since) == (5, 4) and "no number at a turn sends the job back" in told
+        assert "after iteration 5 parameters of ranks 1 were non-finite" in error
+        assert (completed, since) == (5, 4) and "a non-finite replica sends the job back" in told
 
 
 def test_a_nan_between_turns_reaches_all_by_the_gradients_and_all_are_named(ranks: Ranks) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ft_plugins.model.host import resizable
-from ft_plugins.recovery.recovery_plan import NodeFacts, Way
+from ft_plugins.recovery.facts import NodeFacts
+from ft_plugins.recovery.recovery_plan import Way
 from ft_plugins.recovery.resize.previous_size import (
     ResizePlan,
     assign_nodes,

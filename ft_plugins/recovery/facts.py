@@ -1,0 +1,183 @@
+"""What ranks and nodes report before a recovery, and how much of it a recovery believes. Pure.
+
+Invariant: `usable` removes every version that must not be restored: one whose replicas differ (ranks hold parts of
+unlike replicas), and one that a start from the beginning made void. A damaged record says nothing about versions or
+lineages: the other slots and the other ranks decide.
+
+In: the content of segments, the inventories of SMPs. Out: `RankFacts`, `NodeFacts`, and what follows from them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..snapshot.slots import Mark, Slot, SlotState, Version, marks_of
+
+_SHOWN = 8  # entries of a list in a message
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """A rank's segment before recovery. `damaged` names the records of its header that failed their digest."""
+
+    rank: int
+    slots: tuple[Slot, ...]
+    lineage: int  # the newest opened here; 0 if unknown
+    completed: int | None  # None if unknown
+    from_nothing: bool = False  # the newest lineage began from the beginning, by decision of the user or of all ranks
+    damaged: tuple[str, ...] = ()
+    lost: bool = False  # the segment replaced one whose header was damaged
+
+    def restorable(self) -> dict[Version, int]:
+        """The versions that can be restored, and their slots."""
+        return {slot.version: slot.index for slot in self.slots if slot.state is SlotState.CLEAN and slot.version}
+
+    @property
+    def damaged_slots(self) -> tuple[int, ...]:
+        """The slots whose headers cannot be read."""
+        return tuple(slot.index for slot in self.slots if slot.damaged)
+
+    def damage(self) -> str:
+        """A message on what is damaged; '' for nothing."""
+        parts = [f"slot {index}" for index in self.damaged_slots]
+        parts += [f"the header's {name}" for name in self.damaged]
+        messages = [f"rank {self.rank}: {', '.join(parts)} damaged and not used"] if parts else []
+        messages += [f"rank {self.rank}: its segment was damaged and is lost"] if self.lost else []
+        return "; ".join(messages)
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node's SMP can provide before recovery; nodes are numbered as in the job now.
+
+    `parity` holds the versions whose parity and copies are complete in its parity store, for `position` (its place when
+    they were stored) by the exchange plan of digest `plan`. `committed` is the newest committed version that it knows
+    of, `completed` the iterations that ranks with segments here had completed, `lineage` the newest opened here.
+    `released`: the lineage in which the job continued while this node was a spare; older versions are of no use.
+    `marks` are those of the versions in `slots`.
+    """
+
+    slots: Mapping[int, frozenset[Version]]  # by rank
+    parity: frozenset[Version] = frozenset()
+    position: int | None = None
+    plan: int = 0
+    completed: Mapping[int, int] = field(default_factory=dict)
+    lineage: int = 0
+    committed: Version | None = None
+    released: int = 0
+    marks: Mapping[Version, Mark] = field(default_factory=dict)
+
+
+def usable(
+    facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]
+) -> tuple[Sequence[RankFacts], Sequence[NodeFacts], Mapping[Version, Mark]]:
+    """The facts without versions that must not be restored, and the marks of the others and of differing ones."""
+    facts, nodes = _without_void(facts, nodes)
+    reported = [(slot.version, slot.mark) for rank in facts for slot in rank.slots]
+    marks = marks_of([*reported, *(entry for node in nodes for entry in node.marks.items())])
+    facts, nodes = _without_differing(facts, nodes, marks)
+    return facts, nodes, marks
+
+
+def _without_void(
+    facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]
+) -> tuple[Sequence[RankFacts], Sequence[NodeFacts]]:
+    """Remove the versions that a start from the beginning made void, also from ranks that have not recorded it yet. The
+    damage of those ranks is ignored."""
+    newest = max(rank.lineage for rank in facts)
+    if not any(rank.from_nothing and rank.lineage == newest for rank in facts):
+        return facts, nodes
+
+    def valid(versions: Iterable[Version]) -> frozenset[Version]:
+        return frozenset(version for version in versions if version.lineage >= newest)
+
+    def without_void(rank: RankFacts) -> RankFacts:
+        recorded = rank.lineage == newest or bool(rank.damaged)
+        slots = (slot for slot in rank.slots if recorded or not slot.damaged)
+        slots = (slot for slot in slots if slot.version is None or slot.version.lineage >= newest)
+        return replace(rank, slots=tuple(slots), lost=rank.lost and recorded)
+
+    return [without_void(rank) for rank in facts], [
+        replace(
+            node,
+            slots={rank: valid(versions) for rank, versions in node.slots.items()},
+            parity=valid(node.parity),
+            committed=node.committed if node.committed and node.committed.lineage >= newest else None,
+        )
+        for node in nodes
+    ]
+
+
+def _without_differing(
+    facts: Sequence[RankFacts], nodes: Sequence[NodeFacts], marks: Mapping[Version, Mark]
+) -> tuple[Sequence[RankFacts], Sequence[NodeFacts]]:
+    """Remove the versions whose replicas differ, from all ranks and nodes."""
+    bad = {version for version, mark in marks.items() if mark is Mark.DIFFERING}
+    if not bad:
+        return facts, nodes
+    return [replace(rank, slots=tuple(slot for slot in rank.slots if slot.version not in bad)) for rank in facts], [
+        replace(
+            node,
+            slots={rank: frozenset(versions - bad) for rank, versions in node.slots.items()},
+            parity=frozenset(node.parity - bad),
+            committed=None if node.committed in bad else node.committed,
+        )
+        for node in nodes
+    ]
+
+
+def newest_lineage(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> int:
+    """The newest lineage that was opened or that a version has: versions show it if the record is lost."""
+    versions = _all_versions(facts, nodes)
+    versions |= {node.committed for node in nodes if node.committed}
+    opened = [rank.lineage for rank in facts] + [node.lineage for node in nodes]
+    return max([*opened, *(version.lineage for version in versions)])
+
+
+def completed_by_all(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> int:
+    """The last iteration that every rank completed. A new segment, or one that was rebuilt, does not know it; if a rank
+    has moved, its previous node does."""
+    completed = {
+        rank.rank: rank.completed for rank in facts
+        if rank.completed is not None and (rank.completed or (rank.lineage and not rank.restorable()))
+    }  # fmt: skip
+    for rank, iteration in ((rank, done) for node in nodes for rank, done in node.completed.items() if done):
+        completed[rank] = max(iteration, completed.get(rank, 0))
+    return min(completed.values(), default=0)
+
+
+def first_capture_interrupted(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> bool:
+    """Whether a start from the beginning ended before every rank had its first version. Then no state is lost by
+    starting again. Every rank has to confirm it by undamaged records."""
+    versions = _all_versions(facts, nodes)
+    if len(versions) != 1 or all(rank.restorable() for rank in facts):
+        return False
+    (first,) = versions
+    return all(
+        rank.from_nothing and rank.lineage == first.lineage and not rank.damaged and not rank.damaged_slots
+        and all(slot.version in (None, first) for slot in rank.slots)
+        for rank in facts
+    )  # fmt: skip
+
+
+def in_memory(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> str:
+    """A message on the sealed versions of each rank; '' for none."""
+    held: dict[int, set[Version]] = {rank.rank: set(rank.restorable()) for rank in facts}
+    for node in nodes:
+        for rank, versions in node.slots.items():
+            held.setdefault(rank, set()).update(versions)
+    entries = [f"rank {rank}: {', '.join(map(str, sorted(held[rank])))}" for rank in sorted(held) if held[rank]]
+    parity = sorted(set().union(*(node.parity for node in nodes)))
+    entries += [f"parity: {', '.join(map(str, parity))}"] if parity else []
+    return "; ".join(shortened(entries))
+
+
+def shortened(entries: Sequence[str]) -> list[str]:
+    """The first entries of a long list, and how many more there are."""
+    return [*entries[:_SHOWN], *([f"and {len(entries) - _SHOWN} more"] if len(entries) > _SHOWN else [])]
+
+
+def _all_versions(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> set[Version]:
+    versions = {version for rank in facts for version in rank.restorable()}
+    return versions | {version for node in nodes for held in (*node.slots.values(), node.parity) for version in held}
