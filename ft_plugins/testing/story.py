@@ -11,14 +11,14 @@ from enum import Enum
 EVERY = "every node"
 
 
-class End(str, Enum):
+class JobEnd(str, Enum):
     """How every node of a job ends."""
 
     ENDED = "has ended"
     REFUSED = "is refused"
 
 
-class Fate(str, Enum):
+class LossKind(str, Enum):
     """What is done to a node."""
 
     KILL = "kill"
@@ -52,7 +52,7 @@ class VersionCommitted:
 
 
 @dataclass(frozen=True)
-class Captured:
+class IterationCaptured:
     """Until a rank of a node has captured this iteration or a later one."""
 
     node: str
@@ -74,22 +74,22 @@ class SmpStopped:
 
 
 @dataclass(frozen=True)
-class Ends:
+class JobEnds:
     """Until every node has ended, in that way."""
 
-    how: End
+    how: JobEnd
 
 
 @dataclass(frozen=True)
-class Lose:
+class LoseNode:
     """Lose a node."""
 
     node: str
-    fate: Fate
+    fate: LossKind
 
 
 @dataclass(frozen=True)
-class Start:
+class StartNode:
     """Start a node whose address sorts before (`first`) or after those of all others."""
 
     node: str
@@ -128,7 +128,7 @@ class DeclaredLost:
 
 
 @dataclass(frozen=True)
-class Differed:
+class ReplicaDiverged:
     """One rank was found to differ from its replicas in that iteration, and none in any other."""
 
     rank: int
@@ -143,7 +143,7 @@ class RestoredCertified:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ReplicasCompared:
     """Nodes have found their replicas equal, and sent each other no state for it."""
 
 
@@ -155,21 +155,21 @@ class CheckpointNotStored:
 
 
 @dataclass(frozen=True)
-class Whole:
+class CheckpointsIntact:
     """Every complete checkpoint has all bytes of all ranks, the newest is of this iteration or later."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
-class Reason:
+class ReasonContains:
     """The reason that every node gives has these words."""
 
     words: str
 
 
 @dataclass(frozen=True)
-class InBubbles:
+class SentInBubbles:
     """Copies went out while the gates of their ranks were open."""
 
 
@@ -179,14 +179,14 @@ class NoFreshStart:
 
 
 @dataclass(frozen=True)
-class Golden:
+class MatchesGolden:
     """State and losses are those of the unfailed run."""
 
 
 StoryLine = (
-    VersionCommitted | Captured | CheckpointStored | SmpStopped | Ends | Lose | Start
-    | RestoredFrom | InTransfer | RestoredCommitted | DeclaredLost | Compared | Differed | RestoredCertified
-    | InBubbles | CheckpointNotStored | Whole | Reason | NoFreshStart | Golden
+    VersionCommitted | IterationCaptured | CheckpointStored | SmpStopped | JobEnds | LoseNode | StartNode
+    | RestoredFrom | InTransfer | RestoredCommitted | DeclaredLost | ReplicasCompared | ReplicaDiverged | RestoredCertified
+    | SentInBubbles | CheckpointNotStored | CheckpointsIntact | ReasonContains | NoFreshStart | MatchesGolden
 )  # fmt: skip
 
 
@@ -204,6 +204,6 @@ class Story:
     all_configurations: bool = False
 
     @property
-    def started(self) -> tuple[Start, ...]:
+    def started(self) -> tuple[StartNode, ...]:
         """The nodes that come later, in their order."""
-        return tuple(line for line in self.lines if isinstance(line, Start))
+        return tuple(line for line in self.lines if isinstance(line, StartNode))

@@ -51,31 +51,31 @@ from .. import faults
 from ..errors import ConfigError, FtError
 from .story import (
     EVERY,
-    Captured,
     CheckpointNotStored,
+    CheckpointsIntact,
     CheckpointStored,
-    Compared,
     DeclaredLost,
-    Differed,
-    End,
-    Ends,
-    Fate,
-    Golden,
-    InBubbles,
     InTransfer,
+    IterationCaptured,
+    JobEnd,
+    JobEnds,
     JobShape,
-    Lose,
+    LoseNode,
+    LossKind,
+    MatchesGolden,
     NoFreshStart,
-    Reason,
+    ReasonContains,
+    ReplicaDiverged,
+    ReplicasCompared,
     RestoredCertified,
     RestoredCommitted,
     RestoredFrom,
+    SentInBubbles,
     SmpStopped,
-    Start,
+    StartNode,
     Story,
     StoryLine,
     VersionCommitted,
-    Whole,
 )
 
 
@@ -83,24 +83,24 @@ class StoryError(FtError):
     """A line of a story that is unknown or cannot happen at that place."""
 
 
-_ACTS = (VersionCommitted, Captured, CheckpointStored, SmpStopped, Ends, Lose, Start)
+_ACTS = (VersionCommitted, IterationCaptured, CheckpointStored, SmpStopped, JobEnds, LoseNode, StartNode)
 _KNOWN_AT_THE_END = (
-    RestoredFrom, InTransfer, RestoredCommitted, DeclaredLost, Whole, Reason, Compared, Differed, RestoredCertified,
-    InBubbles, NoFreshStart, Golden,
+    RestoredFrom, InTransfer, RestoredCommitted, DeclaredLost, CheckpointsIntact, ReasonContains, ReplicasCompared, ReplicaDiverged, RestoredCertified,
+    SentInBubbles, NoFreshStart, MatchesGolden,
 )  # fmt: skip
 _NODE = r"([a-z]\w*)"
 _Build = Callable[..., StoryLine]
 _PHRASES: dict[str, list[tuple[str, _Build]]] = {
     "when": [
         (r"version (\d+) is committed on every node", lambda at: VersionCommitted(int(at))),
-        (rf"iteration (\d+) is captured on {_NODE}", lambda at, node: Captured(node, int(at))),
+        (rf"iteration (\d+) is captured on {_NODE}", lambda at, node: IterationCaptured(node, int(at))),
         (r"checkpoint (\d+) is complete", lambda at: CheckpointStored(int(at))),
         (rf"the smp of {_NODE} has stopped", SmpStopped),
-        (r"the job (has ended|is refused)", lambda how: Ends(End(how))),
+        (r"the job (has ended|is refused)", lambda how: JobEnds(JobEnd(how))),
     ],
     "do": [
-        (rf"(kill|cut|freeze) {_NODE}", lambda fate, node: Lose(node, Fate(fate))),
-        (rf"start {_NODE} (first|last)", lambda node, where: Start(node, where == "first")),
+        (rf"(kill|cut|freeze) {_NODE}", lambda fate, node: LoseNode(node, LossKind(fate))),
+        (rf"start {_NODE} (first|last)", lambda node, where: StartNode(node, where == "first")),
     ],
     "then": [
         (
@@ -111,14 +111,14 @@ _PHRASES: dict[str, list[tuple[str, _Build]]] = {
         (rf"{_NODE} restored the committed version, not the one in transfer", RestoredCommitted),
         (rf"{_NODE} was declared lost", DeclaredLost),
         (r"checkpoint (\d+) is not complete", lambda at: CheckpointNotStored(int(at))),
-        (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: Whole(int(at))),
-        (r"the reason is: (.+)", Reason),
-        (r"replicas were compared, little was sent", Compared),
-        (r"rank (\d+) differed in iteration (\d+)", lambda rank, at: Differed(int(rank), int(at))),
+        (r"complete checkpoints are whole, the newest >= (\d+)", lambda at: CheckpointsIntact(int(at))),
+        (r"the reason is: (.+)", ReasonContains),
+        (r"replicas were compared, little was sent", ReplicasCompared),
+        (r"rank (\d+) differed in iteration (\d+)", lambda rank, at: ReplicaDiverged(int(rank), int(at))),
         (rf"{_NODE} restored a certified version", RestoredCertified),
-        (r"copies went out in bubbles", InBubbles),
+        (r"copies went out in bubbles", SentInBubbles),
         (r"no rank started from scratch", NoFreshStart),
-        (r"the final state is golden", Golden),
+        (r"the final state is golden", MatchesGolden),
     ],
 }
 _HEAD = ("job", "flags", "store", "fault", "runs")
@@ -168,7 +168,7 @@ class _Reader:
         self._lines: list[StoryLine] = []
         self._alive: set[str] = set()
         self._lost: set[str] = set()
-        self._end: End | None = None
+        self._end: JobEnd | None = None
 
     def take(self, line: str) -> None:
         """Parse one more line. Raises StoryError, ConfigError."""
@@ -204,22 +204,22 @@ class _Reader:
         if self._job is None:
             raise StoryError("nothing can happen before the 'job' line")
         too_soon = isinstance(line, _KNOWN_AT_THE_END) and self._end is None
-        if too_soon or isinstance(line, Golden) and self._end is not End.ENDED:
+        if too_soon or isinstance(line, MatchesGolden) and self._end is not JobEnd.ENDED:
             raise StoryError("that is known only after 'when the job has ended'")
         if self._end and isinstance(line, _ACTS):
             raise StoryError("nothing happens any more: the job has ended")
-        if isinstance(line, (CheckpointStored, CheckpointNotStored, Whole)) and not self._store:
+        if isinstance(line, (CheckpointStored, CheckpointNotStored, CheckpointsIntact)) and not self._store:
             raise StoryError("there are no checkpoints without a 'store' line")
         match line:
-            case Start(node):
+            case StartNode(node):
                 if node in self._alive | self._lost:
                     raise StoryError(f"there was a node {node} already; a substitute has a name of its own")
                 self._alive.add(node)
-            case Lose(node):
+            case LoseNode(node):
                 self._there(node)
                 self._alive.remove(node)
                 self._lost.add(node)
-            case SmpStopped(node) | Captured(node):
+            case SmpStopped(node) | IterationCaptured(node):
                 self._there(node)
             case DeclaredLost(node) if node not in self._lost:
                 raise StoryError(f"node {node} was not lost; lost are {_names(self._lost)}")
@@ -227,7 +227,7 @@ class _Reader:
                 self._there(node)
             case RestoredFrom(node) if node != EVERY:
                 self._there(node)
-            case Ends(how):
+            case JobEnds(how):
                 self._end = how
         self._lines.append(line)
 
@@ -239,7 +239,7 @@ class _Reader:
         """All of it. Raises StoryError where something is missing."""
         if self._job is None:
             raise StoryError(f"{self._name}: expected a 'job' line, found none")
-        if self._end is None or isinstance(self._lines[-1], Ends):
+        if self._end is None or isinstance(self._lines[-1], JobEnds):
             raise StoryError(
                 f"{self._name}: expected 'when the job has ended' (or 'is refused'), and then what has to hold"
             )

@@ -34,31 +34,31 @@ from .megatron_runs import MegatronRun
 from .multinode import BOUND, ExampleRun, MultiNodeJob, Spec
 from .story import (
     EVERY,
-    Captured,
     CheckpointNotStored,
+    CheckpointsIntact,
     CheckpointStored,
-    Compared,
     DeclaredLost,
-    Differed,
-    End,
-    Ends,
-    Fate,
-    Golden,
-    InBubbles,
     InTransfer,
+    IterationCaptured,
+    JobEnd,
+    JobEnds,
     JobShape,
-    Lose,
+    LoseNode,
+    LossKind,
+    MatchesGolden,
     NoFreshStart,
-    Reason,
+    ReasonContains,
+    ReplicaDiverged,
+    ReplicasCompared,
     RestoredCertified,
     RestoredCommitted,
     RestoredFrom,
+    SentInBubbles,
     SmpStopped,
-    Start,
+    StartNode,
     Story,
     StoryLine,
     VersionCommitted,
-    Whole,
 )
 
 HOSTS = (11, 12, 13, 14, 15, 16, 5, 25)  # of six nodes, of one that sorts before them and of one after
@@ -115,11 +115,11 @@ class StoryRunner:
 
     def _follow(self, line: StoryLine) -> None:
         match line:
-            case Start(node, first):
+            case StartNode(node, first):
                 self._start(node, self._places[-2 if first else -1])
-            case Lose(node, fate):
+            case LoseNode(node, fate):
                 self._lose(node, fate)
-            case Captured(node, iteration):
+            case IterationCaptured(node, iteration):
                 self._job.until_captured(node, iteration)
             case VersionCommitted(iteration):
                 self._job.until_committed(iteration)
@@ -127,22 +127,22 @@ class StoryRunner:
                 wait_until(lambda: max(self._stored(), default=0) >= iteration, BOUND, self._listing)
             case SmpStopped(node):
                 self._until_stopped(node)
-            case Ends(End.ENDED):
+            case JobEnds(JobEnd.ENDED):
                 self._job.wait()
-            case Ends(End.REFUSED):
+            case JobEnds(JobEnd.REFUSED):
                 self._refused()
             case _:
                 self._claim(line)
 
-    def _lose(self, node: str, fate: Fate) -> None:
+    def _lose(self, node: str, fate: LossKind) -> None:
         match fate:
-            case Fate.KILL:
+            case LossKind.KILL:
                 self._job.destroy(node)
                 return
-            case Fate.CUT:
+            case LossKind.CUT:
                 self._cut.append(self._places[int(node[1:])])
                 self._cut[-1].cut()
-            case Fate.FREEZE:
+            case LossKind.FREEZE:
                 freeze(self._job.nodes[node])
         self._silent[node] = self._job.nodes.pop(node)
 
@@ -191,21 +191,21 @@ class StoryRunner:
                 assert all(event.fields["lost"] == [f"node {node}"] for event in declared), declared
             case CheckpointNotStored(iteration):
                 assert iteration not in self._stored(), self._listing()
-            case Whole(iteration):
+            case CheckpointsIntact(iteration):
                 assert max(self._stored(), default=0) >= iteration, self._listing()
                 for each in checkpoint.listing(self._base):
                     if each.complete:
                         assert_whole(self._base / each.name, self._story.job.ranks)
-            case Reason(words):
+            case ReasonContains(words):
                 given = self._outcomes or {name: restore(job).fields["reason"] for name, job in self._job.nodes.items()}
                 assert all(words in reason for reason in given.values()), given
-            case Compared():
+            case ReplicasCompared():
                 assert not self._events(catalogue.REPLICA_DIVERGED.name)
                 sent = [event.fields for event in self._events(catalogue.EXCHANGE_SENT.name)]
                 slot = min(event.fields["share_bytes"] for event in self._events(catalogue.RANK_ATTACHED.name))
                 # small state, digest tables and digests of what is compared; all else would be several slots
                 assert sent and all(fields["compared"] and fields["bytes"] < slot / 5 for fields in sent), sent
-            case Differed(rank, iteration):
+            case ReplicaDiverged(rank, iteration):
                 found = {
                     (event.fields["iteration"], *event.fields["ranks"])
                     for event in self._events(catalogue.AUDIT_FAILED.name)
@@ -214,13 +214,13 @@ class StoryRunner:
             case RestoredCertified(node):
                 fields = restore(self._job.nodes[node]).fields
                 assert fields.get("mark") == Mark.CERTIFIED.word, f"node {node}: {fields}"
-            case InBubbles():
+            case SentInBubbles():
                 inside = [event.fields["in_bubbles"] for event in self._events(catalogue.VERSION_COMMITTED.name)]
                 assert any(inside), f"in none of {len(inside)} that count"
             case NoFreshStart():
                 scratch = self._events(catalogue.STATE_LOST.name)
                 assert not scratch, scratch
-            case Golden():
+            case MatchesGolden():
                 assert_identical(self._job.run, self._golden(), self._story.job.ranks)
 
     def _before_restore(self, name: str) -> list[int]:

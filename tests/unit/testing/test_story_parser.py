@@ -8,29 +8,29 @@ import pytest
 
 from ft_plugins.testing.story import (
     EVERY,
-    Captured,
     CheckpointNotStored,
+    CheckpointsIntact,
     CheckpointStored,
-    Compared,
     DeclaredLost,
-    Differed,
-    End,
-    Ends,
-    Fate,
-    Golden,
-    InBubbles,
     InTransfer,
+    IterationCaptured,
+    JobEnd,
+    JobEnds,
     JobShape,
-    Lose,
+    LoseNode,
+    LossKind,
+    MatchesGolden,
     NoFreshStart,
-    Reason,
+    ReasonContains,
+    ReplicaDiverged,
+    ReplicasCompared,
     RestoredCertified,
     RestoredCommitted,
     RestoredFrom,
+    SentInBubbles,
     SmpStopped,
-    Start,
+    StartNode,
     VersionCommitted,
-    Whole,
 )
 from ft_plugins.testing.story_parser import StoryError, parse, read
 
@@ -88,12 +88,12 @@ def test_every_kind_of_line_is_understood() -> None:
         "s": "parity_store.xored@hit=2:stop",
     }
     assert story.lines == (
-        VersionCommitted(2), SmpStopped("n2"), Captured("n0", 5), CheckpointNotStored(6), Lose("n2", Fate.KILL),
-        Lose("n1", Fate.CUT), Lose("n3", Fate.FREEZE), Start("s", True), Start("t", False), CheckpointStored(3),
-        Ends(End.ENDED), RestoredFrom(EVERY, "storage", 3), RestoredFrom("s", "node", 2),
+        VersionCommitted(2), SmpStopped("n2"), IterationCaptured("n0", 5), CheckpointNotStored(6), LoseNode("n2", LossKind.KILL),
+        LoseNode("n1", LossKind.CUT), LoseNode("n3", LossKind.FREEZE), StartNode("s", True), StartNode("t", False), CheckpointStored(3),
+        JobEnds(JobEnd.ENDED), RestoredFrom(EVERY, "storage", 3), RestoredFrom("s", "node", 2),
         RestoredFrom("s", "node", 4, exactly=True), InTransfer(8), RestoredCommitted("s"), DeclaredLost("n1"),
-        Whole(9), Reason("the parts of ranks 2, 3 are gone"), Compared(),
-        Differed(2, 3), RestoredCertified("s"), InBubbles(), NoFreshStart(), Golden(),
+        CheckpointsIntact(9), ReasonContains("the parts of ranks 2, 3 are gone"), ReplicasCompared(),
+        ReplicaDiverged(2, 3), RestoredCertified("s"), SentInBubbles(), NoFreshStart(), MatchesGolden(),
     )  # fmt: skip
 
 
