@@ -83,10 +83,10 @@ class StoryError(FtError):
     """A line of a story that is unknown or cannot happen at that place."""
 
 
-_ACTS = (VersionCommitted, IterationCaptured, CheckpointStored, SmpStopped, JobEnds, LoseNode, StartNode)
-_KNOWN_AT_THE_END = (
-    RestoredFrom, InTransfer, RestoredCommitted, DeclaredLost, CheckpointsIntact, ReasonContains, ReplicasCompared, ReplicaDiverged, RestoredCertified,
-    SentInBubbles, NoFreshStart, MatchesGolden,
+_ACTIONS = (VersionCommitted, IterationCaptured, CheckpointStored, SmpStopped, JobEnds, LoseNode, StartNode)
+_FINAL_CLAIMS = (
+    RestoredFrom, InTransfer, RestoredCommitted, DeclaredLost, CheckpointsIntact, ReasonContains, ReplicasCompared,
+    ReplicaDiverged, RestoredCertified, SentInBubbles, NoFreshStart, MatchesGolden,
 )  # fmt: skip
 _NODE = r"([a-z]\w*)"
 _Build = Callable[..., StoryLine]
@@ -203,10 +203,10 @@ class _Reader:
     def _happens(self, line: StoryLine) -> None:
         if self._job is None:
             raise StoryError("nothing can happen before the 'job' line")
-        too_soon = isinstance(line, _KNOWN_AT_THE_END) and self._end is None
+        too_soon = isinstance(line, _FINAL_CLAIMS) and self._end is None
         if too_soon or isinstance(line, MatchesGolden) and self._end is not JobEnd.ENDED:
             raise StoryError("that is known only after 'when the job has ended'")
-        if self._end and isinstance(line, _ACTS):
+        if self._end and isinstance(line, _ACTIONS):
             raise StoryError("nothing happens any more: the job has ended")
         if isinstance(line, (CheckpointStored, CheckpointNotStored, CheckpointsIntact)) and not self._store:
             raise StoryError("there are no checkpoints without a 'store' line")

@@ -88,8 +88,9 @@ def test_every_kind_of_line_is_understood() -> None:
         "s": "parity_store.xored@hit=2:stop",
     }
     assert story.lines == (
-        VersionCommitted(2), SmpStopped("n2"), IterationCaptured("n0", 5), CheckpointNotStored(6), LoseNode("n2", LossKind.KILL),
-        LoseNode("n1", LossKind.CUT), LoseNode("n3", LossKind.FREEZE), StartNode("s", True), StartNode("t", False), CheckpointStored(3),
+        VersionCommitted(2), SmpStopped("n2"), IterationCaptured("n0", 5), CheckpointNotStored(6),
+        LoseNode("n2", LossKind.KILL), LoseNode("n1", LossKind.CUT), LoseNode("n3", LossKind.FREEZE),
+        StartNode("s", True), StartNode("t", False), CheckpointStored(3),
         JobEnds(JobEnd.ENDED), RestoredFrom(EVERY, "storage", 3), RestoredFrom("s", "node", 2),
         RestoredFrom("s", "node", 4, exactly=True), InTransfer(8), RestoredCommitted("s"), DeclaredLost("n1"),
         CheckpointsIntact(9), ReasonContains("the parts of ranks 2, 3 are gone"), ReplicasCompared(),
