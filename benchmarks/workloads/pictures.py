@@ -15,7 +15,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from ft_plugins.planner.pipeline import PipelineSchedule
-from ft_plugins.report.canvas import plain, sheet
+from ft_plugins.report.canvas import new_figure, style_axes
 from ft_plugins.report.plan_pictures import goodput_axes
 from workloads.sdc_runs import BURSTS, CLEAN, NOISED, VARIANCES
 from workloads.study import ScaleStudy, ShapeStudy
@@ -35,14 +35,14 @@ DEGREE, BURST = "1e-2", "with bursts of variance "
 
 def draw_goodput(scales: Sequence[ScaleStudy], path: Path) -> None:
     """Goodput of the family."""
-    figure = sheet(path, 10, 6)
+    figure = new_figure(path, 10, 6)
     goodput_axes(figure.subplots(), [one.plan for one in scales], [one.job.ranks for one in scales], "ranks")
     figure.savefig(path)
 
 
 def draw_shapes(shapes: Sequence[ShapeStudy], path: Path) -> None:
     """Bubbles of each stage, a panel for each batch (figure 3)."""
-    figure = sheet(path, 12, 5)
+    figure = new_figure(path, 12, 5)
     batches = sorted({one.job.batch for one in shapes}, reverse=True)
     for axes, batch in zip(figure.subplots(1, len(batches), sharey=True, squeeze=False)[0], batches, strict=True):
         chosen = [one for one in shapes if one.job.batch == batch]
@@ -53,14 +53,14 @@ def draw_shapes(shapes: Sequence[ShapeStudy], path: Path) -> None:
         axes.axhline(PAPER_LEAST, color="#c8322b", linewidth=1.0)
         axes.set_xticks(range(len(chosen)), [one.job.name for one in chosen])
         axes.set_title(f"batch {batch}, microbatch {chosen[0].job.micro_batch}", loc="left", fontweight="bold")
-        plain(axes)
+        style_axes(axes)
     figure.axes[0].set_ylabel("share of the iteration that is bubbles, by stage")
     figure.savefig(path)
 
 
 def draw_schedules(scales: Sequence[ScaleStudy], path: Path) -> None:
     """Bubbles of each schedule over the size of the job (figure 4)."""
-    figure = sheet(path, 12, 5)
+    figure = new_figure(path, 12, 5)
     axes = figure.subplots()
     width = 0.8 / len(PipelineSchedule)
     for number, schedule in enumerate(PipelineSchedule):
@@ -71,14 +71,14 @@ def draw_schedules(scales: Sequence[ScaleStudy], path: Path) -> None:
     axes.set_xticks(range(len(scales)), labels)
     axes.set_ylabel("share of the iteration that is bubbles")
     axes.legend(frameon=False, ncols=len(PipelineSchedule), loc="lower right", bbox_to_anchor=(1, 1))
-    plain(axes)
+    style_axes(axes)
     figure.savefig(path)
 
 
 def draw_overheads(shapes: Sequence[ShapeStudy], path: Path) -> None:
     """Time of an iteration without checkpoints, with one sent in bubbles, with one sent at once; and the overhead of
     the first two (figure 7)."""
-    figure = sheet(path, 13, 5)
+    figure = new_figure(path, 13, 5)
     batches = sorted({one.job.batch for one in shapes}, reverse=True)
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
         chosen = [one for one in shapes if one.job.batch == batch]
@@ -94,7 +94,7 @@ def draw_overheads(shapes: Sequence[ShapeStudy], path: Path) -> None:
         axes.set_xticks(range(len(chosen)), [f"{one.job.name}\nevery {one.iterations}" for one in chosen])
         axes.set_ylabel("seconds of an iteration, on average")
         axes.set_title(f"batch {batch}, microbatch {chosen[0].job.micro_batch}", loc="left", fontweight="bold")
-        plain(axes)
+        style_axes(axes)
         overhead = axes.twinx()
         overhead.plot([one.in_bubbles * 100 for one in chosen], "o-", color="#c8322b", label="BAFT's overhead")
         overhead.set_ylim(0, 4)
@@ -107,7 +107,7 @@ def draw_overheads(shapes: Sequence[ShapeStudy], path: Path) -> None:
 
 def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -> None:
     """Of each shape its name, overhead in bubbles, the upper end of its interval, overhead of sending at once."""
-    figure = sheet(path, 11, 4.5)
+    figure = new_figure(path, 11, 4.5)
     left, right = figure.subplots(1, 2)
     names = [name for name, *_ in rows]
     means = [100 * mean for _, mean, _, _ in rows]
@@ -119,13 +119,13 @@ def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -
     right.set_title("copies at once, in the iteration that sends", loc="left", fontweight="bold")
     for axes in (left, right):
         axes.set_ylabel("% of an iteration without protection")
-        plain(axes)
+        style_axes(axes)
     figure.savefig(path)
 
 
 def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, path: Path) -> None:
     """All panels of one learner. Raises ConfigError for another format, OSError where it cannot be written."""
-    figure = sheet(path, 14, 8)
+    figure = new_figure(path, 14, 8)
     panels = figure.subplots(2, 3)
     clean = scores.get(("", CLEAN), ())
     fails, drifts, degrees, intervals, *bursts = panels.flat
@@ -159,7 +159,7 @@ def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, pat
 
 def draw_costs(costs: Mapping[str, SyncCost], path: Path) -> None:
     """Of each way its share of an iteration, with the interval."""
-    figure = sheet(path, 8, 4.5)
+    figure = new_figure(path, 8, 4.5)
     axes = figure.subplots()
     names = list(costs)
     shares = [100 * one.share for one in costs.values()]

@@ -23,7 +23,7 @@ _COUNTED = ("in_bubbles", "late", "by_rate")
 
 
 @dataclass(frozen=True)
-class Sending:
+class CopyTraffic:
     """How copies were sent from one committed version to another, `versions` and `iterations` later; in bytes."""
 
     idle_share: float  # of an iteration that is bubbles, over all ranks
@@ -66,18 +66,18 @@ class Sending:
 @dataclass(frozen=True)
 class BubbleUse:
     """`rows` by rank, `nodes` where each stands; `sent` are bytes by rank and bubble, during `sending`; of ranks
-    `in_part` they are not all."""
+    `partly_reported` they are not all."""
 
     rows: tuple[Row, ...]
     nodes: Mapping[int, str]
     sent: Mapping[int, Mapping[int, int]]
-    sending: Sending
-    in_part: Set[int] = frozenset()
+    sending: CopyTraffic
+    partly_reported: Set[int] = frozenset()
 
-    def an_iteration(self, rank: int, bubble: int) -> float | None:
+    def bytes_per_iteration(self, rank: int, bubble: int) -> float | None:
         """Bytes that went in that bubble, on average; None where it was not reported."""
         sent = self.sent.get(rank, {})
-        if rank in self.in_part and bubble not in sent:
+        if rank in self.partly_reported and bubble not in sent:
             return None
         return sent.get(bubble, 0) / self.sending.iterations if self.sending.iterations else 0.0
 
@@ -102,7 +102,7 @@ def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
     """What was sent under one plan, of which every rank has reported its part."""
     sums = dict.fromkeys(_COUNTED, 0)
     sent: dict[int, dict[int, int]] = defaultdict(dict)
-    in_part: set[int] = set()
+    partly_reported: set[int] = set()
     spans = [(0, 0)]  # versions and iterations, of each node
     for node in {event.node for event in plans.values()}:
         since = max(event.time for event in plans.values() if event.node == node)
@@ -116,16 +116,16 @@ def _under(events: Sequence[Event], plans: Mapping[int, Event]) -> BubbleUse:
         before, after = (_filled(fields) for fields in (first, last))
         for rank, bubbles in after.items():
             if len(bubbles) >= LIMITS.reported_bubbles:
-                in_part.add(rank)
+                partly_reported.add(rank)
             whole, earlier = len(before.get(rank, ())) < LIMITS.reported_bubbles, before.get(rank, {})
             sent[rank] = {at: nbytes - earlier.get(at, 0) for at, nbytes in bubbles.items() if whole or at in earlier}
     rows = tuple(Row.read(rank, event.fields) for rank, event in sorted(plans.items()))
     idle = sum(end - begin for row in rows for _, begin, end in row.bubbles)
     versions, iterations = max(spans)
-    sending = Sending(
+    sending = CopyTraffic(
         idle / max(1e-9, sum(row.seconds for row in rows)), _planned(events, plans), versions, iterations, **sums
     )
-    return BubbleUse(rows, {rank: event.node for rank, event in plans.items()}, sent, sending, in_part)
+    return BubbleUse(rows, {rank: event.node for rank, event in plans.items()}, sent, sending, partly_reported)
 
 
 def _filled(fields: Mapping[str, Any]) -> dict[int, dict[int, int]]:

@@ -23,10 +23,10 @@ SPANS = {
     Kind.REDUCE: "#8a5ab3",
     Kind.UPDATE: "#7a8794",
 }
-MOST_RANKS = 64  # that a picture has rows for
+MAX_RANKS = 64  # that a picture has rows for
 
 
-def sheet(path: Path, width: float, height: float, dpi: int = 130) -> Figure:
+def new_figure(path: Path, width: float, height: float, dpi: int = 130) -> Figure:
     """For a picture at `path`, sizes in inches. Raises ConfigError for a name that ends on none of FORMATS."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: expected a name that ends on one of {', '.join(FORMATS)}")
@@ -35,7 +35,7 @@ def sheet(path: Path, width: float, height: float, dpi: int = 130) -> Figure:
     return figure
 
 
-def plain(axes: Axes) -> None:
+def style_axes(axes: Axes) -> None:
     """Lines of the value axis alone, behind what is drawn."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e7ea", linewidth=0.8)

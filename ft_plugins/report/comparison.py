@@ -18,12 +18,12 @@ from typing import Any
 
 from ..errors import FtError
 from ..events import Event, catalogue
-from .bubble_use import Sending, bubble_use
+from .bubble_use import CopyTraffic, bubble_use
 
 # whichever comes first: a launcher knows of a failure
-NOTICED = (catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_RESTARTED.name)
+DETECTION_EVENTS = (catalogue.WORKER_FAILED.name, catalogue.NODE_LOST.name, catalogue.WORKERS_RESTARTED.name)
 # without a version, and by the second something was lost
-FROM_THE_BEGINNING = (catalogue.TRAINING_STARTED.name, catalogue.STATE_LOST.name)
+SCRATCH_EVENTS = (catalogue.TRAINING_STARTED.name, catalogue.STATE_LOST.name)
 MEMORY_TIERS = ("process", "node")  # as recovery names them; the third is storage
 
 
@@ -96,12 +96,12 @@ class RunComparison:
     final_loss_unfailed: float
     wall_seconds: float
     wall_seconds_unfailed: float
-    bubbles: Sending | None = None  # where copies went out in bubbles
-    bubbles_unfailed: Sending | None = None
+    bubbles: CopyTraffic | None = None  # where copies went out in bubbles
+    bubbles_unfailed: CopyTraffic | None = None
     unproven: tuple[str, ...] = field(default=())  # what keeps this from being a proof, in sentences
 
     @property
-    def struck(self) -> str:
+    def victim(self) -> str:
         """Whom the signal was sent to: 'rank 3', 'node1'."""
         return str(self.killed["lost"]) if "lost" in self.killed else f"rank {self.killed['rank']}"
 
@@ -137,7 +137,7 @@ def compare_runs(failed: RunRecord, unfailed: RunRecord) -> RunComparison:
     restores = restore_count(failed.events)
     differing = differences(failed.digests, unfailed.digests)
     losses_identical = same_losses(failed.losses, unfailed.losses)
-    scratch = _by_rank(event for event in after if event.name in FROM_THE_BEGINNING)
+    scratch = _by_rank(event for event in after if event.name in SCRATCH_EVENTS)
     scratch_restarts = max(scratch.values(), default=0)
     source = restored_from(failed.events)
     return RunComparison(
@@ -238,7 +238,7 @@ def downtime(run: RunRecord, killed: float | None) -> Downtime:
     if killed is None:
         return Downtime(None, None, None, None)
     after = [event for event in run.events if event.time >= killed]
-    seen = min((event.time for event in after if event.name in NOTICED), default=None)
+    seen = min((event.time for event in after if event.name in DETECTION_EVENTS), default=None)
     attached = max((event.time for event in after if event.type is catalogue.RANK_ATTACHED), default=None)
     going_on = min(
         (entry.time for entry in run.losses if attached is not None and entry.time >= attached), default=None
@@ -277,7 +277,7 @@ def committed(events: Iterable[Event]) -> list[tuple[float, int]]:
     return sorted((max(by.values()), k) for (_, k), by in versions.items() if by.keys() >= ranks)
 
 
-def _sending(run: RunRecord) -> Sending | None:
+def _sending(run: RunRecord) -> CopyTraffic | None:
     use = bubble_use(run.events)
     return None if use is None else use.sending
 

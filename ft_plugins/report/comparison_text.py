@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from rich.table import Table
 
-from .bubble_use import Sending
+from .bubble_use import CopyTraffic
 from .comparison import RunComparison
 
 
@@ -48,7 +48,7 @@ def verdict(report: RunComparison) -> str:
     if report.proven:
         return (
             f"Both runs ended in identical parameters, optimizer state and losses, bit for bit: after a SIGKILL of "
-            f"{report.struck} and one restore from memory."
+            f"{report.victim} and one restore from memory."
         )
     if report.identical:
         return (
@@ -62,7 +62,7 @@ def _bubble_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
     if not any(both):
         return
 
-    def row(name: str, shown: Callable[[Sending], str]) -> tuple[str, str, str]:
+    def row(name: str, shown: Callable[[CopyTraffic], str]) -> tuple[str, str, str]:
         left, right = ("-" if one is None else shown(one) for one in both)
         return name, left, right
 

@@ -19,7 +19,7 @@ from ..model.timeline import Kind, Timeline
 from ..planner.goodput import GoodputPlan, ProtectionKind
 from ..planner.intervals import DAY
 from ..planner.survival import Cluster, Scheme, days_until, survival
-from .canvas import MOST_RANKS, SPANS, plain, sheet
+from .canvas import MAX_RANKS, SPANS, new_figure, style_axes
 
 PROTECTIONS = dict(zip(ProtectionKind, ("#7a8794", "#c8322b", "#d98e04", "#0b6fb8", "#2c8a4b"), strict=True))
 COLOURS = {Scheme.CHECKPOINT: "#7a8794", Scheme.RAIM5: "#0b6fb8", Scheme.RAIM6: "#2c8a4b"}
@@ -30,9 +30,9 @@ POINTS = 400
 def draw_plan(timelines: Sequence[Timeline], plans: Sequence[GoodputPlan], path: Path) -> None:
     """One iteration, a row for each rank, and goodput over the nodes. Raises ConfigError for another format, OSError
     where it cannot be written."""
-    figure = sheet(path, 12, 8)
+    figure = new_figure(path, 12, 8)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
-    shown = timelines[:MOST_RANKS]
+    shown = timelines[:MAX_RANKS]
     for one in shown:
         for kind, colour in SPANS.items():
             bars = [(span.begin, span.end - span.begin) for span in one.spans if span.kind is kind]
@@ -64,12 +64,12 @@ def goodput_axes(axes: Axes, plans: Sequence[GoodputPlan], sizes: Sequence[int],
     axes.set_ylabel("time without progress")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3%}" if value < 1e-3 else f"{value:.1%}")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    plain(axes)
+    style_axes(axes)
 
 
 def draw_survival(cluster: Cluster, threshold: float, path: Path) -> None:
     """Write the picture to `path`. Raises ConfigError for another format, OSError where it cannot be written."""
-    figure = sheet(path, 10, 6)
+    figure = new_figure(path, 10, 6)
     axes = figure.subplots()
     sizes = {_scaled(cluster, factor): line for factor, line in reversed(SIZES)} | {cluster: "solid"}
     ends = [days_until(size, scheme, at) for size in sizes for scheme in size.schemes for at in (0.999, 0.01)]

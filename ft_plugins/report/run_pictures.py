@@ -23,7 +23,7 @@ from ..bubbles.timeline_values import Row, Window
 from ..events import catalogue
 from ..model.timeline import Kind
 from .bubble_use import BubbleUse
-from .canvas import MOST_RANKS, SPANS, sheet
+from .canvas import MAX_RANKS, SPANS, new_figure
 from .comparison import Loss, RunComparison, RunRecord, committed
 
 UNFAILED, FAILED, FAILURE = "#7a8794", "#0b6fb8", "#c8322b"
@@ -35,7 +35,7 @@ _LABEL_SHARE = 0.053  # of the width; a window that is narrower has no label
 
 def draw_comparison(failed: RunRecord, unfailed: RunRecord, report: RunComparison, path: Path) -> None:
     """Write the picture to `path`."""
-    figure = sheet(path, 10, 6, dpi=150)
+    figure = new_figure(path, 10, 6, dpi=150)
     losses, snapshots = figure.subplots(2, 1, sharex=True, height_ratios=[8, 1])
     killed = next((event.time for event in failed.events if event.type is catalogue.SIGNAL_SENT), None)
     _draw_losses(losses, failed, unfailed, killed)
@@ -84,7 +84,7 @@ def _line(axes: Any, began: float, losses: list[Loss], **style: Any) -> None:
 def _draw_failure(axes: Any, failed: RunRecord, report: RunComparison, killed: float) -> None:
     at = killed - failed.began
     axes.axvline(at, color=FAILURE, linewidth=1.4)
-    seconds, text = report.seconds, f"SIGKILL of {report.struck}"
+    seconds, text = report.seconds, f"SIGKILL of {report.victim}"
     if seconds.down is not None:
         axes.axvspan(at, at + seconds.down, color=FAILURE, alpha=0.07, linewidth=0)
     parts = (("detect", seconds.detect), ("restart", seconds.restart), ("load", seconds.load))
@@ -109,8 +109,8 @@ def _draw_snapshots(axes: Any, failed: RunRecord, unfailed: RunRecord, killed: f
 
 def draw_bubbles(use: BubbleUse, path: Path) -> None:
     """Write the picture to `path`."""
-    rows = use.rows[:MOST_RANKS]
-    figure = sheet(path, 13, 1.7 + 0.62 * len(rows), dpi=150)
+    rows = use.rows[:MAX_RANKS]
+    figure = new_figure(path, 13, 1.7 + 0.62 * len(rows), dpi=150)
     axes = figure.subplots()
     width = max(row.seconds for row in rows) * 1e3
     for place, row in enumerate(rows):
@@ -132,7 +132,7 @@ def draw_bubbles(use: BubbleUse, path: Path) -> None:
         Patch(facecolor="white", edgecolor=WINDOW, label="window in which bytes may go"),
         Patch(color=WINDOW, label="what went, on average"),
     ]
-    if use.in_part:
+    if use.partly_reported:
         patches.append(Patch(facecolor="white", edgecolor=WINDOW, linestyle=UNREPORTED, label="bytes not reported"))
     figure.legend(handles=patches, frameon=False, loc="outside lower left", ncols=len(patches))
     figure.savefig(path)
@@ -147,7 +147,7 @@ def _draw_row(axes: Any, use: BubbleUse, row: Row, place: int, width: float) -> 
     for kind, those in bars.items():
         axes.broken_barh(those, (low, _HEIGHT), color=SPANS[kind], linewidth=0)
     for bubble in dict.fromkeys(window.bubble for window in row.windows):
-        left = use.an_iteration(row.rank, bubble)
+        left = use.bytes_per_iteration(row.rank, bubble)
         for window in (one for one in row.windows if one.bubble == bubble):
             went = min(left, window.nbytes) if left is not None else None
             _draw_window(axes, window, went, low, width)

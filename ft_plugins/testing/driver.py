@@ -28,7 +28,7 @@ import psutil
 
 from ..errors import FtError
 from ..events import Event, catalogue
-from ..report.comparison import NOTICED, Loss, read_losses
+from ..report.comparison import DETECTION_EVENTS, Loss, read_losses
 from .driven import DrivenNode, GrowingLines
 
 NODE = "node0"
@@ -123,7 +123,7 @@ class Drive:
         before = self._progress
         phase, iteration, loss = before.phase, before.iteration, before.loss
         events = [entry for node in self._alive for entry in node.look()]
-        if any(entry["name"] in NOTICED for entry in events):
+        if any(entry["name"] in DETECTION_EVENTS for entry in events):
             phase = DrivePhase.RESTARTING
         losses = self._losses.new()
         for entry in losses:

@@ -166,7 +166,7 @@ def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost() -> 
     kill = event("signal.sent", KILLED, lost="node1", ranks=[2, 3], signal="SIGKILL", iteration=8)
     events = [kill if e.name == "signal.sent" else e for e in run.events]
     found = compare_runs(replace(run, events=events), unfailed_run())
-    assert found.proven and found.struck == "node1" and found.iterations_lost == 2
+    assert found.proven and found.victim == "node1" and found.iterations_lost == 2
     assert "after a SIGKILL of node1 and one restore" in verdict(found)
     assert "with one node killed" in str(table(found).title)
 

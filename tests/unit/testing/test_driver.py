@@ -157,7 +157,7 @@ def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(t
             job.began, job.ended, (), job.losses()[: WAITS_AT - 1] + job.losses()[-4:], {"rank 0 / state": "the same"}
         ),
     )
-    assert report.proven and report.struck == "node1" and report.restored_from is not None, report.unproven
+    assert report.proven and report.victim == "node1" and report.restored_from is not None, report.unproven
     assert report.restored_from.tier == "node"
 
 
