@@ -8,7 +8,7 @@ remains is exactly as large as the model.
 Reading unpickles: only for checkpoints that the caller's own runs wrote. Megatron need not be the version that wrote
 them, nor be installed: objects of its classes are read as class name, arguments and state.
 
-In: folders of one iteration, of format `torch` or `torch_dist`. Out: a `Comparison`.
+In: folders of one iteration, of format `torch` or `torch_dist`. Out: a `CheckpointComparison`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _OF_THE_START = re.compile(r"/args/(?:save|load|iteration|num_floating_point_ope
 _SHOWN = 200  # characters of a value in a message
 
 
-class SavedError(FtError):
+class CheckpointFormatError(FtError):
     """A checkpoint is not what this comparison knows."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class LoadedCheckpoint:
     """A checkpoint as nested plain values and tensors. `padding`: by entry, true where an element holds nothing."""
 
     state: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckpointComparison:
     """What was compared, what was not, and each entry that differs."""
 
     tensors: Mapping[str, int]  # elements by entry, the masked ones included
@@ -89,10 +89,10 @@ class Comparison:
 # reading
 
 
-def read(folder: Path) -> Saved:
+def read(folder: Path) -> LoadedCheckpoint:
     """The checkpoint in `folder`, of either format."""
     if not (folder / ".metadata").exists():
-        return Saved({str(file.relative_to(folder)): _load(file) for file in sorted(folder.rglob("*.pt"))})
+        return LoadedCheckpoint({str(file.relative_to(folder)): _load(file) for file in sorted(folder.rglob("*.pt"))})
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()
     shapes = tensors_of(metadata)
@@ -102,13 +102,13 @@ def read(folder: Path) -> Saved:
     dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
     objects = planner.objects
     if objects.keys() != wanted.keys() - tensors.keys():
-        raise SavedError(f"{folder}: torch's reader passed over some of its objects, expected all")
+        raise CheckpointFormatError(f"{folder}: torch's reader passed over some of its objects, expected all")
     legacy = folder / "common.pt"
     if not legacy.exists() and _COMMON not in objects:
-        raise SavedError(f"{folder}: expected what all ranks have in common, in {legacy.name} or as '{_COMMON}'")
+        raise CheckpointFormatError(f"{folder}: expected what all ranks have in common, in {legacy.name} or as '{_COMMON}'")
     common = _load(legacy) if legacy.exists() else objects.pop(_COMMON)
     state = {"tensors": tensors, "objects": objects, "common": common}
-    return Saved(state, {f"/tensors/{key}": mask for key, mask in padding(shapes).items()})
+    return LoadedCheckpoint(state, {f"/tensors/{key}": mask for key, mask in padding(shapes).items()})
 
 
 def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -165,7 +165,7 @@ def padding(tensors: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Ten
     """Which elements of a `dp_reshardable` checkpoint belong to no parameter, by tensor; none in another format.
 
     Each parameter's part and each gap is a shard of its own; a gap begins where a parameter ended, off the alignment.
-    Raises SavedError where what remains is not one element per element of the model.
+    Raises CheckpointFormatError where what remains is not one element per element of the model.
     """
     masks: dict[str, torch.Tensor] = {}
     held: Counter[str] = Counter()
@@ -184,7 +184,7 @@ def padding(tensors: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Ten
     model = sum(math.prod(entry.size) for key, entry in tensors.items() if not _OF_OPTIMIZER.search(key))
     for name, elements in held.items():
         if elements != model:
-            raise SavedError(
+            raise CheckpointFormatError(
                 f"padding cannot be identified: without it '{name}' of the optimizer has {elements:,} elements, "
                 f"expected the model's {model:,}; save with --dist-ckpt-optim-fully-reshardable, which has no padding"
             )
@@ -194,7 +194,7 @@ def padding(tensors: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Ten
 # comparing
 
 
-def compare(left: Saved, right: Saved) -> Comparison:
+def compare(left: LoadedCheckpoint, right: LoadedCheckpoint) -> CheckpointComparison:
     """All entries of both."""
     ours, theirs = dict(leaves(left.state)), dict(leaves(right.state))
     differences: list[str] = []
@@ -207,7 +207,7 @@ def compare(left: Saved, right: Saved) -> Comparison:
             mask, other = left.padding.get(entry), right.padding.get(entry)
             differences += _difference(entry, (ours[entry], mask), (theirs[entry], other))
     compared = {entry: leaf for entry, leaf in ours.items() if not _OF_THE_START.search(entry)}
-    return Comparison(
+    return CheckpointComparison(
         tensors={entry: leaf.numel() for entry, leaf in compared.items() if isinstance(leaf, torch.Tensor)},
         values=tuple(entry for entry, leaf in compared.items() if not isinstance(leaf, torch.Tensor)),
         masked={entry: int(mask.sum()) for entry, mask in left.padding.items()},
@@ -218,7 +218,7 @@ def compare(left: Saved, right: Saved) -> Comparison:
 
 def differences(left: Any, right: Any) -> list[str]:
     """Where two nested states differ, bit for bit."""
-    return list(compare(Saved(left), Saved(right)).differences)
+    return list(compare(LoadedCheckpoint(left), LoadedCheckpoint(right)).differences)
 
 
 def leaves(state: Any, entry: str = "") -> Iterator[tuple[str, Any]]:
