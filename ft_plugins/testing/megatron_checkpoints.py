@@ -105,7 +105,7 @@ def read(folder: Path) -> LoadedCheckpoint:
         raise CheckpointFormatError(f"{folder}: torch's reader passed over some of its objects, expected all")
     legacy = folder / "common.pt"
     if not legacy.exists() and _COMMON not in objects:
-        raise CheckpointFormatError(f"{folder}: expected what all ranks have in common, in {legacy.name} or as '{_COMMON}'")
+        raise CheckpointFormatError(f"{folder}: expected the common state, in {legacy.name} or as '{_COMMON}'")
     common = _load(legacy) if legacy.exists() else objects.pop(_COMMON)
     state = {"tensors": tensors, "objects": objects, "common": common}
     return LoadedCheckpoint(state, {f"/tensors/{key}": mask for key, mask in padding(shapes).items()})

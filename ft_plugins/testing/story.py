@@ -186,7 +186,8 @@ class MatchesGolden:
 StoryLine = (
     VersionCommitted | IterationCaptured | CheckpointStored | SmpStopped | JobEnds | LoseNode | StartNode
     | RestoredFrom | InTransfer | RestoredCommitted | DeclaredLost | ReplicasCompared | ReplicaDiverged
-    | RestoredCertified | SentInBubbles | CheckpointNotStored | CheckpointsIntact | ReasonContains | NoFreshStart | MatchesGolden
+    | RestoredCertified | SentInBubbles | CheckpointNotStored | CheckpointsIntact | ReasonContains
+    | NoFreshStart | MatchesGolden
 )  # fmt: skip
 
 

@@ -84,7 +84,8 @@ def test_a_flipped_bit_in_the_padding_is_not(element: int) -> None:
     ],
 )
 def test_what_is_masked_must_leave_exactly_the_model(shards: tuple[tuple[int, int], ...], held: int) -> None:
-    with pytest.raises(CheckpointFormatError, match=rf"'exp_avg' of the optimizer has {held} elements, expected the model's 128"):
+    message = rf"'exp_avg' of the optimizer has {held} elements, expected the model's 128"
+    with pytest.raises(CheckpointFormatError, match=message):
         padding({**LAYOUT, BUCKET: described(160, *shards)})
 
 
