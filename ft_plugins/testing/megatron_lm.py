@@ -58,17 +58,17 @@ class Checkout:
         return "-".join([".".join(map(str, self.number)), *filter(None, [self.label])])
 
 
-def under(root: Path) -> list[Checkout]:
+def checkouts_in(root: Path) -> list[Checkout]:
     """Of each checkout in `root`, or of `root` itself. Raises CheckoutError when there is none, or one is misnamed."""
     if not root.is_dir():
         raise CheckoutError(f"{root}: there is no such folder; expected one with a checkout of Megatron-LM per tag")
     folders = [root] if (root / SCRIPT).exists() else sorted(one for one in root.iterdir() if (one / SCRIPT).exists())
     if not folders:
         raise CheckoutError(f"{root}: expected a checkout of Megatron-LM per tag, as {root}/core_v0.16.1/{SCRIPT}")
-    return sorted(checkout(folder.resolve()) for folder in folders)
+    return sorted(read_checkout(folder.resolve()) for folder in folders)
 
 
-def checkout(folder: Path) -> Checkout:
+def read_checkout(folder: Path) -> Checkout:
     """The one in `folder`. Raises CheckoutError."""
     said = _package_info(folder / _INFO)
     tag = _TAG.fullmatch(folder.name)
