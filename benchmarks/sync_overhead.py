@@ -71,7 +71,7 @@ def measure(plan: SyncPlan, seconds: float) -> SyncMeasurement:
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(range(1, RANKS + 1)) as places:
         if not all(place.namespace for place in places):
             raise FtError("links cannot be throttled without network namespaces: run it as root, or with CAP_NET_ADMIN")
-        found = gang(sync_cost.measure, RANKS, plan, places, folder, places=places, seconds=seconds)
+        found = gang(sync_cost.measure, RANKS, plan, places, folder, hosts=places, seconds=seconds)
     together = tuple(
         {name: statistics.mean(each[name] for each in rows) for name in rows[0]}
         for rows in zip(*(one.seconds for one in found), strict=True)

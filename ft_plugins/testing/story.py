@@ -1,6 +1,6 @@
-"""The parts of a failure story: a job, what happens to its nodes, what has to hold. Plain data.
+"""The parts of a failure story: a job, what happens to its nodes, and the claims to check. Plain data.
 
-Invariant: nothing here depends on the text of a story (`story_parser`) or on how it is carried out (`story_runner`).
+Independent of the text of a story (`story_parser`) and of how it runs (`story_runner`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ EVERY = "every node"
 
 
 class JobEnd(str, Enum):
-    """How every node of a job ends."""
+    """How all nodes of a job end."""
 
     ENDED = "has ended"
     REFUSED = "is refused"
 
 
 class LossKind(str, Enum):
-    """What is done to a node."""
+    """How a node is lost: with its memory, by its link, or stopped with its connections open."""
 
     KILL = "kill"
     CUT = "cut"
@@ -28,7 +28,7 @@ class LossKind(str, Enum):
 
 @dataclass(frozen=True)
 class JobShape:
-    """The job of a story, by any of `frameworks`."""
+    """The job of a story, to be run with each of `frameworks`."""
 
     frameworks: tuple[str, ...]
     tp: int
@@ -46,14 +46,14 @@ class JobShape:
 
 @dataclass(frozen=True)
 class VersionCommitted:
-    """Until a version of this iteration or a later one is committed on every node."""
+    """Wait until this iteration or a later one is committed on every node."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
 class IterationCaptured:
-    """Until a rank of a node has captured this iteration or a later one."""
+    """Wait until a rank of a node has captured this iteration or a later one."""
 
     node: str
     iteration: int
@@ -61,21 +61,21 @@ class IterationCaptured:
 
 @dataclass(frozen=True)
 class CheckpointStored:
-    """Until a checkpoint of this iteration or a later one is complete."""
+    """Wait until a checkpoint of this iteration or a later one is complete."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
 class SmpStopped:
-    """Until the snapshot process of a node has stopped itself."""
+    """Wait until the SMP of a node has stopped at its fault point."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class JobEnds:
-    """Until every node has ended, in that way."""
+    """Wait until every node has ended this way."""
 
     how: JobEnd
 
@@ -90,7 +90,7 @@ class LoseNode:
 
 @dataclass(frozen=True)
 class StartNode:
-    """Start a node whose address sorts before (`first`) or after those of all others."""
+    """Start a node whose address sorts before (`first`) or after all others."""
 
     node: str
     first: bool
@@ -98,17 +98,17 @@ class StartNode:
 
 @dataclass(frozen=True)
 class RestoredFrom:
-    """The last restore of a node, or of all of those that are left, was from that tier, of that iteration or later."""
+    """The last restore of a node, or of every remaining node, used this tier and this iteration or a later one."""
 
     node: str
     tier: str
     iteration: int
-    exactly: bool = False  # of that iteration and no other
+    exactly: bool = False  # this iteration only
 
 
 @dataclass(frozen=True)
 class InTransfer:
-    """When the job was restored for the first time, nodes were sending this version to each other."""
+    """Nodes were exchanging this version when the job was restored for the first time."""
 
     iteration: int
 
@@ -129,7 +129,7 @@ class DeclaredLost:
 
 @dataclass(frozen=True)
 class ReplicaDiverged:
-    """One rank was found to differ from its replicas in that iteration, and none in any other."""
+    """This rank diverged from its replicas in this iteration, and no rank in any other."""
 
     rank: int
     iteration: int
@@ -137,50 +137,50 @@ class ReplicaDiverged:
 
 @dataclass(frozen=True)
 class RestoredCertified:
-    """The version that a node restored was certified: its replicas had agreed."""
+    """A node restored a certified version: its replicas had agreed."""
 
     node: str
 
 
 @dataclass(frozen=True)
 class ReplicasCompared:
-    """Nodes have found their replicas equal, and sent each other no state for it."""
+    """Nodes found their replicas equal and sent each other digests instead of state."""
 
 
 @dataclass(frozen=True)
 class CheckpointNotStored:
-    """There is no complete checkpoint of this iteration."""
+    """The checkpoint of this iteration is not complete."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
 class CheckpointsIntact:
-    """Every complete checkpoint has all bytes of all ranks, the newest is of this iteration or later."""
+    """Every complete checkpoint matches its digests; the newest is of this iteration or later."""
 
     iteration: int
 
 
 @dataclass(frozen=True)
 class ReasonContains:
-    """The reason that every node gives has these words."""
+    """The reason that every node reports contains these words."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class SentInBubbles:
-    """Copies went out while the gates of their ranks were open."""
+    """Some copies were sent in bubbles."""
 
 
 @dataclass(frozen=True)
 class NoFreshStart:
-    """No rank has started from scratch once an iteration was completed."""
+    """No rank started from scratch after a completed iteration."""
 
 
 @dataclass(frozen=True)
 class MatchesGolden:
-    """State and losses are those of the unfailed run."""
+    """Final state and losses are bit-identical to those of the unfailed run."""
 
 
 StoryLine = (
@@ -193,7 +193,7 @@ StoryLine = (
 
 @dataclass(frozen=True)
 class Story:
-    """A title, a job, what happens in order. `store`: iterations between two checkpoints, 0 for no storage."""
+    """A title, a job, and what happens, in order. `store`: iterations between two checkpoints, 0 for no storage."""
 
     name: str
     title: str
@@ -206,5 +206,5 @@ class Story:
 
     @property
     def started(self) -> tuple[StartNode, ...]:
-        """The nodes that come later, in their order."""
+        """The nodes that are started later, in order."""
         return tuple(line for line in self.lines if isinstance(line, StartNode))

@@ -38,10 +38,10 @@ def test_one_checkout_is_itself(tmp_path: Path) -> None:
 def test_what_is_no_folder_of_checkouts_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckoutError, match="expected a checkout of Megatron-LM per tag"):
         checkouts_in(tmp_path)
-    with pytest.raises(CheckoutError, match="there is no such folder"):
+    with pytest.raises(CheckoutError, match="no such folder"):
         checkouts_in(tmp_path / "absent")
     misnamed = make(tmp_path, "core_v0.16.1", 0, 17, 0)
-    with pytest.raises(CheckoutError, match=r"core_v0\.16\.1: expected version 0\.17\.0"):
+    with pytest.raises(CheckoutError, match=r"core_v0\.16\.1: its .* states version 0\.17\.0"):
         checkouts_in(tmp_path)
     (misnamed / "megatron" / "core" / "package_info.py").write_text("MAJOR = 'none'\n")
     with pytest.raises(CheckoutError, match="expected MAJOR, MINOR and PATCH"):
