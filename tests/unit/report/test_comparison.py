@@ -132,7 +132,7 @@ def test_a_restart_from_scratch_is_no_proof_even_with_identical_state(name: str)
     found = report(restores=scratch)
     assert found.identical and found.restores == 0 and found.restored_from is None and found.scratch_restarts == 1
     assert not found.proven
-    assert "started 1 time(s) from the beginning" in verdict(found) and "restored 0 time(s)" in verdict(found)
+    assert "started 1 time(s) from scratch" in verdict(found) and "restored 0 time(s)" in verdict(found)
 
 
 def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None:
@@ -144,7 +144,7 @@ def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None
 @pytest.mark.parametrize(
     "restores, reason",
     [
-        ([restored(rank, tier="storage") for rank in range(RANKS)], "from the storage tier, expected one of process"),
+        ([restored(rank, tier="storage") for rank in range(RANKS)], "from the storage tier, expected a memory tier (process, node)"),
         ([restored(rank) for rank in range(RANKS)] * 2, "restored 2 time(s), expected 1"),
     ],
 )
@@ -195,7 +195,7 @@ def test_ranks_that_restored_different_versions_are_reported_as_such() -> None:
     mixed = [restored(rank, iteration=7 if rank else 6) for rank in range(RANKS)]
     with pytest.raises(EvidenceError, match="different versions"):
         report(restores=mixed)
-    with pytest.raises(EvidenceError, match="unequally often"):
+    with pytest.raises(EvidenceError, match="different numbers of restores"):
         report(restores=[restored(0)])
 
 
