@@ -144,7 +144,10 @@ def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None
 @pytest.mark.parametrize(
     "restores, reason",
     [
-        ([restored(rank, tier="storage") for rank in range(RANKS)], "from the storage tier, expected a memory tier (process, node)"),
+        (
+            [restored(rank, tier="storage") for rank in range(RANKS)],
+            "from the storage tier, expected a memory tier (process, node)",
+        ),
         ([restored(rank) for rank in range(RANKS)] * 2, "restored 2 time(s), expected 1"),
     ],
 )
