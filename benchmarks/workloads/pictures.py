@@ -1,9 +1,9 @@
-"""Pictures of benchmarks: bubbles by shape and by schedule (BAFT, figures 3 and 4), what a checkpoint costs (figure 7),
-training with corrupted gradients (PAFT, figures 2, 5, 6 and 9), and what averaging costs.
+"""Draw benchmark results: bubbles by shape and by schedule (BAFT, figures 3 and 4), the cost of a checkpoint (figure
+7), training with corrupted gradients (PAFT, figures 2, 5, 6 and 9), and the cost of averaging.
 
-Invariant: draws what was computed or measured and nothing else; what is missing is left out; needs no display.
+Invariant: draws only what was computed or measured, leaves out what is missing, and needs no display.
 
-In: studies, costs, curves by noise and method. Out: pictures, in the format that a name ends on.
+In: studies, costs, curves by noise and method. Out: pictures, in the format of the path's suffix.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from workloads.study import ScaleStudy, ShapeStudy
 from workloads.sync_blocks import SyncCost
 
 SCHEDULES = dict(zip(PipelineSchedule, ("#7a8794", "#0b6fb8", "#2c8a4b", "#c8322b", "#d98e04"), strict=True))
-PAPER_LEAST = 0.2  # bubbles that the paper found everywhere
+PAPER_LEAST = 0.2  # the smallest bubble share in the paper
 Curve = Sequence[tuple[int, float]]
-Curves = Mapping[tuple[str, str], Curve]  # by noise and method; the clean one under ('', 'clean')
+Curves = Mapping[tuple[str, str], Curve]  # by noise and method; the clean run is ('', 'clean')
 METHODS = {
     CLEAN: "#1c1f22", NOISED: "#c8322b", "sync_5": "#2c8a4b", "sync_10": "#7fb069", "sync_50": "#d98e04",
     "dyn": "#0b6fb8",
@@ -34,14 +34,14 @@ DEGREE, BURST = "1e-2", "with bursts of variance "
 
 
 def draw_goodput(scales: Sequence[ScaleStudy], path: Path) -> None:
-    """Goodput of the family."""
+    """Draw the goodput of the family."""
     figure = new_figure(path, 10, 6)
     goodput_axes(figure.subplots(), [one.plan for one in scales], [one.job.ranks for one in scales], "ranks")
     figure.savefig(path)
 
 
 def draw_shapes(shapes: Sequence[ShapeStudy], path: Path) -> None:
-    """Bubbles of each stage, a panel for each batch (figure 3)."""
+    """Draw the bubbles of each stage, one panel per batch (figure 3)."""
     figure = new_figure(path, 12, 5)
     batches = sorted({one.job.batch for one in shapes}, reverse=True)
     for axes, batch in zip(figure.subplots(1, len(batches), sharey=True, squeeze=False)[0], batches, strict=True):
@@ -59,7 +59,7 @@ def draw_shapes(shapes: Sequence[ShapeStudy], path: Path) -> None:
 
 
 def draw_schedules(scales: Sequence[ScaleStudy], path: Path) -> None:
-    """Bubbles of each schedule over the size of the job (figure 4)."""
+    """Draw the bubbles of each schedule over the size of the job (figure 4)."""
     figure = new_figure(path, 12, 5)
     axes = figure.subplots()
     width = 0.8 / len(PipelineSchedule)
@@ -76,8 +76,8 @@ def draw_schedules(scales: Sequence[ScaleStudy], path: Path) -> None:
 
 
 def draw_overheads(shapes: Sequence[ShapeStudy], path: Path) -> None:
-    """Time of an iteration without checkpoints, with one sent in bubbles, with one sent at once; and the overhead of
-    the first two (figure 7)."""
+    """Draw the time of an iteration without checkpoints, with one sent in bubbles, and with one sent at once; and the
+    overhead of BAFT (figure 7)."""
     figure = new_figure(path, 13, 5)
     batches = sorted({one.job.batch for one in shapes}, reverse=True)
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
@@ -106,7 +106,8 @@ def draw_overheads(shapes: Sequence[ShapeStudy], path: Path) -> None:
 
 
 def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -> None:
-    """Of each shape its name, overhead in bubbles, the upper end of its interval, overhead of sending at once."""
+    """Draw measured overheads. Rows: name of the shape, overhead in bubbles, upper end of its interval, overhead of
+    sending at once."""
     figure = new_figure(path, 11, 4.5)
     left, right = figure.subplots(1, 2)
     names = [name for name, *_ in rows]
@@ -116,7 +117,7 @@ def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -
     left.axhline(1.0, color="#c8322b", linewidth=1, linestyle="--")
     left.set_title("copies in bubbles", loc="left", fontweight="bold")
     right.bar(names, [100 * share for *_, share in rows], color="#d98e04")
-    right.set_title("copies at once, in the iteration that sends", loc="left", fontweight="bold")
+    right.set_title("copies at once, in the sending iteration", loc="left", fontweight="bold")
     for axes in (left, right):
         axes.set_ylabel("% of an iteration without protection")
         style_axes(axes)
@@ -124,32 +125,32 @@ def draw_measured(rows: Sequence[tuple[str, float, float, float]], path: Path) -
 
 
 def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, path: Path) -> None:
-    """All panels of one learner. Raises ConfigError for another format, OSError where it cannot be written."""
+    """Draw all panels of one learner. Raises ConfigError for another format, OSError if it cannot be written."""
     figure = new_figure(path, 14, 8)
     panels = figure.subplots(2, 3)
     clean = scores.get(("", CLEAN), ())
-    fails, drifts, degrees, intervals, *bursts = panels.flat
+    noised, divergence, degrees, intervals, *bursts = panels.flat
     for noise, colour in NOISES.items():
-        _line(fails, scores.get((noise, NOISED), ()), colour, f"noised, {noise}")
-        _line(drifts, [point for point in divergences.get((noise, NOISED), ()) if point[1] > 0], colour, noise)
+        _line(noised, scores.get((noise, NOISED), ()), colour, f"noised, {noise}")
+        _line(divergence, [point for point in divergences.get((noise, NOISED), ()) if point[1] > 0], colour, noise)
         _line(degrees, scores.get((noise, NOISED), ()), colour, f"noised, {noise}", "--")
         _line(degrees, scores.get((noise, "dyn"), ()), colour, f"PAFT, {noise}")
-    _line(fails, clean, METHODS[CLEAN], CLEAN)
+    _line(noised, clean, METHODS[CLEAN], CLEAN)
     _line(degrees, clean, METHODS[CLEAN], CLEAN)
-    drifts.set_yscale("log")
+    divergence.set_yscale("log")
     panel = zip([DEGREE, *BURSTS], [intervals, *bursts], strict=True)
     for noise, axes in panel:
         for method, colour in METHODS.items():
             _line(axes, clean if method == CLEAN else scores.get((noise, method), ()), colour, method)
     for axes, title in zip(
         panels.flat,
-        (f"{name}: noise not averaged away", "how far replicas drift apart", "degrees of noise",
-         f"how often, variance {DEGREE}", *(BURST + noise.removeprefix("burst_") for noise in BURSTS)),
+        (f"{name}: noise without averaging", "divergence of replicas", "degrees of noise",
+         f"averaging intervals, variance {DEGREE}", *(BURST + noise.removeprefix("burst_") for noise in BURSTS)),
         strict=True,
     ):  # fmt: skip
         axes.set_title(title, loc="left", fontweight="bold")
         axes.set_xlabel("iteration")
-        axes.set_ylabel("||mean - theta||" if axes is drifts else score)
+        axes.set_ylabel("||mean - theta||" if axes is divergence else score)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e7ea", linewidth=0.8)
         if axes.has_data():
@@ -158,7 +159,7 @@ def draw_learner(name: str, scores: Curves, divergences: Curves, score: str, pat
 
 
 def draw_costs(costs: Mapping[str, SyncCost], path: Path) -> None:
-    """Of each way its share of an iteration, with the interval."""
+    """Draw the cost of each mode as a share of an iteration, with its interval."""
     figure = new_figure(path, 8, 4.5)
     axes = figure.subplots()
     names = list(costs)
