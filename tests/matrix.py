@@ -30,7 +30,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ft_plugins.errors import FtError
-from ft_plugins.testing.megatron_lm import under
+from ft_plugins.testing.megatron_lm import checkouts_in
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ft_plugins" / "matrix"
@@ -76,7 +76,7 @@ class Version:
 
 def megatron_lm(root: Path) -> list[Version]:
     """The versions that are checked out in `root`, or the one that is `root`. Raises FtError."""
-    return [Version(MEGATRON_LM, str(found), checkout=found.folder) for found in under(root)]
+    return [Version(MEGATRON_LM, str(found), checkout=found.folder) for found in checkouts_in(root)]
 
 
 @dataclass(frozen=True)

@@ -227,8 +227,8 @@ class Paft:
         own, ranks = self._host.rank, ", ".join(map(str, nonfinite))
         error = DivergedError(
             f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were non-finite, and the gradients "
-            f"made from them cannot be computed again ({self._operations.no_recompute_reason}): the job goes back to an "
-            "earlier version; if it repeats, look at these ranks' devices and at the loss"
+            f"made from them cannot be computed again ({self._operations.no_recompute_reason}): the job goes back to "
+            "an earlier version; if it repeats, look at these ranks' devices and at the loss"
         )
         error.echo = own != nonfinite[0]
         raise error

@@ -21,7 +21,7 @@ from ft_plugins.model.topology import Topology
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot.shares import Shares
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
-from ft_plugins.testing.golden import differing, explain
+from ft_plugins.testing.golden import explain, tree_differences
 from ft_plugins.testing.megatron_runs import ITERATIONS, RANKS, MegatronConfiguration, MegatronRun
 
 Spec = Callable[..., JobSpec]
@@ -48,7 +48,7 @@ def test_an_exported_checkpoint_loads_into_megatron_bit_for_bit_also_at_other_si
 
     same = loaded(megatron_server, tmp_path / "same", configuration, target)
     ranks = range(RANKS)
-    found = [line for r in ranks for line in differing(f"rank {r}", state(run.digests, r), state(same, r))]
+    found = [line for r in ranks for line in tree_differences(f"rank {r}", state(run.digests, r), state(same, r))]
     assert not found, explain(found)
 
     half = loaded(megatron_server, tmp_path / "half", configuration, target, ranks=RANKS // 2)

@@ -295,8 +295,8 @@ def test_plan_draws_the_pipeline(ft_plugins: Command, tmp_path: Path) -> None:
         ((*PIPELINE, "--schedule", "gpipe", "--chunks", "2"), "chunks, group, overlap: without effect in the schedule"),
         ((*PIPELINE, "--message-share", "-1"), "message_share: expected a number from 0 to 100, found -1.0"),
         ((*PIPELINE, "--plot-bubbles", "p.svg"), "--plot-bubbles: without effect; there is a picture when stages, "),
-        ((*PIPELINE, *SAVING, "--plot-bubbles", "p.gif"), "p.gif: expected a name that ends on one of .png"),
-        (("--plot", "picture.gif"), "picture.gif: expected a name that ends on one of .png, .svg, .pdf"),
+        ((*PIPELINE, *SAVING, "--plot-bubbles", "p.gif"), "p.gif: expected a name that ends in one of .png"),
+        (("--plot", "picture.gif"), "picture.gif: expected a name that ends in one of .png, .svg, .pdf"),
         (("--plot", "/proc/none/picture.png"), "--plot /proc/none/picture.png: cannot be written (No such file"),
     ],
 )
