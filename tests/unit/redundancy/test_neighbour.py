@@ -157,7 +157,7 @@ def test_a_job_is_refused_exactly_when_a_pipeline_stands_on_one_node(job: Job) -
 
 
 def test_what_cannot_be_had_is_said_in_words() -> None:
-    assert unplaced(["a", "a"], [(0, 1)]) == "all ranks stand on one node"
+    assert unplaced(["a", "a"], [(0, 1)]) == "all ranks are on one node"
     assert "rank 0 has no other stage" in unplaced(["a", "b"], [(0,), (1,)])
     assert "ranks 0, 1 have all their stages on node a" in unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
     assert "an order with pp last" in unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])

@@ -306,13 +306,13 @@ def test_any_loss_that_is_survived_leaves_enough_to_put_every_slot_together(name
 @pytest.mark.parametrize(
     ("nodes", "groups", "losses", "said"),
     [
-        (["a", "a"], [(0, 1)], 1, "all ranks stand on one node"),
-        (["a", "a"], [(0, 1)], 2, "all ranks stand on one node"),
+        (["a", "a"], [(0, 1)], 1, "all ranks are on one node"),
+        (["a", "a"], [(0, 1)], 2, "all ranks are on one node"),
         (["a", "a", "b", "b"], [(0, 1), (2, 3)], 1, "RAIM5 needs the ranks of each sharding group on at least 2"),
-        (["a", "a", "b", "b"], [(0, 1), (2, 3)], 1, "but ranks 0, 1 stand on 1"),
+        (["a", "a", "b", "b"], [(0, 1), (2, 3)], 1, "but ranks 0, 1 are on 1"),
         (["a", "b", "c"], [(0, 1, 2)], 2, "RAIM6 needs the ranks of each sharding group on at least 4"),
-        (["a", "b", "c"], [(0, 1, 2)], 2, "but ranks 0, 1, 2 stand on 3"),
-        (["a", "b", "c", "d", "d"], [(0, 1, 2, 3), (4,)], 1, "but ranks 4 stand on 1"),
+        (["a", "b", "c"], [(0, 1, 2)], 2, "but ranks 0, 1, 2 are on 3"),
+        (["a", "b", "c", "d", "d"], [(0, 1, 2, 3), (4,)], 1, "but ranks 4 are on 1"),
         (["a", "b", "c"], [(0, 1, 2)], 2, "dp last"),
     ],
 )
@@ -361,7 +361,7 @@ def test_more_nodes_than_raim6_has_factors_for_are_unprotected() -> None:
     with pytest.raises(TopologyError) as refused:
         plan_exchange(nodes, groups, [1] * count, 2)
     assert unprotected(nodes, groups, 2) == str(refused.value)
-    assert "has factors for 257 nodes" in str(refused.value) and "258 ranks" in str(refused.value)
+    assert "supports at most 257 nodes" in str(refused.value) and "258 ranks" in str(refused.value)
     assert unprotected(nodes, groups, 1) == "", "which is what the message says"
 
 
