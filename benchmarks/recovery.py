@@ -45,7 +45,7 @@ from ft_plugins.errors import FtError
 from ft_plugins.events import Event, catalogue
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
-from ft_plugins.snapshot.paths import segments_of, vault_of
+from ft_plugins.snapshot.paths import segments_of, parity_store_of
 from ft_plugins.testing import fills
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob
@@ -109,7 +109,7 @@ class Memory:
         """Look at a node now; nothing if it is being made or unmade."""
         with suppress(OSError, ValueError, KeyError):
             of_node = (job.spec.name, job.spec.node)
-            held = sum(path.stat().st_blocks * 512 for path in [*segments_of(*of_node), vault_of(*of_node)])
+            held = sum(path.stat().st_blocks * 512 for path in [*segments_of(*of_node), parity_store_of(*of_node)])
             pid = int((job.spec.run_dir / "smp.lock").read_text())
             status = dict(part.split(":", 1) for part in Path(f"/proc/{pid}/status").read_text().splitlines())
             held += sum(int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))

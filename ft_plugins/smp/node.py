@@ -25,7 +25,7 @@ from ..errors import FtError, ProtocolError
 from ..events import Events, catalogue
 from ..intake import Address, Count, Flag, Port, Text, read_json, typed
 from ..redundancy.exchange_plan import ExchangePlan
-from ..snapshot.paths import vault_of
+from ..snapshot.paths import parity_store_of
 from ..snapshot.segment import Segment, marks_in
 from ..snapshot.slots import Pin, SlotState, Version
 from . import replica_checks, traffic, wire
@@ -173,7 +173,7 @@ class NodeTier:
         if self._store is not None:
             self._store.close()
             self._store = self._protection = self._driver = None
-        self._store = ParityStore(vault_of(self._job, self._node), plan, position, shape)
+        self._store = ParityStore(parity_store_of(self._job, self._node), plan, position, shape)
         self._protection, self.token = protection, token
         return self._store
 
@@ -298,7 +298,7 @@ class NodeTier:
         with self._lock:
             if self._store is not None:
                 self._store.close()
-            vault_of(self._job, self._node).unlink(missing_ok=True)
+            parity_store_of(self._job, self._node).unlink(missing_ok=True)
             self._store = self._protection = self._driver = None
             self._pinned.forget()
             (self._run_dir / _PROTECTION).unlink(missing_ok=True)

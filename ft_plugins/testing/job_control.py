@@ -117,5 +117,5 @@ def lose_memory(spec: JobSpec, seconds: float = BOUND) -> None:
     poller.register(descriptor, select.POLLIN)
     assert poller.poll(1000 * seconds)
     os.close(descriptor)
-    parity = paths.vault_of(spec.name, spec.node).exists()
+    parity = paths.parity_store_of(spec.name, spec.node).exists()
     assert paths.remove(spec.name, spec.node) == spec.nproc + parity

@@ -35,7 +35,7 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.requests import RebuildSlot
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.wire import PURPOSE, Peer
-from ft_plugins.snapshot.paths import path_of, remove, vault_of
+from ft_plugins.snapshot.paths import path_of, remove, parity_store_of
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, choose, slots_for
@@ -414,7 +414,7 @@ def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: C
     with pytest.raises(ProtocolError, match="does not store parity now"):
         peer.ask("begin", version=[5, 1], epoch=5, nodes=[], ranks=[])
     peer.close()
-    assert vault_of(job.job, "n0").exists(), "and what was kept is still there"
+    assert parity_store_of(job.job, "n0").exists(), "and what was kept is still there"
 
 
 # copies on pipeline neighbours, by the same SMPs

@@ -25,7 +25,7 @@ from ft_plugins.errors import ProtocolError, SegmentError
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.smp import parity_store as module
 from ft_plugins.smp.parity_store import ParityStore, shape_of
-from ft_plugins.snapshot.paths import remove, vault_of
+from ft_plugins.snapshot.paths import remove, parity_store_of
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version
@@ -131,7 +131,7 @@ def open_vault(
     job: str, plan: ExchangePlan, position: int = POSITION, small: int = 1500, layout: int = LAYOUT
 ) -> ParityStore:
     shape = shape_of(plan, position, shapes_of(plan, small), layout)
-    return ParityStore(vault_of(job, "n"), plan, position, shape)
+    return ParityStore(parity_store_of(job, "n"), plan, position, shape)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ RAIM5 = PLANS["RAIM5, 2+1+1 ranks"]
 
 def raw(job: str) -> Segment:
     """The vault's file, to damage it."""
-    return Segment(vault_of(job, "n"))
+    return Segment(parity_store_of(job, "n"))
 
 
 def incomplete(vault: ParityStore, sources: Sources) -> None:
@@ -726,7 +726,7 @@ def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_h
 
 
 def death_between_creation_and_ranges(job: str, plan: ExchangePlan) -> None:
-    path: Path = vault_of(job, "n")
+    path: Path = parity_store_of(job, "n")
     create(path, shape_of(plan, POSITION, shapes_of(plan), LAYOUT), POSITION, {})
 
 

@@ -20,7 +20,7 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.resize import spares
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
-from ft_plugins.snapshot.paths import path_of, previous_path_of, previous_segments_of, remove, segments_of, vault_of
+from ft_plugins.snapshot.paths import path_of, previous_path_of, previous_segments_of, remove, segments_of, parity_store_of
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
@@ -190,10 +190,10 @@ def test_it_is_released_when_a_version_of_the_current_size_is_committed_and_not_
     pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
     pair.member.process.look_at_trainers()
-    assert len(segments_of(pair.job, "n2")) == 2 and vault_of(pair.job, "n2").exists()
+    assert len(segments_of(pair.job, "n2")) == 2 and parity_store_of(pair.job, "n2").exists()
     commit(pair, Version(3, 6))
     until(lambda: "spare.released" in pair.outside.names())
-    assert not segments_of(pair.job, "n2") and not vault_of(pair.job, "n2").exists()
+    assert not segments_of(pair.job, "n2") and not parity_store_of(pair.job, "n2").exists()
     assert not previous_segments_of(pair.job, "n0")
     inventory = pair.outside.ask("inventory")
     assert (inventory["slots"], inventory["released"], inventory["lineage"]) == ([], 3, 3)
