@@ -158,7 +158,7 @@ def commit(
     if differing or heard is Mark.DIFFERING:
         raise StorageError(differed(version, differing))
     best = Mark(max([heard, *marks.values()]))
-    certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DRIFTING else None
+    certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DIVERGED else None
     manifest = CheckpointManifest(
         FORMAT, origin.job, version.lineage, version.iteration, origin.world_size, dict(origin.fingerprint), nbytes,
         certified,

@@ -152,7 +152,7 @@ class Paft:
             return Mark.CERTIFIED
         if label.replicas is Replicas.IDENTICAL:
             return Mark.UNAUDITED
-        return Mark.DRIFTING if self.drifts else Mark.DIFFERING
+        return Mark.DIVERGED if self.drifts else Mark.DIFFERING
 
     def tainted(self) -> int | None:
         """Where any rank's replica was found wrong since it was asked last: the iteration after which snapshots are

@@ -647,9 +647,9 @@ def test_a_version_whose_replicas_differed_is_never_taken() -> None:
 
 def test_replicas_that_are_let_drift_are_not_gone_back_behind() -> None:
     """Under steady noise nothing ever agrees again; what was captured holds each replica whole."""
-    marks = {3: Mark.CERTIFIED, 7: Mark.DRIFTING, 8: Mark.UNAUDITED}
+    marks = {3: Mark.CERTIFIED, 7: Mark.DIVERGED, 8: Mark.UNAUDITED}
     plan = plan_recovery([marked(rank(r, 3, 7, 8, completed=8), marks) for r in (0, 1)])
-    assert (plan.version, plan.mark) == (Version(1, 7), Mark.DRIFTING)
+    assert (plan.version, plan.mark) == (Version(1, 7), Mark.DIVERGED)
     del marks[3]
     assert plan_recovery([marked(rank(r, 3, 7, 8), marks) for r in (0, 1)]).version == Version(1, 8), "no comparing"
 
@@ -673,7 +673,7 @@ def test_with_marks_it_is_still_one_version_that_all_have(
     if not common:
         assert plan.version is None
         return
-    good = {version for version in common if known[version] in (Mark.CERTIFIED, Mark.DRIFTING)}
+    good = {version for version in common if known[version] in (Mark.CERTIFIED, Mark.DIVERGED)}
     compared = Mark.CERTIFIED in known.values()
     assert plan.version == max(good if compared and good else common)
     assert plan.mark is known[plan.version]

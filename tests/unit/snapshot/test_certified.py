@@ -207,7 +207,7 @@ def test_it_gives_way_only_when_every_rank_is_known_to_have_heard_of_the_next_on
 
 
 def test_what_only_drifts_or_was_not_compared_is_not_kept() -> None:
-    slots = [held(0, 3, Mark.DRIFTING), held(1, 4, Mark.UNAUDITED), held(2, 5, Mark.DIFFERING)]
+    slots = [held(0, 3, Mark.DIVERGED), held(1, 4, Mark.UNAUDITED), held(2, 5, Mark.DIFFERING)]
     assert certified(slots) is None and choose(slots) == 0
 
 
@@ -216,7 +216,7 @@ def test_without_marks_nothing_changes() -> None:
     assert [choose(slots, Version(2, 6)), choose(slots)] == [0, 0]
     versions = [Version(1, 9), Version(2, 3), Version(2, 4)]
     assert in_order(versions, {}) == versions[::-1]
-    assert in_order(versions, {Version(2, 3): Mark.DRIFTING}) == versions[::-1], "nothing compares"
+    assert in_order(versions, {Version(2, 3): Mark.DIVERGED}) == versions[::-1], "nothing compares"
     assert slots_for(Pin.CERTIFIED) == SLOTS + 1
 
 
@@ -224,7 +224,7 @@ def test_without_marks_nothing_changes() -> None:
 def test_where_something_is_certified_what_is_known_to_be_good_goes_first(marks: dict[Version, Mark]) -> None:
     order = in_order(marks, marks)
     assert sorted(order) == sorted(version for version in marks if marks[version] is not Mark.DIFFERING)
-    good = [version for version in order if marks[version] in (Mark.CERTIFIED, Mark.DRIFTING)]
+    good = [version for version in order if marks[version] in (Mark.CERTIFIED, Mark.DIVERGED)]
     if Mark.CERTIFIED in marks.values():
         assert order[: len(good)] == good == sorted(good, reverse=True)
     else:

@@ -440,7 +440,7 @@ def test_the_manifest_says_whether_any_rank_had_heard_that_the_replicas_agreed(
         (Mark.UNAUDITED, Mark.NONE, False, None),
         (Mark.NONE, Mark.NONE, True, False),
         (Mark.NONE, Mark.CERTIFIED, True, True),  # the verdict came after the last byte
-        (Mark.DRIFTING, Mark.NONE, True, None),  # each replica whole: there is nothing to agree
+        (Mark.DIVERGED, Mark.NONE, True, None),  # each replica whole: there is nothing to agree
     ],
 )
 def test_a_checkpoint_is_called_uncertified_only_where_its_replicas_were_to_be_compared(
@@ -474,7 +474,7 @@ def test_a_version_whose_replicas_differed_on_any_rank_gets_no_manifest_and_is_n
             persist.read_rank(building, make(1, "to"), V, TOKEN)
 
 
-@pytest.mark.parametrize("mark", [Mark.CERTIFIED, Mark.DRIFTING, Mark.UNAUDITED])
+@pytest.mark.parametrize("mark", [Mark.CERTIFIED, Mark.DIVERGED, Mark.UNAUDITED])
 def test_what_is_known_to_be_good_is_known_of_the_restored_slot_too(
     make: Callable[..., Segment], tmp_path: Path, mark: Mark
 ) -> None:
