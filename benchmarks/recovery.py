@@ -45,7 +45,7 @@ from ft_plugins.errors import FtError
 from ft_plugins.events import Event, catalogue
 from ft_plugins.smp import liveness
 from ft_plugins.smp.client import Client
-from ft_plugins.snapshot.paths import segments_of, parity_store_of
+from ft_plugins.snapshot.paths import parity_store_of, segments_of
 from ft_plugins.testing import fills
 from ft_plugins.testing.emulated_nodes import EmulatedHost, destroy, network
 from ft_plugins.testing.forkserver import ForkServer, JobSpec, RunningJob

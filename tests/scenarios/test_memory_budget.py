@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ft_plugins.smp.client import Client
-from ft_plugins.snapshot.paths import path_of, segments_of, parity_store_of
+from ft_plugins.snapshot.paths import parity_store_of, path_of, segments_of
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.job_control import wait_for, wait_until_stopped
 

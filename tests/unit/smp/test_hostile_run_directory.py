@@ -318,7 +318,8 @@ def test_what_is_removed_of_a_job_is_of_that_job_alone(job: str, tmp_path: Path)
     pairs = [(job, "n"), (f"{job}-a", "n"), (job, "n-r1"), (job, "n.lock"), (job, "n-parity"), (f"{job}.b", "n")]
     made = {}
     for name, node in pairs:
-        own = [paths.path_of(name, node, 0), paths.previous_path_of(name, node, 1, 4), paths.parity_store_of(name, node)]
+        own = [paths.path_of(name, node, 0), paths.previous_path_of(name, node, 1, 4)]
+        own.append(paths.parity_store_of(name, node))
         made[name, node] = {*own, own[0].with_name(f"{own[0].name}.new"), paths.lock_of(name, node)}
         for path in made[name, node]:
             path.touch(mode=0o600)

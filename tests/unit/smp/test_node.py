@@ -35,7 +35,7 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.requests import RebuildSlot
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.smp.wire import PURPOSE, Peer
-from ft_plugins.snapshot.paths import path_of, remove, parity_store_of
+from ft_plugins.snapshot.paths import parity_store_of, path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, choose, slots_for

@@ -25,7 +25,7 @@ from ft_plugins.errors import ProtocolError, SegmentError
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.smp import parity_store as module
 from ft_plugins.smp.parity_store import ParityStore, shape_of
-from ft_plugins.snapshot.paths import remove, parity_store_of
+from ft_plugins.snapshot.paths import parity_store_of, remove
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import SlotState, Version

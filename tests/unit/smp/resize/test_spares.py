@@ -20,7 +20,14 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.resize import spares
 from ft_plugins.snapshot import manifest
 from ft_plugins.snapshot.manifest import Manifest
-from ft_plugins.snapshot.paths import path_of, previous_path_of, previous_segments_of, remove, segments_of, parity_store_of
+from ft_plugins.snapshot.paths import (
+    parity_store_of,
+    path_of,
+    previous_path_of,
+    previous_segments_of,
+    remove,
+    segments_of,
+)
 from ft_plugins.snapshot.segment import Segment, create
 from ft_plugins.snapshot.shape import Shape
 from ft_plugins.snapshot.slots import Pin, SlotState, Version, slots_for
