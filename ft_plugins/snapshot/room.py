@@ -1,7 +1,7 @@
 """Check that memory is available before it is claimed: in the mount, and within the limits of the control groups.
 
 A claim that does not fit is rejected here, with the figure and its source; otherwise the kernel would end the process
-later, by SIGBUS or the OOM killer. Memory that the kernel reclaims under pressure (pages of files) counts as free.
+later, by SIGBUS or the OOM killer. Memory that the kernel reclaims under pressure (pages of files) is free.
 
 In: bytes, files of the kernel. Out: nothing, or a BudgetError.
 """

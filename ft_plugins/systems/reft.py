@@ -153,7 +153,7 @@ class Reft:
         waited = self._capture.wait() if self._capture else 0.0
         self._reports.waited(step, waited)
         if self._capture is not None:
-            self._capture.ask_behind()
+            self._capture.run_after_update()
         return waited
 
     def rest(self) -> None:
