@@ -25,7 +25,7 @@ from ..errors import BudgetError, ConfigError, FencedError, FtError, ProtocolErr
 from ..redundancy.exchange_plan import ExchangePlan, positions
 from ..smp.client import Client
 from ..smp.protection import Protection
-from ..snapshot.double import Told, gathered
+from ..snapshot.double import ReplicaShare, replica_extents
 from ..snapshot.shape import Shape
 from ..snapshot.slots import Mark, Version
 from .recovery_plan import NodeFacts, RecoveryPlan, Way, counted
@@ -195,10 +195,10 @@ class JobNodes(LinkedNodes):
         nodes: Sequence[str],
         groups: Sequence[Sequence[int]],
         shape: Shape,
-        replicated: Sequence[Told],
+        replicated: Sequence[ReplicaShare],
         config: NodeTierConfig,
     ) -> None:
-        """`replicated` is what `double.told` says of this rank's layout. Every rank of the job calls.
+        """`replicated` is `double.replica_shares` of this rank's layout. Every rank of the job calls.
 
         Raises ConfigError (secret, interface), ProtocolError, on all ranks.
         """
@@ -209,7 +209,7 @@ class JobNodes(LinkedNodes):
             lineage=0, base=None, nodes=tuple(nodes), groups=tuple(map(tuple, groups)), shapes=shapes,
             losses=config.losses, position=self._position, endpoints=self._endpoints, interval=config.interval,
             exchange_mbps=config.exchange_mbps, detect_seconds=config.detect_seconds,
-            replicated=() if config.stages and not config.both else gathered([told for _, told in facts]),
+            replicated=() if config.stages and not config.both else replica_extents([shares for _, shares in facts]),
             stages=config.stages, both=config.both, measure=config.measure, audited=config.audited,
         )  # fmt: skip
         self.exchange = self._protection.plan()

@@ -27,7 +27,7 @@ from ..recovery.resize.previous_size import ResizePlan
 from ..recovery.resize.refill import refill
 from ..redundancy import neighbour
 from ..redundancy.exchange_plan import unprotected
-from ..snapshot.double import told, with_parity
+from ..snapshot.double import replica_shares, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest
 from ..snapshot.segment import Segment
@@ -129,7 +129,7 @@ class ReftNodes:
             error.echo = self._host.rank != 0
             raise error
         config = self._tier_config(self._job.secret_file)
-        return JobNodes(self._collective, self._nodes, self._groups, shape, told(layout), config)
+        return JobNodes(self._collective, self._nodes, self._groups, shape, replica_shares(layout), config)
 
     def _tier_config(self, secret_file: str) -> NodeTierConfig:
         stages = neighbour.pipelines(self._host.topology()) if self._copied else ()

@@ -27,7 +27,7 @@ from ft_plugins.smp.protection import Protection
 from ft_plugins.smp.requests import RebuildSlot
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
 from ft_plugins.snapshot.capture import Capture
-from ft_plugins.snapshot.double import gathered, told, with_parity
+from ft_plugins.snapshot.double import replica_extents, replica_shares, with_parity
 from ft_plugins.snapshot.layout import Layout, plan_layout
 from ft_plugins.snapshot.paths import path_of, remove
 from ft_plugins.snapshot.segment import Segment, create
@@ -113,7 +113,7 @@ class Cluster:
             self._make(position)
         self.told = Protection(
             1, None, NODES, (RANKS,), tuple(self.shapes), 1, 0, self._endpoints(), 1, 0.0, DETECT,
-            gathered([told(layout) for layout in self.layouts]),
+            replica_extents([replica_shares(layout) for layout in self.layouts]),
         )  # fmt: skip
 
     def ranks(self, position: int) -> list[int]:
