@@ -196,7 +196,7 @@ def test_a_rank_with_nothing_to_capture_has_an_empty_layout() -> None:
 def test_a_layout_prints_what_each_replica_set_costs() -> None:
     table = layout_of(item("w", 640, (0, 1)), item("b", 64, (0,), IterationSpan.FORWARD), nodes=("a", "b")).table()
     assert "rank 0: 384 bytes in 3 buckets" in table
-    assert "1 items x 2 replicas: 640 bytes, own share 0..320, behind the step" in table
+    assert "1 items x 2 replicas: 640 bytes, own share 0..320, during the next step" in table
     assert "1 items x 1 replicas: 64 bytes, own share 0..64, at the version point" in table
 
 
