@@ -27,7 +27,7 @@ from enum import Enum
 
 from ..errors import ResumeError
 from ..redundancy.exchange_plan import ExchangePlan
-from ..snapshot.slots import Mark, Slot, SlotState, Version, in_order, marks_of
+from ..snapshot.slots import Mark, Slot, SlotState, Version, marks_of, recovery_order
 
 _SHOWN = 8  # ranks of which a message says what they hold, or what of theirs is damaged
 
@@ -197,7 +197,7 @@ def plan_recovery(
     completed = min(reached.values(), default=0)
     candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
     released = max((node.released for node in nodes), default=0)
-    young = in_order((each for each in candidates if each.lineage >= released), marks)
+    young = recovery_order((each for each in candidates if each.lineage >= released), marks)
     for place, version in enumerate(young):
         found = _sources(version, own, corrupt, nodes, exchange, plan_digest)
         if found is None:

@@ -26,7 +26,7 @@ from .room import check_room
 from .segment_file import SegmentFile, allocate, digest_of_ranges, slot_start
 from .shape import PAGE, Shape
 from .slot_header import STATE_WORDS
-from .slots import Mark, Pin, Slot, SlotState, Version, marks_of, may_pin
+from .slots import Mark, Pin, Slot, SlotState, Version, marks_of, pinnable_slot
 
 OWNER, COMPLETED = "owner", "completed iteration"  # names in `Segment.damaged`
 NOT_COMPUTED = 0  # digest of a parity bucket that is not computed yet; nothing matches it
@@ -211,12 +211,12 @@ class Segment(SegmentFile):
 
         Called by the SMP alone. Slots pinned earlier for the same purpose stay pinned until `unpin`.
         """
-        index = may_pin(self.slots(), version)
+        index = pinnable_slot(self.slots(), version)
         if index is None:
             return None
         before = self.slot(index).pins
         self._slots[index].pins = before | purpose
-        if before or may_pin([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
+        if before or pinnable_slot([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
             return index
         self._slots[index].pins = before
         return None

@@ -35,7 +35,7 @@ class Pin(IntFlag):
     NODE = 1  # the committed version of the node tier, until a newer one is committed
     SOURCE = 2  # being sent to other nodes
     STORAGE = 4  # being written to storage
-    CERTIFIED = 8  # its replicas agreed: adds a slot, but is never set (see `certified`)
+    CERTIFIED = 8  # its replicas agreed: adds a slot, but is never set (see `certified_slot`)
 
 
 def slots_for(*purposes: Pin) -> int:
@@ -95,7 +95,7 @@ def marks_of(reported: Iterable[tuple[Version | None, Mark]]) -> dict[Version, M
     return marks
 
 
-def in_order(versions: Iterable[Version], marks: Mapping[Version, Mark]) -> list[Version]:
+def recovery_order(versions: Iterable[Version], marks: Mapping[Version, Mark]) -> list[Version]:
     """`versions` in the order in which a recovery tries them: newest first, or preferred ones first if any version is
     certified. Versions whose replicas differed are left out."""
     newest_first = sorted((v for v in versions if marks.get(v) is not Mark.DIFFERING), reverse=True)
@@ -126,7 +126,7 @@ def check_transition(before: SlotState, after: SlotState) -> None:
         raise SegmentError(f"a slot cannot go from {before.name} to {after.name}")
 
 
-def certified(slots: Sequence[Slot], writing: Version | None = None) -> int | None:
+def certified_slot(slots: Sequence[Slot], writing: Version | None = None) -> int | None:
     """The slot that must stay because its version is certified, while `writing` is captured (None: by a recovery).
 
     It holds the newest certified version that every rank is known to have marked. Ranks mark a version at the fence of
@@ -153,14 +153,14 @@ def choose(slots: Sequence[Slot], writing: Version | None = None) -> int:
         restorable = slot.state is SlotState.CLEAN
         return (restorable, slot.version if restorable and slot.version else Version(0, 0), slot.index)
 
-    staying = certified(slots, writing)
+    staying = certified_slot(slots, writing)
     free = [slot for slot in slots if not slot.pins and slot.index != staying]
     if not free:
         raise SegmentError(f"all {len(slots)} slots are pinned; expected {SLOTS} free for capture")
     return min(free, key=age).index
 
 
-def may_pin(slots: Sequence[Slot], version: Version) -> int | None:
+def pinnable_slot(slots: Sequence[Slot], version: Version) -> int | None:
     """The slot of `version` if no capture that has already chosen its slot can overwrite it, else None.
 
     A capture spares the two newest versions of its rank, pinned ones and the newest certified one. The caller checks
@@ -182,7 +182,7 @@ def captured_after(slots: Iterable[Slot], lineage: int, since: int) -> list[tupl
     return [(slot, version) for slot, version in clean if version.lineage == lineage and version.iteration > since]
 
 
-def void(slots: Sequence[Slot], base: Version | None) -> tuple[int, ...]:
+def voided_slots(slots: Sequence[Slot], base: Version | None) -> tuple[int, ...]:
     """The slots that a new lineage from `base` voids: those of newer versions (of all versions if None), and damaged
     ones, which were reported before."""
     return tuple(

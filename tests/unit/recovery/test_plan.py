@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError
 from ft_plugins.recovery.recovery_plan import NodeFacts, RankFacts, Source, Way, choose_source, counted, plan_recovery
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
-from ft_plugins.snapshot.slots import SLOTS, Mark, Slot, SlotState, Version, void
+from ft_plugins.snapshot.slots import SLOTS, Mark, Slot, SlotState, Version, voided_slots
 
 versions = st.builds(Version, st.integers(0, 2), st.integers(1, 5))
 
@@ -74,7 +74,7 @@ def test_a_second_recovery_right_after_takes_the_same_version_again(facts: list[
             if rank.rank >= opened:
                 again.append(rank)
                 continue
-            voided = void(rank.slots, plan.version)
+            voided = voided_slots(rank.slots, plan.version)
             slots = tuple(Slot(s.index, SlotState.DIRTY, None) if s.index in voided else s for s in rank.slots)
             again.append(RankFacts(rank.rank, slots, plan.lineage, plan.version.iteration if plan.version else 0))
         second = plan_recovery(again)
