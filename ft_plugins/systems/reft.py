@@ -93,7 +93,7 @@ class Reft:
             names = self._host.names()
             if names and names.get("problem"):
                 self._reports.not_exportable(names["problem"])
-            index.keep(self._run_dir, self.plan.index(names))
+            index.stage(self._run_dir, self.plan.index(names))
         faults.reach("attach.before")
         with Client(self._run_dir) as client:
             path = client.attach(

@@ -5,7 +5,7 @@ version, and counters, scheduler, parameter groups, steps and loss scaler as the
 captured are cast from their masters as DeepSpeed's own copy does. One file is in memory at a time. Data position and
 random numbers are in no checkpoint of DeepSpeed's.
 
-In: `Shares`, a folder to be made. Out: what `load_checkpoint` is given: `latest`, `global_step<n>/`.
+In: `CheckpointReader`, a folder to be made. Out: what `load_checkpoint` is given: `latest`, `global_step<n>/`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from ...errors import StorageError, UnsupportedError
+from ...snapshot.checkpoint_reader import CheckpointReader
 from ...snapshot.index import Index
-from ...snapshot.shares import Shares
 from ..values import TAG, back, found_class
 
 _PACKAGES = ("deepspeed",)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def export(shares: Shares, folder: Path) -> dict[str, Any]:
+def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
     """Write the checkpoint below `folder`, which is made; what is told to people about it.
 
     Raises UnsupportedError where DeepSpeed is not installed or a rank's files are not told; StorageError, OSError.
@@ -72,7 +72,7 @@ def _require_deepspeed() -> None:
 class _Made:
     """Makes what JSON has no type for, for one file."""
 
-    def __init__(self, shares: Shares, index: Index) -> None:
+    def __init__(self, shares: CheckpointReader, index: Index) -> None:
         self._shares, self._index = shares, index
         self._group = tuple((index.names or {})["group"])
         self.tensors = 0

@@ -31,6 +31,7 @@ from ft_plugins.smp.protocol import ALARM
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.digested_json import write_digested
 from ft_plugins.snapshot.retention import NodeOffer, Storage
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
@@ -693,7 +694,7 @@ def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path
     assert ours.offers(4) == [NodeOffer((0,), (Version(2, 9),))], "of another size of the job"
     os.utime(tmp_path / "offer-b.json", (1, 1))
     assert ours.offers(2) == [NodeOffer((0,), (Version(1, 7),))]
-    checkpoint.write_json(tmp_path / "offer-c.json", {"ranks": [2], "versions": [[1, 7]]})
+    write_digested(tmp_path / "offer-c.json", {"ranks": [2], "versions": [[1, 7]]})
     assert ours.offers(2) == [NodeOffer((0,), (Version(1, 7),))], "that of an older version names no size"
     theirs.want(Version(1, 9))
     assert ours.wanted() == Version(1, 9)
