@@ -375,7 +375,7 @@ def _sources(
         holders = _holders(version, corrupt, nodes, exchange, plan_digest)
         gone = tuple(position for position in range(len(exchange.nodes)) if position not in holders)
         for rank in missing:
-            if exchange.ways(rank, gone) is None:
+            if exchange.recovery_sections(rank, gone) is None:
                 return None
             ways[rank] = Source(Way.DECODE)
     return tuple(ways[rank] for rank in sorted(ways)), holders, gone
@@ -409,7 +409,7 @@ def _too_much_lost(
         gone = tuple(position for position in section.positions if position not in there)
         ranks_of = {extent.rank for stream in section.streams for extent in stream}
         lost = [rank for rank in ranks_of if exchange.position_of_rank[rank] in gone]
-        if len(gone) > exchange.losses and any(exchange.ways(rank, everywhere) is None for rank in lost):
+        if len(gone) > exchange.losses and any(exchange.recovery_sections(rank, everywhere) is None for rank in lost):
             ranks = sorted(rank for position in gone for rank in exchange.ranks[position])
             return gone, (
                 f"of version {version} the parts of ranks {', '.join(map(str, ranks))} are gone with {len(gone)} "

@@ -166,7 +166,7 @@ class ExchangePlan:
                     sections[extent.rank][section.index] = section
         return {rank: tuple(by_index.values()) for rank, by_index in sections.items()}
 
-    def ways(self, rank: int, lost: Collection[int]) -> tuple[Section, ...] | None:
+    def recovery_sections(self, rank: int, lost: Collection[int]) -> tuple[Section, ...] | None:
         """The sections from which the slot of a rank is rebuilt after the nodes at the positions `lost` are lost; None
         if it cannot be rebuilt."""
         if len(set(lost) & set(self.section_of_rank[rank].positions)) > self.losses:

@@ -205,11 +205,11 @@ class BothPlan(CopyPlan):
 
     parity: ExchangePlan
 
-    def ways(self, rank: int, lost: Collection[int]) -> tuple[Section, ...] | None:
+    def recovery_sections(self, rank: int, lost: Collection[int]) -> tuple[Section, ...] | None:
         """The copy if it is left (it holds no parity: the rank computes that again), else the sections of parity."""
         if self.neighbours.copies[rank].target not in lost:
             return (self.sections[rank],)
-        return self.parity.ways(rank, lost)
+        return self.parity.recovery_sections(rank, lost)
 
     def copy_holders(self, rank: int) -> tuple[int, ...]:
         """The position that keeps the rank's copy, then those that parity requires."""

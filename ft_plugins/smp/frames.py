@@ -84,7 +84,7 @@ def decoded(plan: ExchangePlan, rank: int, version: Version, lost: Collection[in
 
     Raises ResumeError when more is lost than parity makes up for.
     """
-    sections = plan.ways(rank, lost) or plan.sections_of_rank[rank]  # None: the decoding says what is lost
+    sections = plan.recovery_sections(rank, lost) or plan.sections_of_rank[rank]  # None: the decoding says what is lost
     regions = sorted(_regions(plan, rank, sections), key=lambda region: region.offset)
     rebuilds = {section.index: _needed(plan, section, lost) for section in sections}
     return _decoded(plan, version, regions, rebuilds)

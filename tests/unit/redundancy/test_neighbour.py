@@ -354,8 +354,8 @@ def test_with_both_exactly_what_one_of_the_two_survives_is_survived() -> None:
     for count in range(5):
         for lost in itertools.combinations(range(4), count):
             for rank in (rank for at in lost for rank in both.ranks[at]):
-                by_copy, by_parity = rank not in copies.loses(lost), parity.ways(rank, lost) is not None
-                found = both.ways(rank, lost)
+                by_copy, by_parity = rank not in copies.loses(lost), parity.recovery_sections(rank, lost) is not None
+                found = both.recovery_sections(rank, lost)
                 assert (found is not None) == (by_copy or by_parity)
                 if by_copy:
                     assert found == (both.sections[rank],), "a copy is read once"

@@ -246,7 +246,7 @@ def test_with_copies_beside_it_a_lost_node_comes_from_a_copy_and_computes_its_pa
     plan = cluster.told.plan()
     for rank in cluster.ranks(position):
         trainer, captured = cluster.trainers[rank], cluster.layouts[rank].nbytes
-        assert plan.ways(rank, [position]) == (plan.sections[rank],)
+        assert plan.recovery_sections(rank, [position]) == (plan.sections[rank],)
         assert (trainer.data(Version(1, 2))[:captured] == before[rank][:captured]).all()
         assert trainer.segment.lacks_parity(Version(1, 2)) == bool(cluster.layouts[rank].parity)
         trainer.train(2)  # as if it had been loaded
