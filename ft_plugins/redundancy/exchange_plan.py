@@ -125,7 +125,7 @@ class ExchangePlan:
         exponent = piece.coefficient if which else 0
         return Send(self.area_of[section.index, stripe, which], piece.node, piece.start, piece.stop, exponent)
 
-    def gathered_on(self, position: int) -> Iterator[Send]:
+    def sends_to(self, position: int) -> Iterator[Send]:
         """What other nodes send to the node at `position`."""
         for area in self.areas[position]:
             section = self.sections[area.section]

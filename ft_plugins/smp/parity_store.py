@@ -90,7 +90,7 @@ class ParityStore:
         self._computed = any(plan.parts[rank] for rank in plan.ranks[position])  # by this node's ranks
         self._agreed = False
         self._exponents: dict[tuple[Key, int], int] = {}  # by which each source is multiplied
-        for send in plan.gathered_on(position):
+        for send in plan.sends_to(position):
             source = (send.area.section, send.area.stripe, send.area.which), send.node
             self._wanted[source], self._exponents[source] = send.stop - send.start, send.exponent
         self._copied = frozenset(plan.copies_on(position))  # the ranks whose copies belong here
