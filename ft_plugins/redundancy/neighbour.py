@@ -114,7 +114,7 @@ class NeighbourPlan:
         """Bytes that a node sends per version."""
         return sum(copy.nbytes for copy in self.sent_from[position])
 
-    def together(self, rank: int) -> tuple[NeighbourCopy, ...]:
+    def linked_copies(self, rank: int) -> tuple[NeighbourCopy, ...]:
         """The copies of all nodes that share links with the node of `rank`, directly or through others. Their
         send windows are planned together, independently of all other nodes."""
         neighbours: list[set[int]] = [set() for _ in self.nodes]

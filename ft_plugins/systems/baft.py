@@ -78,7 +78,7 @@ class Baft:
         self._gate, self.copies = gate, copies
         self.give_up()
         self._links = dict(links or {})
-        self._together = copies.together(self._rank)
+        self._together = copies.linked_copies(self._rank)
 
     def let_go(self) -> None:
         """No more: the gate is closed, and copies go by rate, if any do."""

@@ -174,7 +174,7 @@ def test_nodes_that_meet_on_a_link_are_together_whoever_of_them_sends() -> None:
     copies = tuple(NeighbourCopy(rank, rank, to, to, 100, 1) for rank, to in ways.items())
     plan = NeighbourPlan(tuple("abcdefg"), tuple((rank,) for rank in ways), copies)
     for rank in ways:
-        assert {copy.rank for copy in plan.together(rank)} == ({0, 1, 2, 5} if rank in (0, 1, 2, 5) else {3, 4, 6})
+        assert {copy.rank for copy in plan.linked_copies(rank)} == ({0, 1, 2, 5} if rank in (0, 1, 2, 5) else {3, 4, 6})
 
 
 def test_pipelines_are_those_of_the_topology_in_the_order_of_stages() -> None:
