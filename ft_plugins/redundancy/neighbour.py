@@ -256,7 +256,7 @@ def pipelines(topology: Topology) -> tuple[tuple[int, ...], ...]:
     return tuple(group for rank, group in enumerate(groups) if group[0] == rank)
 
 
-def unplaced(nodes: Sequence[str], stages: Sequence[Sequence[int]]) -> str:
+def why_unplaced(nodes: Sequence[str], stages: Sequence[Sequence[int]]) -> str:
     """The reason why pipeline neighbours cannot keep copies in this job; '' if they can.
 
     `nodes[rank]` is the node of each rank, `stages` are the pipelines.
@@ -278,9 +278,9 @@ def unplaced(nodes: Sequence[str], stages: Sequence[Sequence[int]]) -> str:
 def plan_neighbours(nodes: Sequence[str], stages: Sequence[Sequence[int]], nbytes: Sequence[int]) -> NeighbourPlan:
     """Plan the copies of a job: `nodes[rank]`, pipelines as ranks in stage order, `nbytes[rank]` of slot data.
 
-    Raises TopologyError if a rank has no neighbour on another node (see `unplaced`), or is not in exactly one pipeline.
+    Raises TopologyError if a rank has no neighbour on another node (see `why_unplaced`), or is not in exactly one pipeline.
     """
-    if reason := unplaced(nodes, stages):
+    if reason := why_unplaced(nodes, stages):
         raise TopologyError(reason)
     if sorted(rank for pipeline in stages for rank in pipeline) != list(range(len(nodes))):
         raise TopologyError(f"{len(nodes)} ranks, but the pipelines are {[list(pipeline) for pipeline in stages]}")

@@ -107,7 +107,7 @@ class ReftNodes:
 
     def _impossible(self, topology: Topology, nodes: Sequence[str], losses: int) -> str:
         """Why so many losses cannot be survived with these nodes of the ranks; '' where they can."""
-        reason = neighbour.unplaced(nodes, neighbour.pipelines(topology)) if self._copied else ""
+        reason = neighbour.why_unplaced(nodes, neighbour.pipelines(topology)) if self._copied else ""
         if reason or not self._encoded:
             return reason
         return unprotected(nodes, tuple(topology.sharding_groups().values()), losses)

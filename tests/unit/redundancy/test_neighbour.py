@@ -29,7 +29,7 @@ from ft_plugins.redundancy.neighbour import (
     pipelines,
     plan_both,
     plan_neighbours,
-    unplaced,
+    why_unplaced,
 )
 from ft_plugins.smp.frames import Parity, decoded
 from ft_plugins.snapshot.layout import plan_layout
@@ -62,7 +62,7 @@ def anywhere(draw: st.DrawFn) -> Job:
     return Job(tuple(f"n{node}" for node in nodes), tuple(cut), tuple(nbytes))
 
 
-jobs = anywhere().filter(lambda job: not unplaced(job.nodes, job.pipelines))
+jobs = anywhere().filter(lambda job: not why_unplaced(job.nodes, job.pipelines))
 
 
 def real(per_node: int, nodes: int, order: str = "tp-cp-ep-dp-pp", **sizes: int) -> Job:
@@ -146,7 +146,7 @@ def test_in_the_paper_s_shapes_two_nodes_keep_the_copies_of_each_other(name: str
 @given(anywhere())
 def test_a_job_is_refused_exactly_when_a_pipeline_stands_on_one_node(job: Job) -> None:
     alone = [p for p in job.pipelines if len({job.nodes[rank] for rank in p}) == 1]
-    reason = unplaced(job.nodes, job.pipelines)
+    reason = why_unplaced(job.nodes, job.pipelines)
     assert bool(reason) == bool(alone)
     if reason:
         with pytest.raises(TopologyError) as refused:
@@ -157,10 +157,10 @@ def test_a_job_is_refused_exactly_when_a_pipeline_stands_on_one_node(job: Job) -
 
 
 def test_what_cannot_be_had_is_said_in_words() -> None:
-    assert unplaced(["a", "a"], [(0, 1)]) == "all ranks are on one node"
-    assert "rank 0 has no other stage" in unplaced(["a", "b"], [(0,), (1,)])
-    assert "ranks 0, 1 have all their stages on node a" in unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
-    assert "an order with pp last" in unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
+    assert why_unplaced(["a", "a"], [(0, 1)]) == "all ranks are on one node"
+    assert "rank 0 has no other stage" in why_unplaced(["a", "b"], [(0,), (1,)])
+    assert "ranks 0, 1 have all their stages on node a" in why_unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
+    assert "an order with pp last" in why_unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
 
 
 @pytest.mark.parametrize("stages", [[(0, 1)], [(0, 1, 2), (1, 2)]])
