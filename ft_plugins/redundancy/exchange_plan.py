@@ -254,7 +254,7 @@ def positions(nodes: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[int, .
     return tuple(ranks), tuple(map(tuple, ranks.values()))
 
 
-def unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: int) -> str:
+def why_unprotected(nodes: Sequence[str], groups: Iterable[Sequence[int]], losses: int) -> str:
     """The reason why this job cannot survive the loss of a node; '' if it can."""
     if len(set(nodes)) < 2:
         return "all ranks are on one node"
@@ -289,9 +289,9 @@ def plan_exchange(
     `replicated` are the streams of the replica sets whose parity the ranks can compute themselves: for each, the
     extents of slots that make up the stream, in order.
 
-    Raises TopologyError if a loss cannot be survived (see `unprotected`), or a rank is not in exactly one group.
+    Raises TopologyError if a loss cannot be survived (see `why_unprotected`), or a rank is not in exactly one group.
     """
-    if reason := unprotected(nodes, groups, losses):
+    if reason := why_unprotected(nodes, groups, losses):
         raise TopologyError(reason)
     if sorted(rank for group in groups for rank in group) != list(range(len(nodes))):
         raise TopologyError(f"{len(nodes)} ranks, but the sharding groups are {[list(group) for group in groups]}")

@@ -26,7 +26,7 @@ from ..recovery.resize.previous_job import PreviousJob
 from ..recovery.resize.previous_size import ResizePlan
 from ..recovery.resize.refill import refill
 from ..redundancy import neighbour
-from ..redundancy.exchange_plan import unprotected
+from ..redundancy.exchange_plan import why_unprotected
 from ..snapshot.double import replica_shares, with_parity
 from ..snapshot.layout import Layout
 from ..snapshot.manifest import Manifest
@@ -110,7 +110,7 @@ class ReftNodes:
         reason = neighbour.why_unplaced(nodes, neighbour.pipelines(topology)) if self._copied else ""
         if reason or not self._encoded:
             return reason
-        return unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
+        return why_unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
 
     def of_job(self, shape: Shape, layout: Layout) -> SeenNodes:
         """The nodes of the job; `shape` and `layout` are this rank's. Every rank calls.

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import TopologyError
 from ft_plugins.model.topology import Topology
-from ft_plugins.redundancy.exchange_plan import ExchangePlan, Extent, Section, plan_exchange, positions, unprotected
+from ft_plugins.redundancy.exchange_plan import ExchangePlan, Extent, Section, plan_exchange, positions, why_unprotected
 from ft_plugins.redundancy.field import ORDER
 from ft_plugins.redundancy.parity import ALIGNMENT, plan_decode
 
@@ -319,7 +319,7 @@ def test_any_loss_that_is_survived_leaves_enough_to_put_every_slot_together(name
 def test_what_cannot_be_survived_is_said_in_words_and_refused_with_them(
     nodes: list[str], groups: list[tuple[int, ...]], losses: int, said: str
 ) -> None:
-    reason = unprotected(nodes, groups, losses)
+    reason = why_unprotected(nodes, groups, losses)
     assert said in reason
     with pytest.raises(TopologyError) as refused:
         plan_exchange(nodes, groups, [64] * len(nodes), losses)
@@ -334,7 +334,7 @@ def test_a_job_is_unprotected_exactly_when_a_group_stands_on_too_few_nodes(
     nodes = [f"n{node}" for node in on]
     groups = [tuple(range(first, len(on), count)) for first in range(min(count, len(on)))]
     few = [group for group in groups if len({nodes[rank] for rank in group}) < NEEDED[losses]]
-    reason = unprotected(nodes, groups, losses)
+    reason = why_unprotected(nodes, groups, losses)
     assert bool(reason) == bool(few)
     if not few:
         plan_exchange(nodes, groups, [1] * len(nodes), losses)
@@ -351,7 +351,7 @@ def test_a_rank_in_no_group_or_in_two_is_refused(groups: list[tuple[int, ...]]) 
 def test_as_many_nodes_as_raim6_has_factors_for_are_planned() -> None:
     count = ORDER + 2
     nodes, groups = [f"n{rank}" for rank in range(count)], [tuple(range(count))]
-    assert unprotected(nodes, groups, 2) == ""
+    assert why_unprotected(nodes, groups, 2) == ""
     assert plan_exchange(nodes, groups, [1] * count, 2).losses == 2
 
 
@@ -360,9 +360,9 @@ def test_more_nodes_than_raim6_has_factors_for_are_unprotected() -> None:
     nodes, groups = [f"n{rank}" for rank in range(count)], [tuple(range(count))]
     with pytest.raises(TopologyError) as refused:
         plan_exchange(nodes, groups, [1] * count, 2)
-    assert unprotected(nodes, groups, 2) == str(refused.value)
+    assert why_unprotected(nodes, groups, 2) == str(refused.value)
     assert "supports at most 257 nodes" in str(refused.value) and "258 ranks" in str(refused.value)
-    assert unprotected(nodes, groups, 1) == "", "which is what the message says"
+    assert why_unprotected(nodes, groups, 1) == "", "which is what the message says"
 
 
 # scale, and people

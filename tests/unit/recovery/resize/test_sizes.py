@@ -13,7 +13,7 @@ from ft_plugins.launcher.rounds import Rules
 from ft_plugins.model.topology import Topology
 from ft_plugins.recovery.resize import sizes
 from ft_plugins.recovery.resize.sizes import SizeReport, admissible
-from ft_plugins.redundancy.exchange_plan import unprotected
+from ft_plugins.redundancy.exchange_plan import why_unprotected
 from ft_plugins.redundancy.neighbour import pipelines, why_unplaced
 
 
@@ -27,7 +27,7 @@ def batch(total: int):
 
 def survives(losses: int):
     """Parity over the nodes of a sharding group, against so many losses."""
-    return lambda topology, nodes: unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
+    return lambda topology, nodes: why_unprotected(nodes, tuple(topology.sharding_groups().values()), losses)
 
 
 def anything(topology: Topology, nodes: Sequence[str]) -> str:
