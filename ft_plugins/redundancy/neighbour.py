@@ -19,7 +19,7 @@ another held: any one node, or several of which no two are partners.
 The executor treats a copy as parity of one source: a `Section` of two nodes for each rank, whose second node keeps a
 `Mirror` of the stream of the first. SMPs exchange, seal, commit and rebuild it as they do for RAIM5.
 
-With parity in addition (`BothPlan`) the sections of sharding groups follow those of the copies. A lost slot is rebuilt
+With parity in addition (`CopyAndParityPlan`) the sections of sharding groups follow those of the copies. A lost slot is rebuilt
 from its copy if that is left, else from parity, so even two nodes that keep each other's copies may be lost.
 
 In: node of each rank, pipelines in stage order, bytes of slot data of each rank. Out: `NeighbourPlan`; its `exchange()`
@@ -200,7 +200,7 @@ class CopyPlan(ExchangePlan):
 
 
 @dataclass(frozen=True)
-class BothPlan(CopyPlan):
+class CopyAndParityPlan(CopyPlan):
     """Copies, and in addition `parity`, whose sections follow those of the copies."""
 
     parity: ExchangePlan
@@ -220,7 +220,7 @@ class BothPlan(CopyPlan):
         copied = {copy.rank for copy in self.neighbours.kept_on[position]}
         return tuple(sorted(copied.union(self.parity.copies_on(position))))
 
-    def sent_beside(self, rank: int) -> int:
+    def parity_sent_bytes(self, rank: int) -> int:
         """Bytes sent for parity in addition to the copy of a rank. What several ranks share is attributed to the first
         of them."""
         nbytes = 0
@@ -234,20 +234,20 @@ class BothPlan(CopyPlan):
         return f"{self.neighbours.table()}\n{self.parity.table()}"
 
 
-def plan_both(
+def plan_copies_and_parity(
     nodes: Sequence[str],
     stages: Sequence[Sequence[int]],
     groups: Sequence[Sequence[int]],
     nbytes: Sequence[int],
     replicated: Sequence[Sequence[Extent]] = (),
-) -> BothPlan:
+) -> CopyAndParityPlan:
     """Plan copies on pipeline neighbours, and parity against the loss of one node of each sharding group. Arguments as
     for `plan_neighbours` and `plan_exchange`. Raises TopologyError if either is impossible."""
     copies = plan_neighbours(nodes, stages, nbytes).exchange()
     parity = plan_exchange(nodes, groups, nbytes, LOSSES, replicated, len(copies.sections))
     sections = (*copies.sections, *parity.sections)
     name = f"{NAME} or {parity.name}"
-    return BothPlan(copies.nodes, copies.ranks, LOSSES, sections, copies.nbytes, name, copies.neighbours, parity)
+    return CopyAndParityPlan(copies.nodes, copies.ranks, LOSSES, sections, copies.nbytes, name, copies.neighbours, parity)
 
 
 def pipelines(topology: Topology) -> tuple[tuple[int, ...], ...]:

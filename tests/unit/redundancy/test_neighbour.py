@@ -27,7 +27,7 @@ from ft_plugins.redundancy.neighbour import (
     partner,
     partners,
     pipelines,
-    plan_both,
+    plan_copies_and_parity,
     plan_neighbours,
     why_unplaced,
 )
@@ -348,7 +348,7 @@ PIPELINES, GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 2, 3), (4, 5, 6, 7
 
 def test_with_both_exactly_what_one_of_the_two_survives_is_survived() -> None:
     nbytes = [1000 + 64 * rank for rank in range(8)]
-    both = plan_both(NODES, PIPELINES, GROUPS, nbytes)
+    both = plan_copies_and_parity(NODES, PIPELINES, GROUPS, nbytes)
     copies = plan_neighbours(NODES, PIPELINES, nbytes)
     parity = plan_exchange(NODES, GROUPS, nbytes, 1)
     for count in range(5):
@@ -363,7 +363,7 @@ def test_with_both_exactly_what_one_of_the_two_survives_is_survived() -> None:
 
 def test_both_is_two_plans_side_by_side() -> None:
     nbytes = [1000 + 64 * rank for rank in range(8)]
-    both = plan_both(NODES, PIPELINES, GROUPS, nbytes)
+    both = plan_copies_and_parity(NODES, PIPELINES, GROUPS, nbytes)
     copies = plan_neighbours(NODES, PIPELINES, nbytes).exchange()
     parity = plan_exchange(NODES, GROUPS, nbytes, 1)
     assert [section.index for section in both.sections] == list(range(len(both.sections)))
@@ -372,13 +372,13 @@ def test_both_is_two_plans_side_by_side() -> None:
         assert both.copies_on(position) == tuple(rank for rank in range(8) if position in both.copy_holders(rank))
         assert set(both.copies_on(position)) == {*copies.copies_on(position), *parity.copies_on(position)}
         sent = sum(send.stop - send.start for send in both.sends[position])
-        beside = sum(both.sent_beside(rank) for rank in both.ranks[position])
+        beside = sum(both.parity_sent_bytes(rank) for rank in both.ranks[position])
         assert sent == beside + sum(nbytes[rank] for rank in both.ranks[position])
     assert "copies on the nearest" in both.table() and "RAIM5" in both.table()
 
 
 def test_both_is_refused_where_either_cannot_be_had() -> None:
     with pytest.raises(TopologyError, match="at least 2 nodes"):
-        plan_both(("a", "b"), [(0, 1)], [(0,), (1,)], [10, 10])
+        plan_copies_and_parity(("a", "b"), [(0, 1)], [(0,), (1,)], [10, 10])
     with pytest.raises(TopologyError, match="no other stage"):
-        plan_both(("a", "b"), [(0,), (1,)], [(0, 1)], [10, 10])
+        plan_copies_and_parity(("a", "b"), [(0,), (1,)], [(0, 1)], [10, 10])
