@@ -207,14 +207,14 @@ class ExchangePlan:
                 yield Check(rank, number, entry, source)
                 entry += 1
 
-    def copy_holders(self, rank: int) -> tuple[int, ...]:
+    def small_state_holders(self, rank: int) -> tuple[int, ...]:
         """The positions that store the rank's small state and digest table: as many as there may be losses."""
         section = self.section_of_rank[rank]
         own = section.positions.index(self.position_of_rank[rank])
         count = len(section.positions)
         return tuple(section.positions[(own + step) % count] for step in range(1, self.losses + 1))
 
-    def copies_on(self, position: int) -> tuple[int, ...]:
+    def small_state_on(self, position: int) -> tuple[int, ...]:
         """The ranks whose small state and digest table the node at `position` stores."""
         return tuple(
             sorted(

@@ -211,14 +211,14 @@ class CopyAndParityPlan(CopyPlan):
             return (self.sections[rank],)
         return self.parity.recovery_sections(rank, lost)
 
-    def copy_holders(self, rank: int) -> tuple[int, ...]:
+    def small_state_holders(self, rank: int) -> tuple[int, ...]:
         """The position that keeps the rank's copy, then those that parity requires."""
-        return tuple(dict.fromkeys((self.neighbours.copies[rank].target, *self.parity.copy_holders(rank))))
+        return tuple(dict.fromkeys((self.neighbours.copies[rank].target, *self.parity.small_state_holders(rank))))
 
-    def copies_on(self, position: int) -> tuple[int, ...]:
+    def small_state_on(self, position: int) -> tuple[int, ...]:
         """The ranks whose small state and digest table the node at `position` stores, for copies or for parity."""
         copied = {copy.rank for copy in self.neighbours.kept_on[position]}
-        return tuple(sorted(copied.union(self.parity.copies_on(position))))
+        return tuple(sorted(copied.union(self.parity.small_state_on(position))))
 
     def parity_sent_bytes(self, rank: int) -> int:
         """Bytes sent for parity in addition to the copy of a rank. What several ranks share is attributed to the first

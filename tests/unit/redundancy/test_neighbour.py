@@ -302,9 +302,9 @@ def test_any_one_node_may_be_lost_and_two_unless_one_keeps_the_other_s(job: Job)
 def test_small_state_lies_where_the_copy_is(job: Job) -> None:
     exchange = job.plan().exchange()
     for copy in job.plan().copies:
-        assert exchange.copy_holders(copy.rank) == (copy.target,)
+        assert exchange.small_state_holders(copy.rank) == (copy.target,)
     for position in range(len(exchange.nodes)):
-        assert list(exchange.copies_on(position)) == [copy.rank for copy in job.plan().kept_on[position]]
+        assert list(exchange.small_state_on(position)) == [copy.rank for copy in job.plan().kept_on[position]]
         assert not any(exchange.parts[rank] for rank in exchange.ranks[position])
 
 
@@ -318,7 +318,7 @@ def test_8192_ranks_are_planned_in_seconds() -> None:
     plan = plan_neighbours(nodes, pipelines(topology), [1 << 30] * 8192)
     exchange = plan.exchange()
     assert sum(send.stop - send.start for send in exchange.sends[17]) == 8 << 30
-    assert exchange.parity_bytes(1023) == 8 << 30 and exchange.copy_holders(8191) == (1023 - 16,)
+    assert exchange.parity_bytes(1023) == 8 << 30 and exchange.small_state_holders(8191) == (1023 - 16,)
     assert plan.survives([0, 1]) and not plan.survives([0, 16])
     assert len(plan.table().splitlines()) == 1 + 1024 + 64 + 1
     assert time.process_time() - began < PLANNING_CPU_SECONDS
@@ -369,8 +369,8 @@ def test_both_is_two_plans_side_by_side() -> None:
     assert [section.index for section in both.sections] == list(range(len(both.sections)))
     for position in range(4):
         assert both.parity_bytes(position) == copies.parity_bytes(position) + parity.parity_bytes(position)
-        assert both.copies_on(position) == tuple(rank for rank in range(8) if position in both.copy_holders(rank))
-        assert set(both.copies_on(position)) == {*copies.copies_on(position), *parity.copies_on(position)}
+        assert both.small_state_on(position) == tuple(rank for rank in range(8) if position in both.small_state_holders(rank))
+        assert set(both.small_state_on(position)) == {*copies.small_state_on(position), *parity.small_state_on(position)}
         sent = sum(send.stop - send.start for send in both.sends[position])
         beside = sum(both.parity_sent_bytes(rank) for rank in both.ranks[position])
         assert sent == beside + sum(nbytes[rank] for rank in both.ranks[position])

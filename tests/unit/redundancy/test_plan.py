@@ -176,14 +176,14 @@ def test_copies_are_kept_by_as_many_other_nodes_of_the_section_as_may_be_lost(jo
     plan = job.plan()
     where, _ = positions(job.nodes)
     for rank in range(len(job.nodes)):
-        holders = plan.copy_holders(rank)
+        holders = plan.small_state_holders(rank)
         own = where.index(job.nodes[rank])
         (section,) = [section for section in plan.sections if rank in job.groups[section.index]]
         assert section is plan.section_of_rank[rank] and own == plan.position_of_rank[rank]
         assert len(set(holders)) == job.losses and own not in holders and set(holders) <= set(section.positions)
     for position in range(len(plan.nodes)):
-        kept = plan.copies_on(position)
-        assert list(kept) == [rank for rank in range(len(job.nodes)) if position in plan.copy_holders(rank)]
+        kept = plan.small_state_on(position)
+        assert list(kept) == [rank for rank in range(len(job.nodes)) if position in plan.small_state_holders(rank)]
 
 
 # sections, positions, streams
@@ -388,7 +388,7 @@ def test_512_nodes_are_planned_in_seconds(ranks: int, per_node: int, width: int,
     assert plan.parity_bytes(511) == per_node * losses * block
     assert len(plan.sends[7]) == per_node * (width - losses) * losses
     assert sum(send.stop - send.start for send in plan.sends[7]) == per_node * losses << 30
-    assert len(plan.copies_on(3)) == per_node * losses
+    assert len(plan.small_state_on(3)) == per_node * losses
     assert len(plan.table().splitlines()) == 1 + len(groups) + 512
     assert time.perf_counter() - began < PLANNING_SECONDS
 
