@@ -266,7 +266,7 @@ def ensure(
     One that is started watches `watch` from the beginning: it is never orphaned before that. Raises
     BusyError when the SMP of another run directory has the memory of this job, ProtectionError for all else.
     """
-    if reason := paths.foreign(job, node):
+    if reason := paths.foreign_files(job, node):
         raise BusyError(reason)
     deadline = time.monotonic() + timeout
     while liveness.held(run_dir / "smp.lock"):  # alive, or on its way out with its memory still to be let go of

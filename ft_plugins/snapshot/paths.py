@@ -78,7 +78,7 @@ def is_own(path: Path) -> bool:
     return False
 
 
-def foreign(job: str, node: str) -> str:
+def foreign_files(job: str, node: str) -> str:
     """A message about files of other users under the names of a job on a node; '' if there are none."""
     names = [path for path, rest in _files(job, node) if _ANY.fullmatch(rest) and path.exists() and not is_own(path)]
     if not names:
