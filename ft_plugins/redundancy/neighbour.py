@@ -19,8 +19,8 @@ another held: any one node, or several of which no two are partners.
 The executor treats a copy as parity of one source: a `Section` of two nodes for each rank, whose second node keeps a
 `Mirror` of the stream of the first. SMPs exchange, seal, commit and rebuild it as they do for RAIM5.
 
-With parity in addition (`CopyAndParityPlan`) the sections of sharding groups follow those of the copies. A lost slot is rebuilt
-from its copy if that is left, else from parity, so even two nodes that keep each other's copies may be lost.
+With parity in addition (`CopyAndParityPlan`) the sections of sharding groups follow those of the copies. A lost slot
+is rebuilt from its copy if that is left, else from parity, so even two nodes that keep each other's copies may be lost.
 
 In: node of each rank, pipelines in stage order, bytes of slot data of each rank. Out: `NeighbourPlan`; its `exchange()`
 is the `ExchangePlan` that the SMPs execute.
@@ -247,7 +247,9 @@ def plan_copies_and_parity(
     parity = plan_exchange(nodes, groups, nbytes, LOSSES, replicated, len(copies.sections))
     sections = (*copies.sections, *parity.sections)
     name = f"{NAME} or {parity.name}"
-    return CopyAndParityPlan(copies.nodes, copies.ranks, LOSSES, sections, copies.nbytes, name, copies.neighbours, parity)
+    return CopyAndParityPlan(
+        copies.nodes, copies.ranks, LOSSES, sections, copies.nbytes, name, copies.neighbours, parity
+    )
 
 
 def pipelines(topology: Topology) -> tuple[tuple[int, ...], ...]:
@@ -278,7 +280,8 @@ def why_unplaced(nodes: Sequence[str], stages: Sequence[Sequence[int]]) -> str:
 def plan_neighbours(nodes: Sequence[str], stages: Sequence[Sequence[int]], nbytes: Sequence[int]) -> NeighbourPlan:
     """Plan the copies of a job: `nodes[rank]`, pipelines as ranks in stage order, `nbytes[rank]` of slot data.
 
-    Raises TopologyError if a rank has no neighbour on another node (see `why_unplaced`), or is not in exactly one pipeline.
+    Raises TopologyError if a rank has no neighbour on another node (see `why_unplaced`) or is not in exactly one
+    pipeline.
     """
     if reason := why_unplaced(nodes, stages):
         raise TopologyError(reason)

@@ -130,5 +130,6 @@ class ReftRecovery:
         exchange = nodes.exchange
         copies = exchange.neighbours if isinstance(exchange, CopyPlan) else None
         if isinstance(exchange, CopyAndParityPlan):
-            return ExchangeRole(copies, nodes.links, len(exchange.small_state_holders(rank)), exchange.parity_sent_bytes(rank))
+            holders = len(exchange.small_state_holders(rank))
+            return ExchangeRole(copies, nodes.links, holders, exchange.parity_sent_bytes(rank))
         return ExchangeRole(copies, nodes.links)

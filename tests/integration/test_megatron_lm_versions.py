@@ -67,7 +67,7 @@ def script(tree: Checkout, tmp_path_factory: pytest.TempPathFactory) -> list[obj
 
 
 @pytest.fixture(scope="module")
-def why_unprotected(script: list[object], tmp_path_factory: pytest.TempPathFactory) -> MegatronLmRun:
+def unprotected(script: list[object], tmp_path_factory: pytest.TempPathFactory) -> MegatronLmRun:
     folder = tmp_path_factory.mktemp("unprotected")
     run = ft_run(script, folder, "--save", folder, job="unprotected", ranks=RANKS)
     print(run.output)

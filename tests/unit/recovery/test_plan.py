@@ -347,7 +347,7 @@ def stands(wreck: Wreck, position: int, version: Version) -> list[int]:
     ]  # fmt: skip
 
 
-def recovery_sections(wreck: Wreck, version: Version) -> list[set[Source]] | None:
+def ways(wreck: Wreck, version: Version) -> list[set[Source]] | None:
     """By rank, what would do; None where nothing does for one of them."""
     found: list[set[Source]] = []
     for facts in wreck.facts:

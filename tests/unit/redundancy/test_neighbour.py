@@ -369,8 +369,9 @@ def test_both_is_two_plans_side_by_side() -> None:
     assert [section.index for section in both.sections] == list(range(len(both.sections)))
     for position in range(4):
         assert both.parity_bytes(position) == copies.parity_bytes(position) + parity.parity_bytes(position)
-        assert both.small_state_on(position) == tuple(rank for rank in range(8) if position in both.small_state_holders(rank))
-        assert set(both.small_state_on(position)) == {*copies.small_state_on(position), *parity.small_state_on(position)}
+        stored = both.small_state_on(position)
+        assert stored == tuple(rank for rank in range(8) if position in both.small_state_holders(rank))
+        assert set(stored) == {*copies.small_state_on(position), *parity.small_state_on(position)}
         sent = sum(send.stop - send.start for send in both.sends[position])
         beside = sum(both.parity_sent_bytes(rank) for rank in both.ranks[position])
         assert sent == beside + sum(nbytes[rank] for rank in both.ranks[position])
