@@ -106,17 +106,13 @@ class NeighbourPlan:
         """Bytes of one version of the copies that a node keeps, each rounded up to whole cache lines."""
         return sum(_aligned(copy.nbytes) for copy in self.kept_on[position])
 
-    def budget_bytes(self, position: int, versions: int = VERSIONS) -> int:
-        """Bytes that a node claims for copies of `versions` versions."""
-        return versions * self.kept_bytes(position)
-
     def sent_bytes(self, position: int) -> int:
         """Bytes that a node sends per version."""
         return sum(copy.nbytes for copy in self.sent_from[position])
 
     def linked_copies(self, rank: int) -> tuple[NeighbourCopy, ...]:
-        """The copies of all nodes that share links with the node of `rank`, directly or through others. Their
-        send windows are planned together, independently of all other nodes."""
+        """The copies of all nodes that share links with the node of `rank`, directly or through others. Their send
+        windows are planned together, independently of all other nodes."""
         neighbours: list[set[int]] = [set() for _ in self.nodes]
         for copy in self.copies:
             neighbours[copy.source].add(copy.target)
@@ -128,8 +124,6 @@ class NeighbourPlan:
             waiting |= neighbours[position] - reached
         return tuple(copy for copy in self.copies if copy.source in reached)
 
-    # losses
-
     @cached_property
     def keepers(self) -> tuple[frozenset[int], ...]:
         """By position, the positions that keep the copies of its ranks."""
@@ -140,17 +134,6 @@ class NeighbourPlan:
         """The pairs of positions that must not be lost together: one of them keeps a copy of the other's state."""
         pairs = {(min(at, to), max(at, to)) for at, keepers in enumerate(self.keepers) for to in keepers}
         return tuple(sorted(pairs))
-
-    def loses(self, lost: Collection[int]) -> tuple[int, ...]:
-        """The ranks whose state is gone if the nodes at the positions `lost` are lost at the same time."""
-        positions = set(lost)
-        return tuple(copy.rank for at in sorted(positions) for copy in self.sent_from[at] if copy.target in positions)
-
-    def survives(self, lost: Collection[int]) -> bool:
-        """Whether the nodes at the positions `lost` may be lost at the same time, once a version is committed."""
-        return not self.loses(lost)
-
-    # execution
 
     def exchange(self) -> CopyPlan:
         """The plan that the SMPs execute: section `rank` is the copy of that rank's whole slot data."""
@@ -172,9 +155,10 @@ class NeighbourPlan:
         ]
         for position, node in enumerate(self.nodes):
             targets = ", ".join(self.nodes[at] for at in sorted(self.keepers[position]))
+            kept = self.kept_bytes(position)
             lines.append(
-                f"  {node}: sends {self.sent_bytes(position)} bytes per version to {targets}; keeps "
-                f"{self.kept_bytes(position)} bytes of others, {self.budget_bytes(position)} for {VERSIONS} versions"
+                f"  {node}: sends {self.sent_bytes(position)} bytes per version to {targets}; keeps {kept} bytes of "
+                f"others, {VERSIONS * kept} for {VERSIONS} versions"
             )
         for copy in self.copies[:TABLE_COPIES]:
             away = abs(copy.stages_back)

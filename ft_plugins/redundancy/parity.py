@@ -27,9 +27,6 @@ from ..errors import ResumeError, TopologyError
 from .field import ORDER, power, solve, times
 
 ALIGNMENT = 64  # bytes: blocks end on cache lines
-NAMES = "PQ"  # of the parities
-TABLE_ROWS = 64
-TABLE_PIECES = 8
 T = TypeVar("T")
 
 
@@ -118,23 +115,6 @@ class Placement:
         if not 0 <= node < nodes:
             raise TopologyError(f"node {node} is not in this group of {nodes} (0 to {nodes - 1})")
         return tuple(((node - which) % nodes, which) for which in range(self.losses))
-
-    def table(self) -> str:
-        """The placement as text: the first stripes, and the first pieces of each."""
-        share = f", {self.losses * self.block / max(self.sizes):.1%} of the largest stream" if self.block else ""
-        lines = [
-            f"{len(self.sizes)} nodes, any {self.losses} may be lost: {sum(self.sizes)} bytes in {len(self.stripes)} "
-            f"stripes of {len(self.sizes) - self.losses} pieces, block {self.block}; "
-            f"parity {self.losses * self.block} bytes a node{share}"
-        ]
-        for stripe in self.stripes[:TABLE_ROWS]:
-            parity = " ".join(f"{NAMES[which]} on {node}" for which, node in enumerate(stripe.parity))
-            data = " ".join(f"{piece.node}:{piece.start}..{piece.stop}" for piece in stripe.data[:TABLE_PIECES])
-            more = f" ... ({len(stripe.data)})" if len(stripe.data) > TABLE_PIECES else ""
-            lines.append(f"  stripe {stripe.index:<4} {parity}   data {data}{more}")
-        if len(self.stripes) > TABLE_ROWS:
-            lines.append(f"  ... and {len(self.stripes) - TABLE_ROWS} more stripes")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -141,22 +141,6 @@ class Layout:
         """The number of digests of parity sources in a slot."""
         return sum(len(bucket.sources) for bucket in self.parity)
 
-    def table(self) -> str:
-        """The layout as text."""
-        lines = [f"rank {self.rank}: {self.nbytes} bytes in {len(self.buckets)} buckets"]
-        for stream in self.streams:
-            own = stream.share_of(self.rank)
-            kind = "during the next step" if stream.background else "at the version point"
-            lines.append(
-                f"  {len(stream.items):5d} items x {len(stream.replicas)} replicas: {stream.nbytes} bytes, "
-                f"own share {own.start}..{own.stop}, {kind}"
-            )
-        if self.parity:
-            read = sum(source.nbytes for bucket in self.parity for source in bucket.sources)
-            buckets = f"{self.parity_nbytes} bytes in {len(self.parity)} buckets"
-            lines.append(f"  parity: {buckets}, computed from {read} bytes of own replicas")
-        return "\n".join(lines)
-
 
 def shares(replicas: Sequence[int], nodes: Sequence[str], nbytes: int) -> tuple[Share, ...]:
     """The part of a replica set of `nbytes` that each rank captures, in the order of `replicas`.

@@ -110,18 +110,6 @@ def test_a_group_that_cannot_be_protected_is_refused(sizes: list[int], losses: i
         place(sizes, losses)
 
 
-def test_a_placement_prints_what_it_costs_and_where_pieces_lie() -> None:
-    table = place([300, 300, 250, 10], 2).table()
-    assert table.splitlines()[0] == (
-        "4 nodes, any 2 may be lost: 860 bytes in 4 stripes of 2 pieces, block 192; "
-        "parity 384 bytes a node, 128.0% of the largest stream"
-    )
-    assert "  stripe 3    P on 3 Q on 0   data 1:192..300 2:0..192" in table
-    long = place([1000] * 100).table()
-    assert "... and 36 more stripes" in long and "... (99)" in long
-    assert "block 0; parity 0 bytes a node" in place([0, 0]).table()
-
-
 @pytest.mark.parametrize("nodes, losses", [(512, 1), (257, 2)])
 def test_a_group_of_hundreds_of_nodes_is_placed_and_decoded_at_once(nodes: int, losses: int) -> None:
     """Both take 0.5 s together; anything cubic in the nodes would take a hundred times as long."""

@@ -346,7 +346,7 @@ def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
     node.told(replace(storage, audits=1))
     node.capture(7)
     found = node.persister.request("signal", SECONDS)
-    assert found["state"] == "failed" and "found unlike on ranks 0" in found["reason"], found
+    assert found["state"] == "failed" and "differ on ranks 0" in found["reason"], found
     (failed,) = node.wait("checkpoint.failed")
     assert failed.fields["iteration"] == 7 and "audit.failed" in failed.fields["reason"]
     assert os.listdir(base) == []
@@ -367,7 +367,7 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(
     assert second.ranks[1].pinned() == [Version(1, 10)], "watched until it is complete"
     second.mark(10, Mark.DIFFERING)
     (failed,) = second.wait("checkpoint.failed")
-    assert "found unlike on ranks 1" in failed.fields["reason"]
+    assert "differ on ranks 1" in failed.fields["reason"]
     first.mark(10, Mark.CERTIFIED)
     assert "nothing of ranks 1 has appeared" in first.wait("checkpoint.failed")[0].fields["reason"]
     assert complete(base) == []
