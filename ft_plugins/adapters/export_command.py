@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import ConfigError, StorageError, UnsupportedError
 from ..files import sync_folder
-from ..snapshot.shares import Shares
+from ..snapshot.checkpoint_reader import CheckpointReader
 
 _FORMATS = {  # by what the host's names say
     "deepspeed": "ft_plugins.adapters.deepspeed.export",
@@ -33,7 +33,7 @@ def export(checkpoint: Path, target: Path) -> dict[str, Any]:
     StorageError when it is damaged or cannot be read, or the target not be written.
     """
     _require_free(target)
-    shares = Shares(checkpoint)
+    shares = CheckpointReader(checkpoint)
     write = _writer(shares)
     building = target.absolute().with_name(f"{target.absolute().name}.exporting-{os.getpid()}")
     try:
@@ -60,14 +60,14 @@ def _require_free(target: Path) -> None:
         raise ConfigError(f"--to {target}: it is there and no folder; give a new name")
 
 
-def _writer(shares: Shares) -> Callable[[Shares, Path], dict[str, Any]]:
+def _writer(shares: CheckpointReader) -> Callable[[CheckpointReader, Path], dict[str, Any]]:
     kind = (shares.index(0).names or {}).get("framework")
     if kind not in _FORMATS:
         raise UnsupportedError(
             f"{shares.folder}: only checkpoints of Megatron and DeepSpeed jobs can be exported, and this is "
             "none; its files are safetensors, and rank-*.index.json says what lies where in them"
         )
-    found: Callable[[Shares, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
+    found: Callable[[CheckpointReader, Path], dict[str, Any]] = importlib.import_module(_FORMATS[kind]).export
     return found
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from ..snapshot import retention
 from ..snapshot.retention import Storage
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Mark, Version, in_order, marks_of, may_pin
+from ..snapshot.slots import Mark, Version, marks_of, pinnable_slot, recovery_order
 from . import liveness
 from .notices import Notices
 
@@ -99,7 +99,7 @@ def view(segments: Mapping[int, Segment], world_size: int) -> NodeView:
     all_slots = [segment.slots() for segment in segments.values()]
     marks = marks_of((slot.version, slot.mark) for slots in all_slots for slot in slots)
     versions = (
-        {slot.version for slot in slots if slot.version is not None and may_pin(slots, slot.version) is not None}
+        {slot.version for slot in slots if slot.version is not None and pinnable_slot(slots, slot.version) is not None}
         for slots in all_slots
     )
     held = frozenset(v for v in set.intersection(*versions) if marks.get(v) is not Mark.DIFFERING)
@@ -179,7 +179,7 @@ class CheckpointSchedule:
 
     def _best(self, storage: Storage, seen: NodeView) -> Version | None:
         """The newest version, preferring good verdicts if replicas are compared."""
-        return next(iter(in_order(seen.held, seen.marks if storage.audits else {})), None)
+        return next(iter(recovery_order(seen.held, seen.marks if storage.audits else {})), None)
 
     def _heard(self, folder: Path, seen: NodeView) -> Version | None:
         """The version that a node has announced, if it is of the current lineage."""
@@ -216,7 +216,7 @@ class CheckpointSchedule:
         if not call.offered:
             notices.offer(seen.segments, seen.held, storage.world_size, seen.marks if storage.audits else {})
             call.offered = True
-        agreed = retention.held_by_job(notices.offers(storage.world_size), storage.world_size)
+        agreed = retention.newest_held_by_all(notices.offers(storage.world_size), storage.world_size)
         if agreed is not None and agreed in seen.held:
             self._settled = (seen.held, agreed)
             return agreed

@@ -23,7 +23,7 @@ from ..errors import FtError, SegmentError, StorageError
 from ..events import Events, EventType, catalogue
 from ..snapshot import checkpoint, persist, retention
 from ..snapshot.checkpoint import Origin
-from ..snapshot.index import kept_path
+from ..snapshot.index import staged_path
 from ..snapshot.retention import Storage, StoredCheckpoint
 from ..snapshot.segment import Segment
 from ..snapshot.slots import Mark, Pin, SlotState, Version
@@ -56,7 +56,7 @@ class Unfinished:
         lost = [rank for rank, slot in slots.items() if (slot.version, slot.state) != (self.version, SlotState.CLEAN)]
         differing = [rank for rank in slots.keys() - lost if slots[rank].mark is Mark.DIFFERING]
         if differing:
-            raise StorageError(checkpoint.differed(self.version, sorted(differing)))
+            raise StorageError(checkpoint.mixture_reason(self.version, sorted(differing)))
         if lost and not self.heard.preferred:
             raise StorageError(f"ranks {lost} overwrote it before its replicas were compared")
         self.heard = max([self.heard, *(slot.mark for rank, slot in slots.items() if rank not in lost)])
@@ -158,9 +158,9 @@ class Checkpoints:
                 faults.reach(
                     "persist.rank.before", rank=segment.rank, iteration=version.iteration, adopted=self.adopted
                 )
-                index_file = kept_path(self._run_dir, segment.rank, segment.shape.layout)
+                staged = staged_path(self._run_dir, segment.rank, segment.shape.layout)
                 record = persist.write_rank(
-                    folder, segment, version, origin, self._stop_if_ending, kept=index_file, adopted=self.adopted
+                    folder, segment, version, origin, self._stop_if_ending, staged_index=staged, adopted=self.adopted
                 )
                 nbytes += record.nbytes
             slots = pinned if watched else ()
@@ -193,7 +193,7 @@ class Checkpoints:
                 if not absent:
                     audited = bool(storage.audits)
                     path = checkpoint.commit(
-                        base, item.version, item.origin, audited=audited, heard=item.heard, **facts
+                        base, item.version, item.origin, audited=audited, mark=item.heard, **facts
                     )
                     self._finished(item, path)
                     self._prune(storage, base, item.origin)

@@ -247,7 +247,7 @@ def ensure(
     A new SMP watches the process `watch` from the beginning, so it is not orphaned before the first request. Raises
     BusyError if the SMP of another run directory owns the memory of this job, ProtectionError for everything else.
     """
-    if reason := paths.foreign(job, node):
+    if reason := paths.foreign_files(job, node):
         raise BusyError(reason)
     deadline = time.monotonic() + timeout
     while liveness.held(run_dir / "smp.lock"):  # it lives, or is ending and still has its memory

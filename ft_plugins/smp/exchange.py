@@ -122,7 +122,7 @@ class ExchangeSender:
             lane = self._lane(send.area.position, members[0] if members else NO_RANK)
             self._lanes.setdefault(lane, ([], []))[0].append(send)
         for rank in plan.ranks[position]:
-            for holder in plan.copy_holders(rank):
+            for holder in plan.small_state_holders(rank):
                 self._lanes.setdefault(self._lane(holder, rank), ([], []))[1].append(rank)
         self._done = dict.fromkeys(sorted(self._lanes), False)
         self._peers = {lane: connect(lane.target) for lane in self._done}

@@ -84,7 +84,7 @@ def decoded(plan: ExchangePlan, rank: int, version: Version, lost: Collection[in
 
     Raises ResumeError if more is lost than parity can replace.
     """
-    sections = plan.ways(rank, lost) or plan.sections_of_rank[rank]  # None: decoding raises the error
+    sections = plan.recovery_sections(rank, lost) or plan.sections_of_rank[rank]  # None: decoding raises the error
     regions = sorted(_regions(plan, rank, sections), key=lambda region: region.offset)
     rebuilds = {section.index: _needed(plan, section, lost) for section in sections}
     return _decoded(plan, version, regions, rebuilds)

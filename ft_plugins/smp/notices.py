@@ -23,7 +23,8 @@ from pydantic import Field, TypeAdapter
 
 from ..errors import StorageError
 from ..intake import Count, Unfit, typed
-from ..snapshot.checkpoint import make_job_folder, read_json, write_json
+from ..snapshot.checkpoint import make_job_folder
+from ..snapshot.digested_json import read_digested, write_digested
 from ..snapshot.retention import NodeOffer
 from ..snapshot.slots import Mark, Version
 
@@ -74,7 +75,7 @@ class Notices:
         pairs = [[version.lineage, version.iteration] for version in sorted(versions)]
         verdicts = [[version.lineage, version.iteration, int(mark)] for version, mark in sorted((marks or {}).items())]
         offer = {"ranks": sorted(ranks), "versions": pairs, "world_size": world_size, "marks": verdicts}
-        write_json(self._own, offer)
+        write_digested(self._own, offer)
 
     def offers(self, world_size: int) -> list[NodeOffer]:
         """The offers of all nodes for a job of `world_size` ranks, made at about the time of this node's own."""
@@ -94,7 +95,7 @@ class Notices:
     def want(self, version: Version) -> None:
         """Announce which version is wanted. Raises OSError."""
         make_job_folder(self._folder)
-        write_json(self._wanted, {"lineage": version.lineage, "iteration": version.iteration})
+        write_digested(self._wanted, {"lineage": version.lineage, "iteration": version.iteration})
 
     def wanted(self) -> Version | None:
         """The version that a node wants."""
@@ -117,6 +118,6 @@ class Notices:
 def _content(path: Path, adapter: TypeAdapter[T]) -> T | None:
     """The content of a notice; None if it is absent or damaged."""
     try:
-        return typed(adapter, read_json(path))
+        return typed(adapter, read_digested(path))
     except (FileNotFoundError, StorageError, Unfit):
         return None

@@ -26,7 +26,7 @@ from ..intake import Count, read_json, shown
 from ..snapshot import paths
 from ..snapshot import segment as segments
 from ..snapshot.segment import OWNER, Segment
-from ..snapshot.slots import void
+from ..snapshot.slots import voided_slots
 from . import adoption, liveness, protocol, requests
 from .alarms import Alarms
 from .checkpoint_schedule import REQUEST
@@ -212,7 +212,7 @@ class SnapshotProcess:
         segment = self._segments.get(request.rank)
         if segment is None:
             raise ProtocolError(f"rank {request.rank}: restore before attach")
-        segment.open_lineage(request.lineage, request.base, void(segment.slots(), request.base))
+        segment.open_lineage(request.lineage, request.base, voided_slots(segment.slots(), request.base))
         return {}
 
     def _shutdown(self, request: requests.Shutdown) -> dict[str, Any]:

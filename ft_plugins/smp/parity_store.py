@@ -47,7 +47,7 @@ Key = tuple[int, int, int]  # section, stripe, 0 for P or 1 for Q
 def shape_of(plan: ExchangePlan, position: int, shapes: Sequence[Shape], layout: int) -> Shape:
     """The segment that the node at `position` needs; `shapes` are those of all ranks, `layout` is the plan's digest."""
     nbytes = plan.parity_bytes(position)
-    copies = sum(shapes[r].small_nbytes + 8 * shapes[r].digests + _COPY_OVERHEAD for r in plan.copies_on(position))
+    copies = sum(shapes[r].small_nbytes + 8 * shapes[r].digests + _COPY_OVERHEAD for r in plan.small_state_on(position))
     return Shape(nbytes, copies + _COPY_OVERHEAD, -(-nbytes // BUCKET), layout, VERSIONS)
 
 
@@ -91,10 +91,10 @@ class ParityStore:
         self._computes_parity = any(plan.parts[rank] for rank in plan.ranks[position])
         self._agreed = False
         self._exponents: dict[tuple[Key, int], int] = {}  # each source is multiplied by 2**exponent
-        for send in plan.gathered_on(position):
+        for send in plan.sends_to(position):
             source = (send.area.section, send.area.stripe, send.area.which), send.node
             self._wanted[source], self._exponents[source] = send.stop - send.start, send.exponent
-        self._copied = frozenset(plan.copies_on(position))  # the ranks whose copies belong here
+        self._copied = frozenset(plan.small_state_on(position))  # the ranks whose copies belong here
 
     @property
     def resident_bytes(self) -> int:

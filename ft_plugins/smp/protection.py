@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field
 from ..errors import ProtocolError
 from ..intake import Address, Count, Flag, Port, Seconds, Text, Unfit, typed
 from ..redundancy.exchange_plan import ExchangePlan, plan_exchange
-from ..redundancy.neighbour import plan_both, plan_neighbours
+from ..redundancy.neighbour import plan_copies_and_parity, plan_neighbours
 from ..redundancy.sections import Extent
 from ..snapshot.shape import Shape
 from .agreement import ExchangeEpoch
@@ -69,7 +69,7 @@ class Protection:
         """Who sends what to whom. Raises TopologyError."""
         sizes = [shape.data_nbytes for shape in self.shapes]
         if self.stages and self.both:
-            return plan_both(self.nodes, self.stages, self.groups, sizes, self.replicated)
+            return plan_copies_and_parity(self.nodes, self.stages, self.groups, sizes, self.replicated)
         if self.stages:
             return plan_neighbours(self.nodes, self.stages, sizes).exchange()
         return plan_exchange(self.nodes, self.groups, sizes, self.losses, self.replicated)

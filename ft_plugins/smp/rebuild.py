@@ -101,7 +101,7 @@ def decode(
 def _copy_from_any(plan: ExchangePlan, rank: int, version: Version, readers: Mapping[int, Reader]) -> bytes:
     """The rank's small state and digest table, from a node that stores a copy."""
     problems = []
-    for position in plan.copy_holders(rank):
+    for position in plan.small_state_holders(rank):
         if position in readers:
             try:
                 return readers[position].copy(rank, version)

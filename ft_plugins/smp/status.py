@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from ..snapshot.segment import Segment
-from ..snapshot.slots import Mark, SlotState, Version, in_order, marks_of
+from ..snapshot.slots import Mark, SlotState, Version, marks_of, recovery_order
 from . import liveness
 
 
@@ -89,7 +89,7 @@ def newest_common(status: Mapping[str, Any]) -> Version | None:
         for segment in attached
     ]
     common = set.intersection(*complete) if complete else set()
-    return next(iter(in_order(common, marks_in(status))), None)
+    return next(iter(recovery_order(common, marks_in(status))), None)
 
 
 def marks_in(status: Mapping[str, Any]) -> dict[Version, Mark]:

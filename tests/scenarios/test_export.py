@@ -19,7 +19,7 @@ import xxhash
 
 from ft_plugins.model.topology import Topology
 from ft_plugins.snapshot import checkpoint, persist
-from ft_plugins.snapshot.shares import Shares
+from ft_plugins.snapshot.checkpoint_reader import CheckpointReader
 from ft_plugins.testing.forkserver import ForkServer, JobSpec
 from ft_plugins.testing.golden import explain, tree_differences
 from ft_plugins.testing.megatron_runs import ITERATIONS, RANKS, MegatronConfiguration, MegatronRun
@@ -66,11 +66,11 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
 
     assert "the folder is not empty" in refused(folder, targets / "full")
     assert (targets / "full" / "theirs").read_text() == "kept"
-    assert "no complete checkpoint" in refused(folder.parent, targets / "new")
+    assert "not a complete checkpoint" in refused(folder.parent, targets / "new")
     for name, what, words in (
         ("flipped", checkpoint.data_file(3), "does not match the digest taken when it was captured"),
         ("absent", checkpoint.data_file(5), "cannot be read"),
-        ("unindexed", checkpoint.index_file(7), "was written without it"),
+        ("unindexed", checkpoint.index_file(7), "was written without an index"),
     ):
         damaged = shutil.copytree(folder, tmp_path / name)
         path = damaged / what
@@ -172,7 +172,7 @@ def assert_same_model(run: MegatronRun, half: Path) -> None:
 
 def assert_same_optimizer_state(folder: Path, half: Path) -> None:
     """Masters and moments, of which one rank holds now what two have written."""
-    shares = Shares(folder)
+    shares = CheckpointReader(folder)
     for peer in range(HALF.world_size):
         at = HALF.coords(peer)
         items = {name: digest for name, digest in state(half, peer)["items"].items() if ":" in name}

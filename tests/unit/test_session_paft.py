@@ -103,7 +103,7 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
         assert (first[rank][0], second[rank][0]) == (0, 5)
         assert first[rank][1] | second[rank][1] == whole[rank][1]
     slots = node.status()["segments"][0]["slots"]
-    assert {slot["iteration"]: slot.get("mark") for slot in slots} == {10: "drifting", 11: "drifting", 12: None}
+    assert {slot["iteration"]: slot.get("mark") for slot in slots} == {10: "diverged", 11: "diverged", 12: None}
     turns = node.events("replicas.averaged")
     assert {event.fields["iteration"] for event in turns} >= {5, 9}
 

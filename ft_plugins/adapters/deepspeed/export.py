@@ -5,7 +5,7 @@ and counters, scheduler, parameter groups, steps and loss scaler are as they wer
 cast from their masters as DeepSpeed's own copy does. One file is in memory at a time. DeepSpeed's checkpoints contain
 neither the data position nor random number generators.
 
-In: `Shares`, a folder to create. Out: the argument of `load_checkpoint`: `latest`, `global_step<n>/`."""
+In: `CheckpointReader`, a folder to create. Out: the argument of `load_checkpoint`: `latest`, `global_step<n>/`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from ...errors import StorageError, UnsupportedError
+from ...snapshot.checkpoint_reader import CheckpointReader
 from ...snapshot.index import Index
-from ...snapshot.shares import Shares
 from ..values import TAG, back, found_class
 
 _PACKAGES = ("deepspeed",)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def export(shares: Shares, folder: Path) -> dict[str, Any]:
+def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
     """Write the checkpoint below `folder`, which is created; returns a summary.
 
     Raises UnsupportedError if DeepSpeed is not installed or a rank's files are not described; StorageError, OSError.
@@ -71,7 +71,7 @@ def _require_deepspeed() -> None:
 class _ValueBuilder:
     """Builds one file's values of types that JSON lacks, and counts its tensors."""
 
-    def __init__(self, shares: Shares, index: Index) -> None:
+    def __init__(self, shares: CheckpointReader, index: Index) -> None:
         self._shares, self._index = shares, index
         self._group = tuple((index.names or {})["group"])
         self.tensors = 0

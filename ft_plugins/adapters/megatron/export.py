@@ -9,7 +9,7 @@ What all ranks have alike is rank 0's, as in Megatron's own checkpoints: iterati
 as they were), scheduler, parameter groups, loss scaler. The random number generators are one object per pipeline stage
 and tensor rank.
 
-In: `Shares`, a folder to be made. Out: what `--load` names: `latest_checkpointed_iteration.txt`, `iter_<n>/`.
+In: `CheckpointReader`, a folder to be made. Out: what `--load` names: `latest_checkpointed_iteration.txt`, `iter_<n>/`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 from ...errors import StorageError, UnsupportedError
 from ...model.topology import Topology
 from ...snapshot import codec
+from ...snapshot.checkpoint_reader import CheckpointReader
 from ...snapshot.index import Index
-from ...snapshot.shares import Shares
 from .arguments import namespace
 from .assembly import Assembly, TensorBlock, assemble
 
@@ -38,7 +38,7 @@ _RESHARDABLE = {
 _COUNTED = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 
-def export(shares: Shares, folder: Path) -> dict[str, Any]:
+def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
     """Write the checkpoint below `folder`, which is made; what is told to people about it.
 
     Raises UnsupportedError when Megatron is not installed or the checkpoint cannot be described, StorageError, OSError.
@@ -62,7 +62,7 @@ def export(shares: Shares, folder: Path) -> dict[str, Any]:
     }
 
 
-def _described(shares: Shares) -> Iterator[Index]:
+def _described(shares: CheckpointReader) -> Iterator[Index]:
     """The indices of all ranks. Raises UnsupportedError for one without names."""
     for index in shares.indices():
         names = index.names or {}
@@ -93,7 +93,7 @@ def _megatron() -> Any:
 class _Tensors:
     """Makes the tensor of a block. Holds the item that it has read last: blocks of one item follow each other."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: CheckpointReader) -> None:
         self._shares = shares
         self._held: tuple[tuple[str, tuple[int, ...]], torch.Tensor] | None = None
 
@@ -125,7 +125,9 @@ def _arguments(names: Mapping[str, Any], small: Mapping[str, Any]) -> Any:
     return namespace(told, {name: counters[name] for name in _COUNTED if name in counters})
 
 
-def _common(shares: Shares, names: Mapping[str, Any], small: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+def _common(
+    shares: CheckpointReader, names: Mapping[str, Any], small: Mapping[str, Any], arguments: Any
+) -> dict[str, Any]:
     kinds: Sequence[str] = names["optimizers"]
     step = _step(shares)
     each = {number: _optimizer(kind, number, small, step) for number, kind in enumerate(kinds) if kind != "stub"}
@@ -165,7 +167,7 @@ def _optimizer(kind: str, number: int, small: Mapping[str, Any], step: torch.Ten
     return found
 
 
-def _step(shares: Shares) -> torch.Tensor | None:
+def _step(shares: CheckpointReader) -> torch.Tensor | None:
     """The number of updates, where it is counted per parameter. Raises StorageError when that differs."""
     found = {
         float(scalars["step"]): scalars["step"]
@@ -186,7 +188,9 @@ def _objects(assembly: Assembly) -> dict[str, Any]:
     return found
 
 
-def _generators(shares: Shares, topology: Topology, arguments: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _generators(
+    shares: CheckpointReader, topology: Topology, arguments: Any
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """As Megatron-LM's `get_rng_state` shards them: by pipeline and tensor rank, with experts by data rank as well."""
     each = getattr(arguments, "data_parallel_random_init", False)
     for rank in range(topology.world_size):

@@ -167,6 +167,6 @@ def test_a_target_in_use_is_refused_before_anything_is_read(tmp_path: Path) -> N
     for name, words in (("full", "not empty"), ("full/file", "no folder"), ("link", "no folder")):
         with pytest.raises(ConfigError, match=words):
             export.export(tmp_path / "no checkpoint", tmp_path / name)
-    with pytest.raises(StorageError, match="is no complete checkpoint"):
+    with pytest.raises(StorageError, match="is not a complete checkpoint"):
         export.export(tmp_path / "no checkpoint", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "link"]

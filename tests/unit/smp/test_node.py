@@ -455,10 +455,10 @@ def test_with_parity_beside_copies_what_is_lost_with_its_copy_comes_from_parity(
     version = Version(1, 3)
     for node in job.substitute(*lost):
         for rank in job.ranks[node.position]:
-            assert plan.ways(rank, lost) is not None
+            assert plan.recovery_sections(rank, lost) is not None
             job.rebuild(node, rank, version, lost)
             assert node.holds(rank, version)
-            from_parity = plan.ways(rank, lost)[0].index >= len(job.shapes)  # type: ignore[index]
+            from_parity = plan.recovery_sections(rank, lost)[0].index >= len(job.shapes)  # type: ignore[index]
             assert from_parity == (lost in ((0, 2), (1, 3)))
     job.protect(2, version)
     wait(lambda: all(node.tier.status()["counts"] == [1, 3] for node in job.nodes))

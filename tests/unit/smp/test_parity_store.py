@@ -81,7 +81,7 @@ class Sources:
             self.blocks[key, send.node] = block
             self.exponents[key, send.node] = send.exponent
             self.parity[key][: len(block)] ^= times_two_to(send.exponent, block)
-        self.copies = {rank: rng.bytes(100 + 200 * rank) for rank in plan.copies_on(position)}
+        self.copies = {rank: rng.bytes(100 + 200 * rank) for rank in plan.small_state_on(position)}
 
     def frame(self, source: tuple[Key, int], at: int, nbytes: int = FRAME) -> tuple[Version, Key, int, int, int, Bytes]:
         """The arguments of `take`."""

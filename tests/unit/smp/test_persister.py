@@ -31,6 +31,7 @@ from ft_plugins.smp.protocol import ALARM
 from ft_plugins.snapshot import checkpoint, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.digested_json import write_digested
 from ft_plugins.snapshot.retention import NodeOffer, Storage
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
@@ -345,7 +346,7 @@ def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
     node.told(replace(storage, audits=1))
     node.capture(7)
     found = node.persister.request("signal", SECONDS)
-    assert found["state"] == "failed" and "found unlike on ranks 0" in found["reason"], found
+    assert found["state"] == "failed" and "differ on ranks 0" in found["reason"], found
     (failed,) = node.wait("checkpoint.failed")
     assert failed.fields["iteration"] == 7 and "audit.failed" in failed.fields["reason"]
     assert os.listdir(base) == []
@@ -366,7 +367,7 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(
     assert second.ranks[1].pinned() == [Version(1, 10)], "watched until it is complete"
     second.mark(10, Mark.DIFFERING)
     (failed,) = second.wait("checkpoint.failed")
-    assert "found unlike on ranks 1" in failed.fields["reason"]
+    assert "differ on ranks 1" in failed.fields["reason"]
     first.mark(10, Mark.CERTIFIED)
     assert "no file of ranks 1 has appeared" in first.wait("checkpoint.failed")[0].fields["reason"]
     assert complete(base) == []
@@ -694,7 +695,7 @@ def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path
     assert ours.offers(4) == [NodeOffer((0,), (Version(2, 9),))], "of another size of the job"
     os.utime(tmp_path / "offer-b.json", (1, 1))
     assert ours.offers(2) == [NodeOffer((0,), (Version(1, 7),))]
-    checkpoint.write_json(tmp_path / "offer-c.json", {"ranks": [2], "versions": [[1, 7]]})
+    write_digested(tmp_path / "offer-c.json", {"ranks": [2], "versions": [[1, 7]]})
     assert ours.offers(2) == [NodeOffer((0,), (Version(1, 7),))], "that of an older version names no size"
     theirs.want(Version(1, 9))
     assert ours.wanted() == Version(1, 9)

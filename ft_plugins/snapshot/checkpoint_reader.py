@@ -1,13 +1,14 @@
-"""A complete checkpoint read without the job: whole tensors, put together from the shares of many ranks' files.
+"""Read a complete checkpoint without the job: assemble whole tensors from the shares in the ranks' files.
 
-Invariant: no byte is given out whose bucket did not fit its digest when it was read, and no tensor of which a part is
-missing. Memory: the tensor asked for, at most CACHE_BYTES of verified buckets (or one bucket, if that is larger), and
-for each rank what its small files say of places; names are read again whenever they are asked for.
+Invariant: only bytes of buckets that match their digest are returned, and only complete tensors. Memory: the requested
+tensor, at most CACHE_BYTES of verified buckets (or one bucket, if that is larger), and the index and header of each
+rank's file; names are read again on each request.
 
-A replicated item lies in parts in the files of its replicas; one that data parallelism shards lies in pieces of the
-flattened whole, each in its owner's file. Both come back as the whole tensor's bytes.
+The parts of a replicated item are in the files of its replicas. An item that data parallelism shards is in pieces of
+the flattened whole, each in its owner's file. Both are returned as the bytes of the whole tensor.
 
-In: a checkpoint's folder. Out: indices, small state, bytes of tensors. Raises StorageError for whatever is not whole.
+In: a checkpoint's folder. Out: indices, small state, bytes of tensors. Raises StorageError for incomplete or damaged
+files.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class _Head:
-    """Of a rank's file: where its data begins, the buckets in the order of their offsets with their digests."""
+    """Of a rank's file: the start of its data, and the buckets by offset, with their digests."""
 
     start: int
     offsets: npt.NDArray[np.uint64]
@@ -48,8 +49,8 @@ class _Head:
     small: bytes
 
 
-class Shares:
-    """The files of one checkpoint. Guards a cache of buckets."""
+class CheckpointReader:
+    """Reads the files of one checkpoint. Owns a cache of buckets."""
 
     def __init__(self, folder: Path, cache_bytes: int = CACHE_BYTES) -> None:
         """Read every rank's small files. Raises StorageError."""
@@ -57,44 +58,44 @@ class Shares:
         try:
             self.manifest: CheckpointManifest = read_manifest(folder)
         except FileNotFoundError as error:
-            raise StorageError(f"{folder} is no complete checkpoint: it has no manifest.json") from error
-        self._items = tuple(found.items for found in self.indices())
+            raise StorageError(f"{folder} is not a complete checkpoint: it has no manifest.json") from error
+        self._items = tuple(index.items for index in self.indices())
         self._heads: dict[int, _Head] = {}
-        self._room = cache_bytes
+        self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
 
     def indices(self) -> Iterator[Index]:
-        """The index of every rank, one after the other. Raises StorageError."""
+        """Read the index of every rank, one after the other. Raises StorageError."""
         return (self.index(rank) for rank in range(self.manifest.world_size))
 
     def index(self, rank: int) -> Index:
-        """The index of `rank`, read. Raises StorageError."""
-        manifest, where = self.manifest, self.folder / index_file(rank)
+        """Read the index of `rank`. Raises StorageError."""
+        manifest, path = self.manifest, self.folder / index_file(rank)
         record = read_record(self.folder, rank)
         origin = Origin(manifest.job, manifest.world_size, manifest.fingerprint)
-        told = (record.lineage, record.iteration, record.world_size, record.fingerprint)
-        if told != (manifest.lineage, manifest.iteration, manifest.world_size, origin.digest):
+        identity = (record.lineage, record.iteration, record.world_size, record.fingerprint)
+        if identity != (manifest.lineage, manifest.iteration, manifest.world_size, origin.digest):
             raise StorageError(f"{self.folder}: the file of rank {rank} is of another version or job than the manifest")
         try:
-            found = index.read(self.folder, rank)
+            parsed = index.read(self.folder, rank)
         except FileNotFoundError as error:
-            raise StorageError(f"{where}: there is no such file: this checkpoint was written without it") from error
-        if found.layout != record.layout:
-            raise StorageError(f"{where}: it is of another layout than the file of rank {rank}")
-        for entry in found.items.values():
-            if entry.offset + entry.held > record.data_nbytes or not isinstance(_dtype(entry), torch.dtype):
-                raise StorageError(f"{where}: {shown(entry)} is not in the file of rank {rank}")
-        return found
+            raise StorageError(f"{path}: no such file: this checkpoint was written without an index") from error
+        if parsed.layout != record.layout:
+            raise StorageError(f"{path}: its layout differs from that of the file of rank {rank}")
+        for entry in parsed.items.values():
+            if entry.offset + entry.stored > record.data_nbytes or not isinstance(_dtype(entry), torch.dtype):
+                raise StorageError(f"{path}: {shown(entry)} is not in the file of rank {rank}")
+        return parsed
 
     # ---- small state ----
 
     def small(self, rank: int) -> dict[str, Any]:
         """The small state that `rank` had at the version point."""
         try:
-            found = codec.decode(manifest.split(self._head(rank).small)[1])
-            if type(found) is not dict:
-                raise ProtocolError(f"small state is a {type(found).__name__} where a dict was expected")
-            return found
+            state = codec.decode(manifest.split(self._head(rank).small)[1])
+            if type(state) is not dict:
+                raise ProtocolError(f"small state is a {type(state).__name__}, expected a dict")
+            return state
         except (ProtocolError, SegmentError) as error:
             raise StorageError(f"{self.folder / data_file(rank)}: {error}") from error
 
@@ -105,7 +106,7 @@ class Shares:
             try:
                 ranges = typed(_RANGES, json_value(json_value(head[8:])["__metadata__"]["buckets"]))
                 if len(ranges) != len(digests):
-                    raise ValueError(f"{len(ranges)} buckets of {len(digests)}")
+                    raise ValueError(f"{len(ranges)} buckets, expected {len(digests)}")
             except (ValueError, KeyError, TypeError) as error:
                 raise StorageError(f"{path}: its header cannot be read ({error})") from error
             offsets, sizes = np.array(ranges, dtype=np.uint64).reshape(-1, 2).T
@@ -117,7 +118,7 @@ class Shares:
     # ---- tensors ----
 
     def whole(self, name: str, ranks: Sequence[int]) -> tuple[Bytes, str]:
-        """Bytes and dtype of item `name`, whole, from the files of `ranks`: its replicas, or who holds its pieces."""
+        """Bytes and dtype of the whole item `name`, from the files of `ranks`, which hold its replicas or pieces."""
         entries = [(rank, self._items[rank][name]) for rank in ranks if name in self._items[rank]]
         if not entries:
             raise StorageError(f"{self.folder}: no file of ranks {_shown(ranks)} has item '{name}'")
@@ -125,29 +126,28 @@ class Shares:
         if len(nbytes) > 1 or len(dtypes) > 1:
             raise StorageError(f"{self.folder}: ranks {_shown(ranks)} have different tensors called '{name}'")
         at, needed = 0, []
-        parts = sorted((_start_in_whole(entry), rank, entry.offset, entry.held) for rank, entry in entries)
-        for start, rank, offset, held in parts:
+        parts = sorted((_start_in_whole(entry), rank, entry.offset, entry.stored) for rank, entry in entries)
+        for start, rank, offset, stored in parts:
             if start > at:
                 break
-            if start + held > at:  # of a tensor that several ranks have whole, the first one is enough
-                needed.append((start, rank, offset, held))
-                at = start + held
+            if start + stored > at:  # if several ranks have the whole tensor, the first one suffices
+                needed.append((start, rank, offset, stored))
+                at = start + stored
         if at != (size := nbytes.pop()):
             raise StorageError(
-                f"{self.folder}: of the {size} bytes of '{name}', those from {at} on are in no file of ranks "
-                f"{_shown(ranks)}"
+                f"{self.folder}: bytes {at} to {size} of '{name}' are in no file of ranks {_shown(ranks)}"
             )
         whole = np.empty(size, dtype=np.uint8)
-        for start, rank, offset, held in needed:
-            self._read(rank, offset, whole[start : start + held])
+        for start, rank, offset, stored in needed:
+            self._read(rank, offset, whole[start : start + stored])
         return whole, dtypes.pop()
 
     def place(self, name: str, ranks: Sequence[int]) -> int:
-        """Where it lies in the first file that has a part: reading in this order reads each bucket about once."""
-        return next((e.offset for rank in ranks if (e := self._items[rank].get(name)) and e.held), 0)
+        """The item's offset in the first file that has a part: reading in this order reads each bucket about once."""
+        return next((e.offset for rank in ranks if (e := self._items[rank].get(name)) and e.stored), 0)
 
     def _read(self, rank: int, offset: int, target: Bytes) -> None:
-        """Bytes of a rank's data, from verified buckets. Raises StorageError."""
+        """Read bytes of a rank's data, from verified buckets. Raises StorageError."""
         head = self._head(rank)
         done = 0
         number = max(0, int(np.searchsorted(head.offsets, offset, side="right")) - 1)
@@ -161,7 +161,7 @@ class Shares:
             done += count
             number += 1
         if done < target.nbytes:
-            raise StorageError(f"{self.folder / index_file(rank)}: it tells of bytes that are in no bucket of the file")
+            raise StorageError(f"{self.folder / index_file(rank)}: some of its bytes are in no bucket of the file")
 
     def _bucket(self, rank: int, number: int) -> Bytes:
         if (rank, number) in self._cache:
@@ -169,9 +169,9 @@ class Shares:
             return self._cache[rank, number]
         head, path = self._head(rank), self.folder / data_file(rank)
         offset, nbytes = int(head.offsets[number]), int(head.sizes[number])
-        held = sum(bucket.nbytes for bucket in self._cache.values())
-        while self._cache and held + nbytes > self._room:
-            held -= self._cache.popitem(last=False)[1].nbytes
+        cached = sum(bucket.nbytes for bucket in self._cache.values())
+        while self._cache and cached + nbytes > self._cache_bytes:
+            cached -= self._cache.popitem(last=False)[1].nbytes
         try:
             with open(open_regular(path), "rb") as file:
                 bucket = np.fromfile(file, dtype=np.uint8, count=nbytes, offset=head.start + offset)
@@ -198,7 +198,7 @@ def _itemsize(entry: Entry) -> int:
 
 
 def _dtype(entry: Entry) -> Any:
-    """The torch dtype; None where it is none, which `Shares.index` refuses."""
+    """The torch dtype; None for an unknown name."""
     return getattr(torch, entry.dtype, None)
 
 

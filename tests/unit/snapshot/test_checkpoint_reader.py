@@ -18,10 +18,11 @@ from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.snapshot import checkpoint, codec, index, manifest, persist
 from ft_plugins.snapshot import segment as segments
 from ft_plugins.snapshot.checkpoint import Origin
+from ft_plugins.snapshot.checkpoint_reader import CheckpointReader
+from ft_plugins.snapshot.digested_json import read_digested, write_digested
 from ft_plugins.snapshot.layout import plan_layout
 from ft_plugins.snapshot.segment import Segment
 from ft_plugins.snapshot.shape import Shape
-from ft_plugins.snapshot.shares import Shares
 from ft_plugins.snapshot.slots import Pin, Version, slots_for
 
 V, TOKEN = Version(1, 6), 3
@@ -73,9 +74,9 @@ def written(
         segment.seal(0, V, TOKEN, small, digests)
         run_dir = base / f"run-{rank}"
         run_dir.mkdir()
-        index.keep(run_dir, index.describe(inventory, layout, shape.layout, {"framework": "none", "rank": rank}))
-        kept = index.kept_path(run_dir, rank, shape.layout)
-        persist.write_rank(checkpoint.partial_of(base, V), segment, V, origin, kept=kept)
+        index.stage(run_dir, index.describe(inventory, layout, shape.layout, {"framework": "none", "rank": rank}))
+        staged = index.staged_path(run_dir, rank, shape.layout)
+        persist.write_rank(checkpoint.partial_of(base, V), segment, V, origin, staged_index=staged)
         del data
         segment.close()
     return checkpoint.commit(base, V, origin)
@@ -116,7 +117,7 @@ def test_every_tensor_comes_back_whole(
             edges = st.lists(st.integers(0, tensor.numel()), min_size=ranks - 1, max_size=ranks - 1)
             cuts[name] = sorted(data.draw(edges))
     nodes = tuple(data.draw(st.lists(st.sampled_from("xy"), min_size=ranks, max_size=ranks)))
-    shares = Shares(written(tmp_path_factory.mktemp("c"), tensors, cuts, nodes, bucket_bytes), cache_bytes)
+    shares = CheckpointReader(written(tmp_path_factory.mktemp("c"), tensors, cuts, nodes, bucket_bytes), cache_bytes)
     for name, tensor in tensors.items():
         raw, dtype = shares.whole(name, range(ranks))
         assert dtype == "float32"
@@ -124,7 +125,7 @@ def test_every_tensor_comes_back_whole(
 
 
 def test_small_state_and_names_are_those_of_each_rank(folder: Path) -> None:
-    shares = Shares(folder)
+    shares = CheckpointReader(folder)
     assert [shares.small(rank) for rank in range(3)] == [{"rank": rank} for rank in range(3)]
     assert [found.names for found in shares.indices()] == [{"framework": "none", "rank": rank} for rank in range(3)]
     assert shares.whole("b", (0, 1, 2))[1] == "bfloat16"
@@ -144,16 +145,16 @@ def test_a_flipped_byte_is_found_wherever_it_is_read(folder: Path) -> None:
     start = len(head) + digests.nbytes
     entry = index.read(folder, rank).items["c:exp_avg"]
     assert entry.piece == (200, 513, 513)
-    flip(path, start + entry.offset + entry.held - 1)
-    shares = Shares(folder)
+    flip(path, start + entry.offset + entry.stored - 1)
+    shares = CheckpointReader(folder)
     with pytest.raises(StorageError, match=f"{path.name}.*does not match the digest"):
         shares.whole("c:exp_avg", (0, 1, 2))
 
 
 MISSING = {
-    "manifest": ("manifest.json", "no complete checkpoint"),
+    "manifest": ("manifest.json", "not a complete checkpoint"),
     "record": (checkpoint.record_file(1), "no such file"),
-    "index": (checkpoint.index_file(1), "written without it"),
+    "index": (checkpoint.index_file(1), "written without an index"),
 }
 
 
@@ -162,15 +163,15 @@ def test_a_missing_file_is_named(folder: Path, what: str) -> None:
     name, words = MISSING[what]
     (folder / name).unlink()
     with pytest.raises(StorageError, match=words) as raised:
-        Shares(folder)
+        CheckpointReader(folder)
     assert name in str(raised.value)
 
 
 def change(folder: Path, rank: int, how: Callable[[dict], None]) -> None:
     """Edit an index, its digest made to fit."""
-    content = checkpoint.read_json(folder / checkpoint.index_file(rank))
+    content = read_digested(folder / checkpoint.index_file(rank))
     how(content)
-    checkpoint.write_json(folder / checkpoint.index_file(rank), content)
+    write_digested(folder / checkpoint.index_file(rank), content)
 
 
 def test_an_index_that_does_not_fit_is_refused(folder: Path) -> None:
@@ -178,22 +179,22 @@ def test_an_index_that_does_not_fit_is_refused(folder: Path) -> None:
     whole = path.read_text()
     path.write_text(whole.replace('"a"', '"A"', 1))
     with pytest.raises(StorageError, match="does not match its digest"):
-        Shares(folder)
+        CheckpointReader(folder)
     path.write_text(whole)
     change(folder, 0, lambda content: content.update(layout=5))
-    with pytest.raises(StorageError, match="of another layout"):
-        Shares(folder)
+    with pytest.raises(StorageError, match="its layout differs from that of the file of rank"):
+        CheckpointReader(folder)
     change(folder, 0, lambda content: content.update(layout=77, rank=1))
-    with pytest.raises(StorageError, match="it is of rank 1"):
-        Shares(folder)
+    with pytest.raises(StorageError, match="it belongs to rank 1"):
+        CheckpointReader(folder)
     path.write_text(json.dumps({"digest": ""}))
     with pytest.raises(StorageError):
-        Shares(folder)
+        CheckpointReader(folder)
 
 
 def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:
-    shares = Shares(folder)
-    with pytest.raises(StorageError, match=r"those from 800 on are in no file of ranks 0, 1"):
+    shares = CheckpointReader(folder)
+    with pytest.raises(StorageError, match=r"bytes 800 to [0-9]+ of .* are in no file of ranks 0, 1"):
         shares.whole("c:exp_avg", (0, 1))
     with pytest.raises(StorageError, match="no file of ranks 0, 1, 2 has item 'd'"):
         shares.whole("d", (0, 1, 2))
@@ -201,7 +202,7 @@ def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:
 
 def test_a_checkpoint_is_written_also_where_no_index_was_left(tmp_path: Path) -> None:
     tmp_path.joinpath("ck").mkdir()
-    index.copy_into(tmp_path / "ck", 0, index.kept_path(tmp_path, 0, 1))
+    index.copy_into(tmp_path / "ck", 0, index.staged_path(tmp_path, 0, 1))
     assert list((tmp_path / "ck").iterdir()) == []
 
 
@@ -209,8 +210,8 @@ def test_only_the_index_of_the_newest_layout_is_kept(tmp_path: Path) -> None:
     inventory = Inventory.of(0, [replicated("a", TENSORS["a"], (0,))])
     layout = plan_layout(inventory, (), 64)
     for digest in (1, 2):
-        index.keep(tmp_path, index.describe(inventory, layout, digest, None))
-    assert [path.name for path in tmp_path.iterdir()] == [index.kept_path(tmp_path, 0, 2).name]
+        index.stage(tmp_path, index.describe(inventory, layout, digest, None))
+    assert [path.name for path in tmp_path.iterdir()] == [index.staged_path(tmp_path, 0, 2).name]
 
 
 def test_what_is_withdrawn_takes_its_index_along(folder: Path) -> None:
