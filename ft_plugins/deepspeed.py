@@ -23,8 +23,8 @@ from .adapters import deepspeed as _adapter
 from .adapters.script_hooks import follow_end, on_import
 from .config import launch_context
 from .errors import ConfigError, FtError
+from .launcher.external_launch import join
 from .launcher.hooks import FirstImport
-from .launcher.unlaunched import join
 
 _LOCAL_RANK = launch_context().local_rank
 

@@ -42,10 +42,10 @@ from ..errors import ConfigError, ProtectionError
 from ..events import Events, catalogue
 from ..intake import read_json
 from . import endpoint as places
-from . import secret
-from .agent_exchange import AgentExchange
+from . import job_secret
+from .agent_channel import AgentChannel
 from .rendezvous import Rendezvous
-from .restarts import Silence, Verdict, WorkerFailure, judge, root_cause
+from .restarts import LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .watcher import Job, Watcher
 
 _ENDED_PATIENCE = timedelta(seconds=10)  # after torch's own barrier
@@ -76,7 +76,7 @@ class ProgressAgent(LocalElasticAgent):
         self._events = events
         self._bounded = bounded
         self._store_of_workers: TCPStore | None = None  # on the node of group rank 0: it serves as long as it is held
-        self._exchanged: AgentExchange | None = None  # with the other nodes, where the rendezvous is not ours
+        self._exchanged: AgentChannel | None = None  # with the other nodes, where the rendezvous is not ours
         self._versions: list[int | None] = []
         self._before: WorkerFailure | None = None  # the last failure, if nothing had begun then
         self._first_token = 0  # of this ft-run
@@ -161,8 +161,8 @@ class ProgressAgent(LocalElasticAgent):
             return found
         if group_world_size == 1:
             return _workers(spec, 0, spec.local_world_size)
-        known = secret.of_job(self._job.config.secret_file)
-        self._exchanged = AgentExchange(
+        known = job_secret.load_secret(self._job.config.secret_file)
+        self._exchanged = AgentChannel(
             self._common(store, spec), known, handler.get_run_id(), group_rank, group_world_size
         )
         self._exchanged.say("workers", str(spec.local_world_size).encode())
@@ -291,7 +291,7 @@ class ProgressAgent(LocalElasticAgent):
         self._events.emit(catalogue.WORKERS_KILLED, lost=lost)
         for pid in self._context().pids().values():
             _kill_group(pid)
-        self._give_verdict(Silence(tuple(lost)))
+        self._give_verdict(LostPeers(tuple(lost)))
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _failed_workers(self) -> dict[int, int]:
@@ -346,7 +346,7 @@ class ProgressAgent(LocalElasticAgent):
         result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch names the earliest
         self._give_verdict(cause)
 
-    def _give_verdict(self, cause: WorkerFailure | Silence) -> None:
+    def _give_verdict(self, cause: WorkerFailure | LostPeers) -> None:
         """Let torch's counter say what was decided."""
         before, self._before = self._before, None
         try:

@@ -26,7 +26,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 
 from ..config import Config, add_flags, deepspeed_json, merge, run_directory
 from ..errors import EXIT_REFUSED, ConfigError, FtError
-from . import identity
+from . import job_identity
 from .node_launch import Outcome, launch
 from .plugin import BACKEND
 from .watcher import Job
@@ -85,8 +85,8 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
     return Plan(
         config=config,
         torch=options,
-        job=identity.job_name(config.job, id_given, uid, folder, script, arguments),
-        node=config.node_name or identity.name_of(host),
+        job=job_identity.job_name(config.job, id_given, uid, folder, script, arguments),
+        node=config.node_name or job_identity.safe_name(host),
         bounded=options.max_restarts is not _UNSET or not config.systems,
     )
 

@@ -109,7 +109,7 @@ def only_here(host: str) -> bool:
     return host == "localhost" or literal(host) and _loopback(host)
 
 
-def listen_beside(listener: socket.socket) -> socket.socket:
+def listen_on_same_address(listener: socket.socket) -> socket.socket:
     """A socket that listens on the address of another one, on a free port."""
     address = str(listener.getsockname()[0])
     return _listen("" if address in ("::", "0.0.0.0") else address, 0)

@@ -37,7 +37,7 @@ from ..smp import client as smp
 from ..smp import connections
 from . import plugin, worker
 from .agent import ProgressAgent
-from .ownership import Ownership
+from .job_lock import JobLock
 from .rendezvous import Rendezvous
 from .restarts import Status
 from .watcher import Job, Watcher
@@ -84,7 +84,7 @@ def launch(
     with ExitStack() as stack:
         watcher = None
         if job:
-            ownership = stack.enter_context(Ownership(job.run_dir))
+            ownership = stack.enter_context(JobLock(job.run_dir))
             events.subscribe(file_sink(job.run_dir / "events.jsonl"))
             events.subscribe(log_sink("ft-run: "))
             _sweep_old(job, events)

@@ -2,7 +2,7 @@
 
     meet    who are you, and which lead do you follow? With `lead`: I lead, if you are looking for one.
     elect   may `lead` lead its generation?
-    apply, look, serve, leave, finish    from nodes to their lead, see `Gathering`
+    apply, look, serve, leave, finish    from nodes to their lead, see `RoundMachine`
     close   the rendezvous is over
 
 A request is a map of its fields and its name, `do`. `intake.parsed` reads it.
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..intake import Flag
-from .bounds import Count, Name, Reason, Seen, Token, Where
-from .gathering import Application, Phase, Roster
+from .field_types import Count, Name, Reason, Seen, Token, Where
+from .round_machine import Application, Phase, Roster
 
 Message = dict[str, Any]
 REQUEST_LIMIT = 8 << 10  # bytes; the longest one names an endpoint or two, and a reason
 
 
 @dataclass(frozen=True)
-class Lead:
+class Leader:
     """A node that leads the rendezvous, or did. `round` and `complete` are its progress when it sent this."""
 
     node: Name
@@ -49,14 +49,14 @@ class Lead:
 class Meet:
     """Who are you, and which lead do you follow?"""
 
-    lead: Lead | None = None
+    lead: Leader | None = None
 
 
 @dataclass(frozen=True)
 class Elect:
     """May this one lead?"""
 
-    lead: Lead
+    lead: Leader
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class Meeting:
     token: Token
     awake: Flag
     generation: Seen
-    leading: Lead | None
-    known: tuple[Lead, ...]
+    leading: Leader | None
+    known: tuple[Leader, ...]
     closed: Reason = ""
     in_order: Flag = False
 

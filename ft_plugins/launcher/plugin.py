@@ -3,7 +3,7 @@
 Invariant: torch looks for this module whenever its elastic part is imported, in the middle of that import: nothing of
 torch, nor the rendezvous itself, is imported before a handler is wanted.
 
-In: torch's `RendezvousParameters`. Out: `Settings`, a handler.
+In: torch's `RendezvousParameters`. Out: `RendezvousSettings`, a handler.
 
     --rdzv-endpoint host:port[,host:port...]    any nodes of the job; the same list on all
     --rdzv-conf key=value[,key=value...]
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.schema import NAME_PATTERN, NAME_RULE
 from ..errors import ConfigError
 from ..intake import SECONDS_LIMIT, shown
-from . import identity, waiting
+from . import job_identity, wait_report
 from .rounds import Rules
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _OF_TORCH = ("timeout",)  # torch's launcher sets it for back-ends of old
 
 
 @dataclass(frozen=True)
-class Settings:
+class RendezvousSettings:
     """The settings of the rendezvous on this node. `only_here`: it serves loopback alone."""
 
     run: str
@@ -66,9 +66,9 @@ class Settings:
     command: str = ""  # as it is to be given on another node
 
     @classmethod
-    def read(cls, parameters: RendezvousParameters) -> Settings:
+    def read(cls, parameters: RendezvousParameters) -> RendezvousSettings:
         """Raises ConfigError."""
-        from . import secret
+        from . import job_secret
         from .endpoint import Endpoint
 
         unknown = sorted(parameters.config.keys() - {*_KEYS, *_OF_TORCH})
@@ -85,7 +85,7 @@ class Settings:
         run = parameters.run_id
         if not 0 < len(run) <= _RUN_LIMIT or not run.isprintable():
             raise ConfigError(f"--rdzv-id: expected 1 to {_RUN_LIMIT} printable characters, found {run!r:.80}")
-        node = str(parameters.get("node_name") or identity.name_of(socket.gethostname()))
+        node = str(parameters.get("node_name") or job_identity.safe_name(socket.gethostname()))
         if not re.fullmatch(NAME_PATTERN, node):
             raise ConfigError(f"--rdzv-conf node_name: expected {NAME_RULE}, found {node!r:.80}")
         last_call = _seconds(parameters, "last_call_timeout", 30.0)
@@ -108,10 +108,10 @@ class Settings:
             silence=_seconds(parameters, "detect_seconds", 10.0),
             wanted=_rank(parameters),
             run_dir=Path(run_dir) if run_dir else None,
-            secret=secret.of_job(secret_file),
+            secret=job_secret.load_secret(secret_file),
             encrypt=str(parameters.get("encrypt", "")).lower() in ("true", "1"),
             only_here=not secret_file,
-            command=waiting.command(),
+            command=wait_report.command(),
         )
 
 
@@ -124,7 +124,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     """A handler that has opened this node's port. Raises ConfigError."""
     from .rendezvous import Rendezvous
 
-    return Rendezvous(Settings.read(parameters))
+    return Rendezvous(RendezvousSettings.read(parameters))
 
 
 def _require_loopback(endpoints: Sequence[Endpoint]) -> None:

@@ -9,9 +9,9 @@ Every node listens on a port: the first of --rdzv-endpoint that is its own and f
 that they know the job's secret; without one they are reached from this machine alone. Every wait is bounded, except a
 spare's for a vacant rank.
 
-In: `Settings`. Out: torch's `RendezvousInfo` for each round: a rank, and a store that no earlier round has used, served
-by the node of rank 0 on the address of its port; `nodes.json` in the run directory, from which a node that is started
-again knows the others. The store itself takes all comers: nothing that decides over the job is read from it.
+In: `RendezvousSettings`. Out: torch's `RendezvousInfo` for each round: a rank, and a new store, served by the node of
+rank 0 on the address of its port; `nodes.json` in the run directory, from which a restarted node knows the others.
+The store accepts anyone: no decision about the job is read from it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from ..events import Events, say
 from ..intake import parsed
 from ..recovery.resize.sizes import SizeReport
 from . import endpoint as places
-from . import line, store
+from . import peer_client, round_store
 from .endpoint import Endpoint
-from .gathering import Application, Phase
-from .line import Credentials, Line
-from .memory import Memory
-from .node_messages import Admission, Answered, Lead, Message, RoundView
-from .plugin import BACKEND, Settings
-from .post import PeerPort
-from .search import Search
-from .station import Identity, Station
-from .waiting import Waiting
+from .leader_search import LeaderSearch
+from .node_messages import Admission, Answered, Leader, Message, RoundView
+from .node_service import NodeIdentity, NodeService
+from .peer_client import Credentials, PeerConnection
+from .peer_server import PeerServer
+from .plugin import BACKEND, RendezvousSettings
+from .roster_file import RosterFile
+from .round_machine import Application, Phase
+from .wait_report import WaitReport
 
 _LOOK_SECONDS = 0.1  # between two looks at a round that is being put together
 _REST_SECONDS = 1.0  # between two looks at a complete one; as torch
@@ -64,7 +64,7 @@ _STRANGER_SECONDS = 0.25  # for endpoints where somebody may wait, while workers
 class Rendezvous(RendezvousHandler):
     """torch's handler of one node. To be used from one thread; its port is answered from another one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RendezvousSettings) -> None:
         """Open this node's port."""
         self.in_order = False  # to be told to the others at `shutdown`: whether the job has succeeded
         self.over = ""  # why nodes are said to wait, for people
@@ -85,12 +85,12 @@ class Rendezvous(RendezvousHandler):
         self._listener = listener
         self._credentials = Credentials(settings.secret, settings.run, settings.node, settings.encrypt)
         endpoint = str(Endpoint(host, int(listener.getsockname()[1])))
-        self._me = Identity(settings.run, settings.node, secrets.token_hex(8), endpoint)
-        self._station = Station(self._me, settings.rules, settings.silence)
-        self._memory = Memory(settings.run, settings.run_dir)
+        self._me = NodeIdentity(settings.run, settings.node, secrets.token_hex(8), endpoint)
+        self._station = NodeService(self._me, settings.rules, settings.silence)
+        self._memory = RosterFile(settings.run, settings.run_dir)
         initial = [str(found) for found in settings.endpoints if found.port] or [endpoint]  # it is alone
-        self._search = Search(self._station, self._memory, initial, self._reach, self._credentials)
-        self._post = PeerPort(
+        self._search = LeaderSearch(self._station, self._memory, initial, self._reach, self._credentials)
+        self._post = PeerServer(
             listener,
             self._credentials,
             self._station.answer,
@@ -99,8 +99,8 @@ class Rendezvous(RendezvousHandler):
             self.events,
         )
         self._sizes = SizeReport()  # of the job's ranks
-        self._line: Line | None = None
-        self._lead: Lead | None = None
+        self._line: PeerConnection | None = None
+        self._lead: Leader | None = None
         self._round, self._size = 0, 0  # in which this node takes part
         self._spare = False
         self._promised = 0  # a round of which this node has said that it knows, and in which others count on it
@@ -110,7 +110,7 @@ class Rendezvous(RendezvousHandler):
         self._limit = 0.0  # monotonic; for the round to be complete
         self._next_look = self._next_meeting = self._heard = 0.0  # monotonic
         self._waiting = 0
-        self._said: Waiting | None = None  # about the round that is waited for
+        self._said: WaitReport | None = None  # about the round that is waited for
         self._complained = False  # about those who are not of this job
         self._shut = False
 
@@ -144,7 +144,7 @@ class Rendezvous(RendezvousHandler):
         self._learn_sizes()
         self._allow()
         settings = self._settings
-        self._said = Waiting(settings.rules, settings.silence, settings.command)
+        self._said = WaitReport(settings.rules, settings.silence, settings.command)
         while True:
             lead = self._find()
             try:
@@ -165,7 +165,7 @@ class Rendezvous(RendezvousHandler):
             self._sizes = told
             self._station.allow(told)
 
-    def _find(self) -> Lead:
+    def _find(self) -> Leader:
         """The node that leads; in the end this one, if it may."""
         began = time.monotonic()
         while True:
@@ -200,7 +200,7 @@ class Rendezvous(RendezvousHandler):
             "port, or give the same --rdzv-id (--ftp-job) and --ftp-secret-file on all nodes"
         )
 
-    def _take_part(self, lead: Lead) -> RendezvousInfo:
+    def _take_part(self, lead: Leader) -> RendezvousInfo:
         """Apply to `lead`, wait until the round has begun. ConnectionError: it does not lead any more.
 
         Who has said that it knows of a complete round does not apply anew when the lead is back: others are in it.
@@ -222,7 +222,7 @@ class Rendezvous(RendezvousHandler):
                 if chosen and complete and view.begun:
                     return self._enter(view)
                 if chosen and not complete and view.rank == 0 and not view.store:
-                    self._served = self._served or store.serve(self._listener, self._host, self._store_bound)
+                    self._served = self._served or round_store.serve(self._listener, self._host, self._store_bound)
                     self._ask_patiently("serve", store=str(Endpoint(self._host, self._served.port)))
                 elif not (view.waits or chosen):
                     raise ConnectionError("did not know this node any more")
@@ -240,7 +240,7 @@ class Rendezvous(RendezvousHandler):
                 self._ask("leave")
             raise
 
-    def _apply(self, lead: Lead) -> None:
+    def _apply(self, lead: Leader) -> None:
         me, roster = self._me, self._memory.roster
         seat = roster.seat(me.node)
         application = Application(
@@ -275,7 +275,7 @@ class Rendezvous(RendezvousHandler):
             raise ProtocolError(f"round {view.round} has {view.workers} workers, from {view.first} here {self.workers}")
         place = Endpoint.read(view.store)
         own = self._served if view.rank == 0 else None
-        found = own or store.connect(place, self._store_bound, self._reach)
+        found = own or round_store.connect(place, self._store_bound, self._reach)
         self._round, self._size, self._spare, self._store = view.round, view.size, False, found
         self._served, self.opened_anywhere, self.trained_anywhere = None, view.opened, view.trained
         self.first_rank, self.all_workers = view.first, view.workers
@@ -333,7 +333,7 @@ class Rendezvous(RendezvousHandler):
             reply = self._station.answer(message)
         else:
             if self._line is None:
-                self._line = Line(lead.endpoint, self._reach, self._credentials)
+                self._line = PeerConnection(lead.endpoint, self._reach, self._credentials)
             try:
                 reply = self._line.ask(message)
             except ConnectionError:
@@ -398,7 +398,7 @@ class Rendezvous(RendezvousHandler):
             self._next_look = now + self._rest
             self._learn_sizes()
             failed = (1, "the port of this node is not answered any more")
-            self._waiting, self.over = self._nodes_waiting() if self._post.answers else failed
+            self._waiting, self.over = self._nodes_waiting() if self._post.is_serving else failed
         return self._waiting
 
     def _nodes_waiting(self) -> tuple[int, str]:
@@ -479,7 +479,7 @@ class Rendezvous(RendezvousHandler):
                 self._ask("close", **message)
                 return
         others = {*self._memory.roster.endpoints, *(place.endpoint for place in self._station.present)}
-        line.ask_all(others - {self._me.endpoint}, {"do": "close", **message}, self._reach, self._credentials)
+        peer_client.ask_all(others - {self._me.endpoint}, {"do": "close", **message}, self._reach, self._credentials)
 
     def shutdown(self) -> bool:
         """Close this node's port; and the rendezvous for all nodes, if this one has ended within a round. Idempotent.
@@ -496,12 +496,12 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def _open_port(settings: Settings) -> tuple[socket.socket, str]:
+def _open_port(settings: RendezvousSettings) -> tuple[socket.socket, str]:
     """A listening socket, and the host by which others reach it."""
     for endpoint in settings.endpoints:
         if places.emulated_apart(endpoint.host, settings.address):
             continue
-        if listener := places.listen_as(endpoint, line.answers):
+        if listener := places.listen_as(endpoint, peer_client.node_answers):
             return listener, endpoint.host
     host = settings.address
     if settings.only_here or not any(endpoint.port for endpoint in settings.endpoints):  # no other machine is expected

@@ -60,7 +60,7 @@ class WorkerFailure:
 
 
 @dataclass(frozen=True)
-class Silence:
+class LostPeers:
     """The snapshot processes hear nothing any more of `lost`: nodes, or ranks that were stopped."""
 
     lost: tuple[str, ...]
@@ -105,7 +105,7 @@ class Verdict:
 
 
 def judge(
-    cause: WorkerFailure | Silence,
+    cause: WorkerFailure | LostPeers,
     versions: Sequence[int | None],
     remaining: int | None,
     before: WorkerFailure | None = None,

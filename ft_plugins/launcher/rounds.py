@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
-from .bounds import LIMIT, Count, Seen
+from .field_types import LIMIT, Count, Seen
 
 
 @dataclass(frozen=True, order=True)

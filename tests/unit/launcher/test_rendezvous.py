@@ -38,17 +38,17 @@ from torch.distributed.launcher.api import LaunchConfig
 from ft_plugins.config import Config
 from ft_plugins.events import Events
 from ft_plugins.intake import within
-from ft_plugins.launcher import line, plugin, secret, store
+from ft_plugins.launcher import job_secret, peer_client, plugin, round_store
 from ft_plugins.launcher.agent import ProgressAgent
-from ft_plugins.launcher.bounds import MOST_NODES
 from ft_plugins.launcher.endpoint import Endpoint
-from ft_plugins.launcher.gathering import Place, Roster
-from ft_plugins.launcher.line import Credentials
-from ft_plugins.launcher.memory import Memory
+from ft_plugins.launcher.field_types import MOST_NODES
 from ft_plugins.launcher.node_launch import _specify
-from ft_plugins.launcher.plugin import Settings
+from ft_plugins.launcher.peer_client import Credentials
+from ft_plugins.launcher.plugin import RendezvousSettings
 from ft_plugins.launcher.rendezvous import Rendezvous
-from ft_plugins.launcher.waiting import command
+from ft_plugins.launcher.roster_file import RosterFile
+from ft_plugins.launcher.round_machine import Place, Roster
+from ft_plugins.launcher.wait_report import command
 from ft_plugins.launcher.watcher import Job
 from ft_plugins.smp import protocol
 
@@ -617,13 +617,13 @@ def test_who_says_without_a_proof_that_a_node_is_not_of_the_job_does_not_end_it(
     with socket.create_server(("127.0.0.1", b.port)) as stranger:
         stranger.settimeout(WAIT / 6)
         b.tell("join")
-        refusal = protocol.pack(line.REFUSED)
+        refusal = protocol.pack(peer_client.REFUSED)
         began = time.monotonic()
         while time.monotonic() - began < 2:  # four times what it waits for
             connection, _ = stranger.accept()
             with connection:
                 connection.recv(1 << 10)
-                connection.sendall(line.head(refusal) + refusal)
+                connection.sendall(peer_client.length_prefix(refusal) + refusal)
     start(1, "a", **config).tell("join")
     assert b.hear()["names"] == ["a", "b"]
 
@@ -654,10 +654,11 @@ def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(star
         {"do": "serve", "token": "t", "store": "no\nplace"},
         {},
     ]
-    assert line.ask(own.endpoint, {"do": "meet"}, WAIT, Credentials(secret.of_this_user(), own.run, "c"))["node"] == "a"
+    us = Credentials(job_secret.user_secret(), own.run, "c")
+    assert peer_client.ask(own.endpoint, {"do": "meet"}, WAIT, us)["node"] == "a"
     for request in wrong:
         with pytest.raises(ConnectionError):
-            line.ask(own.endpoint, request, WAIT, Credentials(secret.of_this_user(), own.run, "c"))
+            peer_client.ask(own.endpoint, request, WAIT, us)
     assert [node.ask("num_nodes_waiting") for node in (a, b)] == [0, 0]
 
 
@@ -699,7 +700,7 @@ def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(
 ) -> None:
     (tmp_path / "nodes.json").write_text(text, encoding="latin-1")
     parameters = RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1, node_name="n", run_dir=tmp_path)
-    handler = Rendezvous(Settings.read(parameters))
+    handler = Rendezvous(RendezvousSettings.read(parameters))
     try:
         assert handler.next_rendezvous().rank == 0
     finally:
@@ -712,7 +713,7 @@ def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(
 
 def test_a_memory_that_is_a_pipe_is_set_aside_and_nothing_waits_for_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "nodes.json")
-    assert within(WAIT / 6, lambda: Memory("job", tmp_path)).roster == Roster(0)
+    assert within(WAIT / 6, lambda: RosterFile("job", tmp_path)).roster == Roster(0)
     assert stat.S_ISFIFO((tmp_path / "nodes.json.damaged").stat().st_mode)
 
 
@@ -721,7 +722,7 @@ def test_a_memory_of_more_nodes_than_there_can_be_is_set_aside(tmp_path: Path) -
     for kept in (members[1:], members):
         text = json.dumps({"run": "job", "roster": {"round": 1, "members": kept, "spares": []}})
         (tmp_path / "nodes.json").write_text(text)
-        assert Memory("job", tmp_path).roster.round == (1 if kept == members[1:] else 0)
+        assert RosterFile("job", tmp_path).roster.round == (1 if kept == members[1:] else 0)
     assert (tmp_path / "nodes.json.damaged").exists()
 
 
@@ -729,10 +730,10 @@ def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_i
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
         members = tuple(Place(f"n{number}", f"127.0.0.1:{each.getsockname()[1]}") for number, each in enumerate(silent))
-        Memory("job", tmp_path).keep(Roster(1, members))
+        RosterFile("job", tmp_path).keep(Roster(1, members))
         config = {"detect_seconds": 3, "join_timeout": 1.5, "wait_seconds": 0, "run_dir": tmp_path, "node_name": "a"}
         place = f"127.0.0.1:{free_port()}"
-        handler = Rendezvous(Settings.read(RendezvousParameters("ft_plugins", place, "job", 1, 2, **config)))
+        handler = Rendezvous(RendezvousSettings.read(RendezvousParameters("ft_plugins", place, "job", 1, 2, **config)))
         began = time.monotonic()
         try:
             with pytest.raises(RendezvousTimeoutError, match="no round was put together within 1.5 s"):
@@ -767,10 +768,10 @@ def test_a_store_that_accepts_and_never_answers_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="the store at .* did not answer within 3 s"):
-            store.connect(Endpoint("127.0.0.1", mute.getsockname()[1]), bound, 1)
+            round_store.connect(Endpoint("127.0.0.1", mute.getsockname()[1]), bound, 1)
         assert time.monotonic() - began < 10
     with pytest.raises(ConnectionError, match="the store at .* was lost: .*refused"):
-        store.connect(Endpoint("127.0.0.1", free_port()), bound, 1)
+        round_store.connect(Endpoint("127.0.0.1", free_port()), bound, 1)
 
 
 # ---- the agent ----
@@ -779,7 +780,7 @@ def test_a_store_that_accepts_and_never_answers_is_given_up_in_time() -> None:
 @pytest.fixture
 def alone() -> Iterator[Rendezvous]:
     """The handler of a job of one node."""
-    found = Rendezvous(Settings.read(RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1)))
+    found = Rendezvous(RendezvousSettings.read(RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1)))
     yield found
     found.shutdown()
 
@@ -815,9 +816,8 @@ def test_ranks_that_a_stranger_writes_into_the_store_of_a_round_are_not_believed
     handlers = []
     for name in "ab":
         of_name = {"node_name": name, "join_timeout": WAIT}
-        handlers.append(
-            Rendezvous(Settings.read(RendezvousParameters("ft_plugins", f"127.0.0.1:{port}", "job", 2, 2, **of_name)))
-        )
+        parameters = RendezvousParameters("ft_plugins", f"127.0.0.1:{port}", "job", 2, 2, **of_name)
+        handlers.append(Rendezvous(RendezvousSettings.read(parameters)))
     joined = handlers[1].next_rendezvous
 
     def attacked() -> Any:

@@ -86,7 +86,7 @@ def heard(node: Rendezvous, *messages: Any) -> bytes:
 def goes_on(node: Rendezvous) -> None:
     """The round is the same one, at the same node, and other nodes are answered."""
     node._post.check()
-    assert node._post.answers and node._station.leading is not None
+    assert node._post.is_serving and node._station.leading is not None
     node._next_look = 0.0
     assert node.num_nodes_waiting() == 0 and not node.is_closed()
     assert node._round == 1 and not node._station.present

@@ -17,12 +17,12 @@ from ..errors import ConfigError
 from ..smp.wire import read_secret
 
 
-def of_job(file: str | Path | None) -> bytes:
+def load_secret(file: str | Path | None) -> bytes:
     """What the user's `file` says; without one, that of the jobs of this user on this machine."""
-    return read_secret(Path(file)) if file else of_this_user()
+    return read_secret(Path(file)) if file else user_secret()
 
 
-def of_this_user() -> bytes:
+def user_secret() -> bytes:
     """For jobs that are reached from this machine alone: made once, in the folder of this user's run directories."""
     path = run_root() / "secret"
     if not path.exists():

@@ -12,14 +12,14 @@ import pytest
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.launcher import endpoint
-from ft_plugins.launcher.gathering import Place, Roster
-from ft_plugins.launcher.line import Credentials
-from ft_plugins.launcher.memory import Memory
-from ft_plugins.launcher.node_messages import Lead
-from ft_plugins.launcher.post import PeerPort
+from ft_plugins.launcher.leader_search import LeaderSearch
+from ft_plugins.launcher.node_messages import Leader
+from ft_plugins.launcher.node_service import NodeIdentity, NodeService
+from ft_plugins.launcher.peer_client import Credentials
+from ft_plugins.launcher.peer_server import PeerServer
+from ft_plugins.launcher.roster_file import RosterFile
+from ft_plugins.launcher.round_machine import Place, Roster
 from ft_plugins.launcher.rounds import Rules
-from ft_plugins.launcher.search import Search
-from ft_plugins.launcher.station import Identity, Station
 
 REACH = 5.0
 SECRET = b"sixteen bytes or more"
@@ -30,10 +30,10 @@ RULES = Rules(2, 3)
 class Node:
     """A node that is there, and what it remembers."""
 
-    station: Station
-    memory: Memory
-    search: Search
-    port: PeerPort
+    station: NodeService
+    memory: RosterFile
+    search: LeaderSearch
+    port: PeerServer
 
     @property
     def endpoint(self) -> str:
@@ -53,11 +53,12 @@ def make() -> Iterator[Callable[..., list[Node]]]:
         ends = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         found = []
         for name, end, listener in zip(names, ends, listeners, strict=True):
-            station, memory = Station(Identity(run, name, f"token-{name}", end), RULES, silence), Memory("job", None)
+            station = NodeService(NodeIdentity(run, name, f"token-{name}", end), RULES, silence)
+            memory = RosterFile("job", None)
             memory.keep(Roster(1, tuple(Place(*pair) for pair in zip(names, ends, strict=True))))
             us = Credentials(SECRET, run, name)
-            port = PeerPort(listener, us, station.answer, station.gone, station.tick, Events())
-            found.append(Node(station, memory, Search(station, memory, [], REACH, us), port))
+            port = PeerServer(listener, us, station.answer, station.gone, station.tick, Events())
+            found.append(Node(station, memory, LeaderSearch(station, memory, [], REACH, us), port))
         made.extend(found)
         return found
 
@@ -66,11 +67,11 @@ def make() -> Iterator[Callable[..., list[Node]]]:
         node.port.close()
 
 
-def lead(name: str, generation: int, **fields: Any) -> Lead:
-    return Lead(name, f"token-{name}", "127.0.0.1:1", generation, **fields)
+def lead(name: str, generation: int, **fields: Any) -> Leader:
+    return Leader(name, f"token-{name}", "127.0.0.1:1", generation, **fields)
 
 
-def elect(node: Node, candidate: Lead) -> bool:
+def elect(node: Node, candidate: Leader) -> bool:
     reply = node.station.answer({"do": "elect", "lead": asdict(candidate)})
     return bool(reply["granted"])
 
@@ -125,7 +126,7 @@ def test_a_node_does_not_take_the_lead_when_another_one_was_elected_meanwhile(
     make: Callable[..., list[Node]],
 ) -> None:
     [a] = make("a")
-    own = Lead("a", "token-a", a.endpoint, 1)
+    own = Leader("a", "token-a", a.endpoint, 1)
     assert elect(a, own)
     assert elect(a, lead("x", 2))
     assert not a.station.take_lead(own, None) and a.station.leading is None

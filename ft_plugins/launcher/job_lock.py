@@ -20,7 +20,7 @@ _DEAD_PATIENCE_SECONDS = 5.0  # with what a dead owner forked
 _RETRY_SECONDS = 0.02
 
 
-class Ownership:
+class JobLock:
     """This process is the ft-run of `run_dir`. Use as a context manager. Raises BusyError when another one is."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -37,7 +37,7 @@ class Ownership:
             time.sleep(_RETRY_SECONDS)
         self._descriptor = descriptor
 
-    def __enter__(self) -> Ownership:
+    def __enter__(self) -> JobLock:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -22,7 +22,7 @@ _NONCE = _PROOF = 32  # bytes
 _PURPOSE = b"ft_plugins agents 2"  # of the key; another number wherever the words change
 
 
-class AgentExchange:
+class AgentChannel:
     """The agents of `size` nodes. Each of them makes one, and waits for the others as long as the store does."""
 
     def __init__(self, store: Any, secret: bytes, job: str, rank: int, size: int) -> None:

@@ -23,7 +23,7 @@ from ..collective import Collective
 from ..config import Config, LaunchContext, run_directory
 from ..errors import ConfigError, ProtectionError
 from ..smp import client as smp
-from . import identity
+from . import job_identity
 
 _CALL_SECONDS = 30.0
 
@@ -60,8 +60,8 @@ def _bring_up(config: Config) -> tuple[str, int]:
     """The run directory of this job on this node, and the token of this incarnation."""
     if config.capture is None:
         raise ConfigError("no system is on")
-    job = identity.job_name(config.job, "", os.getuid(), os.getcwd(), sys.argv[0], sys.argv[1:])
-    node = config.node_name or identity.name_of(socket.gethostname())
+    job = job_identity.job_name(config.job, "", os.getuid(), os.getcwd(), sys.argv[0], sys.argv[1:])
+    node = config.node_name or job_identity.safe_name(socket.gethostname())
     run_dir, launcher = run_directory(job, node), os.getppid()
     smp.ensure(run_dir, job, node, config.orphan_seconds, config.faults, _CALL_SECONDS, launcher)
     with smp.Client(run_dir, _CALL_SECONDS) as client:

@@ -20,7 +20,6 @@ from typing import Any
 from ..errors import ProtocolError
 from ..intake import parsed
 from ..recovery.resize.sizes import SizeReport
-from .gathering import Gathering, Phase, Place, Roster
 from .node_messages import (
     OF_ANYONE,
     OF_LEADS,
@@ -30,7 +29,7 @@ from .node_messages import (
     Close,
     Elect,
     Finish,
-    Lead,
+    Leader,
     Leave,
     Look,
     Meet,
@@ -40,6 +39,7 @@ from .node_messages import (
     Serve,
     Vote,
 )
+from .round_machine import Phase, Place, Roster, RoundMachine
 from .rounds import Rules
 
 _STEP_SECONDS = 0.05  # between two looks of the lead at its round
@@ -49,7 +49,7 @@ _NAMED = 16  # of the nodes that wait, so many are named in a reply
 
 
 @dataclass(frozen=True)
-class Identity:
+class NodeIdentity:
     """This process among the nodes of a job."""
 
     run: str
@@ -58,19 +58,19 @@ class Identity:
     endpoint: str
 
 
-class Station:
+class NodeService:
     """The state that this node's post answers from. Every method may be called from any thread."""
 
-    def __init__(self, me: Identity, rules: Rules, silence: float) -> None:
+    def __init__(self, me: NodeIdentity, rules: Rules, silence: float) -> None:
         self.me = me
         self._given = self._rules = rules
         self._silence = silence
         self._lock = threading.RLock()
         self._generation = 0  # the newest for which consent was given here, or of which was heard
-        self._elected: Lead | None = None  # who got it
-        self._told: Lead | None = None  # the last one that said it leads
-        self._followed: Lead | None = None
-        self._rounds: Gathering | None = None
+        self._elected: Leader | None = None  # who got it
+        self._told: Leader | None = None  # the last one that said it leads
+        self._followed: Leader | None = None
+        self._rounds: RoundMachine | None = None
         self._closed = ""
         self._in_order = False
         self._awake = float("-inf")
@@ -90,7 +90,7 @@ class Station:
         """This node's agent is at work: those that wait for it to take the lead are right to do so."""
         self._awake = time.monotonic()
 
-    def follow(self, lead: Lead | None) -> None:
+    def follow(self, lead: Leader | None) -> None:
         """This node takes part under `lead`."""
         with self._lock:
             self._followed = lead
@@ -106,13 +106,13 @@ class Station:
         return self._in_order
 
     @property
-    def leading(self) -> Lead | None:
+    def leading(self) -> Leader | None:
         """This node as the lead, if it is."""
         with self._lock:
             if self._rounds is None or self._elected is None:
                 return None
             found = {name: getattr(self._elected, name) for name in ("node", "token", "endpoint", "generation")}
-            return Lead(**found, round=self._rounds.last_round, complete=self._rounds.phase is Phase.COMPLETE)
+            return Leader(**found, round=self._rounds.last_round, complete=self._rounds.phase is Phase.COMPLETE)
 
     @property
     def generation(self) -> int:
@@ -135,12 +135,12 @@ class Station:
         """Whether one can be so far ahead of what is known here: believed, the last ones leave none to be elected."""
         return generation - self._generation <= _AHEAD
 
-    def take_lead(self, lead: Lead, last: Roster | None) -> bool:
+    def take_lead(self, lead: Leader, last: Roster | None) -> bool:
         """Lead, after all have consented; False if another one was elected here meanwhile."""
         with self._lock:
             if self._elected is None or self._elected.token != self.me.token or self._generation != lead.generation:
                 return False
-            self._rounds = Gathering(self._rules, self._silence, last, time.monotonic())
+            self._rounds = RoundMachine(self._rules, self._silence, last, time.monotonic())
             return True
 
     def resign(self) -> None:
@@ -218,10 +218,10 @@ class Station:
         self.close(asked.reason, asked.in_order)
         return {"closed": self._closed}
 
-    def _apply(self, gathering: Gathering, asked: Apply) -> Message:
+    def _apply(self, gathering: RoundMachine, asked: Apply) -> Message:
         return asdict(Admission(gathering.apply(asked.application, time.monotonic()), gathering.roster))
 
-    def _look(self, gathering: Gathering, asked: Look) -> Message:
+    def _look(self, gathering: RoundMachine, asked: Look) -> Message:
         now = time.monotonic()
         waits = gathering.hear(asked.token, asked.round, now)
         proposal, waiting = gathering.proposal, gathering.waiting
@@ -245,10 +245,10 @@ class Station:
             view = replace(view, roster=gathering.roster)
         return asdict(view) | {"phase": view.phase.value}
 
-    def _serve(self, gathering: Gathering, asked: Serve) -> Message:
+    def _serve(self, gathering: RoundMachine, asked: Serve) -> Message:
         gathering.serve(asked.token, asked.store)
         return {}
 
-    def _finish(self, gathering: Gathering, asked: Finish) -> Message:
+    def _finish(self, gathering: RoundMachine, asked: Finish) -> Message:
         gathering.finish(asked.token, asked.round)
         return {}

@@ -1,11 +1,11 @@
 """How a node finds the one that leads the rendezvous, or comes to lead it itself.
 
 Invariant: a node takes the lead only after those before it in the order were found unreachable or asleep, and with the
-consent of all whom it reaches (`Station`), asked in one order by everyone, so that of two who try one is refused early.
+consent of all whom it reaches (`NodeService`), asked in one order by everyone, so that one of two is refused early.
 The order: the nodes of the last round by rank, then its spares, then the endpoints that the user gave. Every node that
 can be reached tells whom it follows, so one living endpoint is enough to find the lead wherever it is.
 
-In: this node's station, endpoints. Out: a `Lead` that was alive and leading when it was asked.
+In: this node's station, endpoints. Out: a `Leader` that was alive and leading when it was asked.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import asdict
 
 from ..errors import ProtocolError
 from ..intake import parsed
-from .line import ASKED_AT_ONCE, Credentials, ForeignError, ask, ask_all
-from .memory import Memory
-from .node_messages import Lead, Meeting, Message, Vote
-from .station import Station
+from .node_messages import Leader, Meeting, Message, Vote
+from .node_service import NodeService
+from .peer_client import ASKED_AT_ONCE, Credentials, ForeignError, ask, ask_all
+from .roster_file import RosterFile
 
 _AT_ONCE = 8  # of those before us so many are asked before the rest, who may not be needed
 
@@ -29,11 +29,11 @@ def _nothing() -> None:
     """For questions that no time limits."""
 
 
-class Search:
+class LeaderSearch:
     """`reach`: seconds within which a node answers that can be reached."""
 
     def __init__(
-        self, station: Station, memory: Memory, initial: Sequence[str], reach: float, credentials: Credentials
+        self, station: NodeService, memory: RosterFile, initial: Sequence[str], reach: float, credentials: Credentials
     ) -> None:
         self.unreached: dict[str, str] = {}  # why, by endpoint
         self.foreign: dict[str, str] = {}  # of those, where a node answers that is not of this job
@@ -48,7 +48,7 @@ class Search:
         """Endpoints of those that may lead, the first one first."""
         return list(dict.fromkeys([*self._memory.roster.endpoints, *self._initial]))
 
-    def look(self, patient: bool, check: Check = _nothing) -> Lead | None:
+    def look(self, patient: bool, check: Check = _nothing) -> Leader | None:
         """The lead, as far as one round of questions tells; None: ask again. `patient`: leave it to those before us
         who are awake to take the lead. `check` is called between questions, and raises what ends the looking."""
         if own := self._station.leading:
@@ -68,7 +68,7 @@ class Search:
         return self.best(known, check=check) or self._claim(known, check)
 
     def meet(
-        self, endpoints: Iterable[str], lead: Lead | None = None, reach: float = 0.0, check: Check = _nothing
+        self, endpoints: Iterable[str], lead: Leader | None = None, reach: float = 0.0, check: Check = _nothing
     ) -> dict[str, Meeting]:
         """Those that answer, by endpoint. They are told of `lead`, if given."""
         message = {"do": "meet", "lead": asdict(lead) if lead else None}
@@ -99,7 +99,7 @@ class Search:
             found[endpoint] = meeting
         return found
 
-    def best(self, known: dict[str, Meeting], reach: float = 0.0, check: Check = _nothing) -> Lead | None:
+    def best(self, known: dict[str, Meeting], reach: float = 0.0, check: Check = _nothing) -> Leader | None:
         """Of all leads that those in `known` know of, the one that leads and has the highest standing."""
         asked = dict(known)
         while True:
@@ -114,10 +114,10 @@ class Search:
         leads = [meeting.leading for meeting in asked.values() if meeting.leading]
         return max(leads, key=lambda lead: lead.standing, default=None)
 
-    def _claim(self, known: dict[str, Meeting], check: Check = _nothing) -> Lead | None:
+    def _claim(self, known: dict[str, Meeting], check: Check = _nothing) -> Leader | None:
         """This node as the lead, if all in `known` consent."""
         me = self._me
-        lead = Lead(me.node, me.token, me.endpoint, self._station.generation + 1)
+        lead = Leader(me.node, me.token, me.endpoint, self._station.generation + 1)
         message = {"do": "elect", "lead": asdict(lead)}
         for endpoint in sorted({*known, me.endpoint}):
             check()

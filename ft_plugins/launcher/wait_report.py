@@ -48,7 +48,7 @@ def awaited(rules: Rules, waiting: int, missing: Sequence[str]) -> str:
     return ""
 
 
-class Waiting:
+class WaitReport:
     """One wait of one node for a round."""
 
     def __init__(self, rules: Rules, patience: float, text: str) -> None:

@@ -16,13 +16,13 @@ from .. import files
 from ..events import say
 from ..intake import json_value, read_bytes, typed
 from ..recovery.resize import sizes
-from .bounds import REMEMBERED
-from .gathering import Roster
+from .field_types import REMEMBERED
+from .round_machine import Roster
 
 _LIMIT = 4 << 20  # bytes of the file; the places of thousands of nodes
 
 
-class Memory:
+class RosterFile:
     """The last round of job `run`; only in this process where there is no folder for it."""
 
     def __init__(self, run: str, folder: Path | None) -> None:

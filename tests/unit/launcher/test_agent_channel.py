@@ -9,16 +9,16 @@ import pytest
 from torch.distributed import DistError, HashStore, PrefixStore, Store
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.launcher.agent_exchange import AgentExchange
+from ft_plugins.launcher.agent_channel import AgentChannel
 
 SECRET = b"sixteen bytes or more"
 SHORT = timedelta(seconds=0.2)
 
 
-def meet(store: Store, *secrets: bytes) -> list[AgentExchange | ConfigError]:
-    def enter(rank: int) -> AgentExchange | ConfigError:
+def meet(store: Store, *secrets: bytes) -> list[AgentChannel | ConfigError]:
+    def enter(rank: int) -> AgentChannel | ConfigError:
         try:
-            return AgentExchange(store, secrets[rank], "job", rank, len(secrets))
+            return AgentChannel(store, secrets[rank], "job", rank, len(secrets))
         except ConfigError as error:
             return error
 
@@ -26,9 +26,9 @@ def meet(store: Store, *secrets: bytes) -> list[AgentExchange | ConfigError]:
         return list(pool.map(enter, range(len(secrets))))
 
 
-def exchanges(store: Store) -> tuple[AgentExchange, AgentExchange]:
+def exchanges(store: Store) -> tuple[AgentChannel, AgentChannel]:
     a, b = meet(store, SECRET, SECRET)
-    assert isinstance(a, AgentExchange) and isinstance(b, AgentExchange)
+    assert isinstance(a, AgentChannel) and isinstance(b, AgentChannel)
     return a, b
 
 
@@ -85,13 +85,13 @@ def test_words_of_another_incarnation_are_none_also_where_its_numbers_are_repeat
     old = HashStore()
     meet(old, SECRET, SECRET)
     with pytest.raises(ConfigError, match="group rank 0: expected the numbers of 2 agents .* another process wrote"):
-        AgentExchange(Replaying(HashStore(), old), SECRET, "job", 0, 2)
+        AgentChannel(Replaying(HashStore(), old), SECRET, "job", 0, 2)
 
 
 def test_nodes_of_different_jobs_do_not_believe_each_other() -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        entered = [pool.submit(AgentExchange, store, SECRET, job, rank, 2) for rank, job in enumerate(("one", "two"))]
+        entered = [pool.submit(AgentChannel, store, SECRET, job, rank, 2) for rank, job in enumerate(("one", "two"))]
         for each in entered:
             with pytest.raises(ConfigError, match="does not know"):
                 each.result(60)

@@ -28,13 +28,13 @@ def job_name(
     if given:
         return given
     if rendezvous_id not in _NO_RENDEZVOUS_ID:
-        return name_of(rendezvous_id)
+        return safe_name(rendezvous_id)
     digest = _digest("\0".join([str(uid), folder, script, *arguments]))
     stem = re.sub(r"[^A-Za-z0-9_-]", "-", PurePath(script).stem).strip("-_") or "job"
     return f"{stem[: NAME_LIMIT - _DIGEST - 1]}-{digest}"
 
 
-def name_of(text: str) -> str:
+def safe_name(text: str) -> str:
     """`text` itself where it can be a name; else its legible part and a digest of all of it."""
     if re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{NAME_LIMIT - 1}}}", text):
         return text

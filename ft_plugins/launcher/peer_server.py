@@ -25,8 +25,8 @@ from ..smp import connections, protocol
 from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, ServerHandshake
 from ..smp.connections import RejectedConnections
 from ..smp.unproven import crowd_of
-from .line import HEAD, LET_IN, REFUSED, Credentials, hang_up, head
 from .node_messages import REQUEST_LIMIT, Message
+from .peer_client import ADMITTED, HEAD, REFUSED, Credentials, close_connection, length_prefix
 
 _PROOF_SECONDS = 5.0  # for a handshake, which takes a living peer milliseconds
 _UNPROVEN, _OF_ONE_ADDRESS = 64, 8  # connections at a time
@@ -75,10 +75,10 @@ class _Peer:
             raise RuntimeError("it has not proved itself yet")
         payload = protocol.pack(message)
         body, tag = self.channel.sealer.seal(payload)
-        self.sending += b"".join((head(payload), body, tag))
+        self.sending += b"".join((length_prefix(payload), body, tag))
 
 
-class PeerPort:
+class PeerServer:
     """Answers on a listening socket, from a thread, until `close`.
 
     `answer(request, connection)` gives the reply; `connection` is a number, and `gone(connection)` is called when it
@@ -117,11 +117,11 @@ class PeerPort:
 
     def close(self) -> None:
         """Stop answering and close every connection. Idempotent."""
-        hang_up(self._wake)
+        close_connection(self._wake)
         self._thread.join()
 
     @property
-    def answers(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether nothing has failed."""
         return self._failure is None
 
@@ -228,17 +228,17 @@ class PeerPort:
         elif peer.greeted:
             peer.channel = peer.server.finish(protocol.unpack(frame, proven=False))
             del self._unproven[connection]
-            peer.reply(LET_IN)
+            peer.reply(ADMITTED)
         else:
             hello = protocol.unpack(frame, proven=False)
             try:
                 challenge = protocol.pack(peer.server.challenge(hello))
             except ProtocolError:
                 refusal = protocol.pack(REFUSED)
-                connection.send(head(refusal) + refusal)
+                connection.send(length_prefix(refusal) + refusal)
                 raise
             peer.greeted = True
-            peer.sending += head(challenge) + challenge
+            peer.sending += length_prefix(challenge) + challenge
 
     def _drop(self, connection: socket.socket, peer: _Peer, why: str = "") -> None:
         """End a connection; `why`, if it was rejected."""
@@ -246,7 +246,7 @@ class PeerPort:
             self._rejected.count(peer.address, why)
         self._unproven.pop(connection, None)
         self._selector.unregister(connection)
-        hang_up(connection)
+        close_connection(connection)
         if peer.channel:
             self._gone(peer.number)
 
@@ -268,6 +268,6 @@ class PeerPort:
         self._listener.close()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Peer):
-                hang_up(key.fileobj)  # type: ignore[arg-type]
+                close_connection(key.fileobj)  # type: ignore[arg-type]
         self._selector.close()
         self._woken.close()

@@ -11,12 +11,12 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from ..collective.stores import BoundedStore
-from .endpoint import Endpoint, listen_beside
+from .endpoint import Endpoint, listen_on_same_address
 
 
 def serve(port: socket.socket, host: str, bound: timedelta) -> TCPStore:
     """A store on a free port of the address on which `port` listens, reached as `host`; it serves while it is held."""
-    listener = listen_beside(port)
+    listener = listen_on_same_address(port)
     number = int(listener.getsockname()[1])
     return TCPStore(host, number, None, True, bound, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ft_plugins.launcher.rounds import Rules
-from ft_plugins.launcher.waiting import Waiting, awaited, command
+from ft_plugins.launcher.wait_report import WaitReport, awaited, command
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    lead, other = (Waiting(Rules(2, 2), 10.0, "ft-run train.py") for _ in range(2))
+    lead, other = (WaitReport(Rules(2, 2), 10.0, "ft-run train.py") for _ in range(2))
     said: dict[str, list[float]] = {"lead": [], "other": []}
     for _ in range(950):
         for name, each in (("lead", lead), ("other", other)):

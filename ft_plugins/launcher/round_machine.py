@@ -24,7 +24,7 @@ from pydantic import Field
 
 from ..intake import Flag
 from . import rounds
-from .bounds import MOST_NODES, Count, Name, Seen, Token, Where, Workers
+from .field_types import MOST_NODES, Count, Name, Seen, Token, Where, Workers
 from .rounds import Candidate, Rules, Seat
 
 _PAUSE_SECONDS = 1.0  # between two looks at the clock; if they are further apart, it was we who slept
@@ -116,7 +116,7 @@ class Proposal:
     workers: tuple[int, ...] = ()
 
 
-class Gathering:
+class RoundMachine:
     """The rounds of one rendezvous, led by this node. `last` is the last complete round that it knows of."""
 
     def __init__(self, rules: Rules, silence: float, last: Roster | None, now: float) -> None:

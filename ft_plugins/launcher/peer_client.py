@@ -30,7 +30,7 @@ PURPOSE = "rendezvous"
 HEAD = 4  # bytes before the content of a frame, which tell its length
 REFUSED: Message = {"refused": True}  # all that a node says to one of another job
 ASKED_AT_ONCE = 32
-LET_IN: Message = {"let in": True}  # the first sealed frame: from now on the connection makes no room for others
+ADMITTED: Message = {"let in": True}  # the first sealed frame: from now on the connection makes no room for others
 _AGAIN_SECONDS = (0.02, 1.0)  # pause before one that ended before that is made again: the first, the longest
 
 
@@ -57,7 +57,7 @@ class _HungUpError(ConnectionError):
     """The peer has closed the connection before it let this node in: it may have had to make room for others."""
 
 
-class Line:
+class PeerConnection:
     """A connection to another node. Every failure to get a reply is a ConnectionError, and its end."""
 
     def __init__(self, endpoint: str, seconds: float, credentials: Credentials) -> None:
@@ -98,7 +98,7 @@ class Line:
     def _prove(self, until: float, credentials: Credentials) -> Channel:
         client = ClientHandshake(credentials.secret, credentials.who)
         hello = protocol.pack(client.hello())
-        self._socket.sendall(head(hello) + hello)
+        self._socket.sendall(length_prefix(hello) + hello)
         challenge = protocol.unpack(self._read(self._announced(HANDSHAKE_LIMIT, until), until), proven=False)
         if challenge == REFUSED:
             raise ForeignError("it belongs to another job")
@@ -107,8 +107,8 @@ class Line:
         except ProtocolError as error:
             raise ForeignError(str(error)) from error
         proof = protocol.pack(answer)
-        self._socket.sendall(head(proof) + proof)
-        if self._opened(channel, until) != LET_IN:
+        self._socket.sendall(length_prefix(proof) + proof)
+        if self._opened(channel, until) != ADMITTED:
             raise ProtocolError("expected to be let in, found another reply")
         return channel
 
@@ -119,7 +119,7 @@ class Line:
             payload = protocol.pack(message)
             body, tag = self._channel.sealer.seal(payload)
             self._socket.settimeout(self._seconds)
-            self._socket.sendall(b"".join((head(payload), body, tag)))
+            self._socket.sendall(b"".join((length_prefix(payload), body, tag)))
             return self._opened(self._channel, until)
         except EOFError as error:
             self.close()
@@ -152,12 +152,12 @@ class Line:
 
     def close(self) -> None:
         """Close the connection, also for processes that were forked with it. Idempotent."""
-        hang_up(self._socket)
+        close_connection(self._socket)
 
 
 def ask(endpoint: str, message: Message, seconds: float, credentials: Credentials) -> Message:
     """The reply of one node, on a connection for this alone. Raises ConnectionError."""
-    line = Line(endpoint, seconds, credentials)
+    line = PeerConnection(endpoint, seconds, credentials)
     try:
         return line.ask(message)
     finally:
@@ -182,10 +182,10 @@ def ask_all(
         return dict(zip(names, pool.map(attempt, names), strict=True))
 
 
-def answers(endpoint: Endpoint, seconds: float) -> bool:
+def node_answers(endpoint: Endpoint, seconds: float) -> bool:
     """Whether a node answers there, of whichever job."""
     try:
-        Line(str(endpoint), seconds, Credentials(bytes(16), "?", "?")).close()
+        PeerConnection(str(endpoint), seconds, Credentials(bytes(16), "?", "?")).close()
     except ForeignError:
         return True
     except ConnectionError:
@@ -193,12 +193,12 @@ def answers(endpoint: Endpoint, seconds: float) -> bool:
     return True
 
 
-def head(payload: bytes) -> bytes:
+def length_prefix(payload: bytes) -> bytes:
     """What goes before a payload: its length, without that of the tag that follows it after the handshake."""
     return struct.pack(">I", len(payload))
 
 
-def hang_up(connection: socket.socket) -> None:
+def close_connection(connection: socket.socket) -> None:
     """End a connection, also for processes that were forked with it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
