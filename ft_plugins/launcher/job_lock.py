@@ -1,9 +1,9 @@
-"""One ft-run per job and node: the lock on `<run_dir>/lock`, held for the life of the process.
+"""One ft-run per job and node: a lock on `<run_dir>/lock`, held for the life of the process.
 
-Invariant: the kernel frees the lock when its owner dies, however it dies. A worker that was forked (not exec'ed) from
-the owner closes its copy first thing, so that it never keeps the lock of a dead ft-run.
+Invariant: the kernel frees the lock when its owner dies. A worker that is forked (not exec'ed) from the owner closes
+its copy first, so it never holds the lock of a dead ft-run.
 
-In: a run directory. Out: the lock, or a BusyError that names who has it.
+In: a run directory. Out: the lock, or a BusyError that names its owner.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from ..errors import BusyError
 from ..smp import liveness
 
-_PATIENCE_SECONDS = 1.0  # with an owner that lives: it may have been killed just now
-_DEAD_PATIENCE_SECONDS = 5.0  # with what a dead owner forked
+_PATIENCE_SECONDS = 1.0  # for a live owner, which may have just been killed
+_DEAD_PATIENCE_SECONDS = 5.0  # for processes that a dead owner forked
 _RETRY_SECONDS = 0.02
 
 
 class JobLock:
-    """This process is the ft-run of `run_dir`. Use as a context manager. Raises BusyError when another one is."""
+    """Makes this process the ft-run of `run_dir`; a context manager. Raises BusyError if another process is."""
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / "lock"
@@ -31,8 +31,8 @@ class JobLock:
             patience = _PATIENCE_SECONDS if liveness.started(owner) else _DEAD_PATIENCE_SECONDS
             if time.monotonic() - began > patience:
                 raise BusyError(
-                    f"job {run_dir.parent.name} is run on node {run_dir.name} already, by the ft-run with pid {owner}; "
-                    "end that one, or name this job otherwise with --ftp-job (this node: --ftp-node-name)"
+                    f"job {run_dir.parent.name} is already running on node {run_dir.name} under the ft-run with pid "
+                    f"{owner}; end that one, or give this job another name with --ftp-job (this node: --ftp-node-name)"
                 )
             time.sleep(_RETRY_SECONDS)
         self._descriptor = descriptor
@@ -44,7 +44,7 @@ class JobLock:
         self.close()
 
     def close(self) -> None:
-        """Close this process's copy of the lock; in the owner that gives it up."""
+        """Close this process's copy of the lock; the owner thereby releases it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

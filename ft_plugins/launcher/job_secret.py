@@ -1,6 +1,6 @@
-"""The secret by which the nodes of a job know each other: given in a file, or made for a user's jobs on this machine.
+"""The secret that authenticates the nodes of a job: from a file, or generated for a user's jobs on this machine.
 
-Invariant: it stands in a file that only its owner can read, never in an environment, a command line or a store.
+Invariant: it is stored in a file that only its owner can read, never in an environment, a command line or a store.
 
 In: --ftp-secret-file, or nothing. Out: bytes. Raises ConfigError.
 """
@@ -18,22 +18,22 @@ from ..smp.wire import read_secret
 
 
 def load_secret(file: str | Path | None) -> bytes:
-    """What the user's `file` says; without one, that of the jobs of this user on this machine."""
+    """The secret in the user's `file`; without one, that of this user's jobs on this machine."""
     return read_secret(Path(file)) if file else user_secret()
 
 
 def user_secret() -> bytes:
-    """For jobs that are reached from this machine alone: made once, in the folder of this user's run directories."""
+    """The secret for jobs that only this machine can reach, generated once among this user's run directories."""
     path = run_root() / "secret"
     if not path.exists():
         building = path.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             with open(os.open(building, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
-            with contextlib.suppress(FileExistsError):  # another process was quicker: then it is that one
+            with contextlib.suppress(FileExistsError):  # another process was first: use its secret
                 os.link(building, path)
         except OSError as error:
-            raise ConfigError(f"{path}: no secret can be written there ({error.strerror})") from error
+            raise ConfigError(f"{path}: the secret cannot be written ({error.strerror})") from error
         finally:
             building.unlink(missing_ok=True)
     return read_secret(path)

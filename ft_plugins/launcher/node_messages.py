@@ -1,8 +1,8 @@
 """Requests and replies between the launchers of a job's nodes, as types with bounded fields.
 
-    meet    who are you, and which lead do you follow? With `lead`: I lead, if you are looking for one.
-    elect   may `lead` lead its generation?
-    apply, look, serve, leave, finish    from nodes to their lead, see `RoundMachine`
+    meet    identify yourself and the leader that you follow; `lead` introduces the sender as a leader
+    elect   consent to `lead` as the leader of its generation
+    apply, look, serve, leave, finish    from nodes to their leader, see `RoundMachine`
     close   the rendezvous is over
 
 A request is a map of its fields and its name, `do`. `intake.parsed` reads it.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..intake import Flag
-from .field_types import Count, Name, Reason, Seen, Token, Where
+from .field_types import Count, EndpointText, Name, Reason, Reported, Token
 from .round_machine import Application, Phase, Roster
 
 Message = dict[str, Any]
@@ -23,12 +23,12 @@ REQUEST_LIMIT = 8 << 10  # bytes; the longest one names an endpoint or two, and 
 
 @dataclass(frozen=True)
 class Leader:
-    """A node that leads the rendezvous, or did. `round` and `complete` are its progress when it sent this."""
+    """A node that is or was the leader. `round` and `complete` are its progress when it sent this."""
 
     node: Name
     token: Token
-    endpoint: Where
-    generation: Seen
+    endpoint: EndpointText
+    generation: Reported
     round: Count = 0
     complete: Flag = False
 
@@ -38,7 +38,7 @@ class Leader:
 
     @property
     def standing(self) -> tuple[int, bool, int, str]:
-        """When two leads meet, the one with the greater standing stays."""
+        """Of two leaders that meet, the one of greater standing stays."""
         return (self.round, self.complete, self.generation, self.token)
 
 
@@ -47,14 +47,14 @@ class Leader:
 
 @dataclass(frozen=True)
 class Meet:
-    """Who are you, and which lead do you follow?"""
+    """Identify yourself and the leader that you follow."""
 
     lead: Leader | None = None
 
 
 @dataclass(frozen=True)
 class Elect:
-    """May this one lead?"""
+    """Consent to this leader."""
 
     lead: Leader
 
@@ -76,7 +76,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Apply:
-    """This process wants to take part."""
+    """This process applies to take part."""
 
     token: Token
     application: Application
@@ -84,18 +84,18 @@ class Apply:
 
 @dataclass(frozen=True)
 class Look:
-    """What is the state of the round? `round`: the newest one that the process knows to be complete."""
+    """Report the state of the round. `round`: the newest one that this process knows to be complete."""
 
     token: Token
-    round: Seen = 0
+    round: Reported = 0
 
 
 @dataclass(frozen=True)
 class Serve:
-    """Where the store of the proposed round is."""
+    """The endpoint of the proposed round's store."""
 
     token: Token
-    store: Where
+    store: EndpointText
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Finish:
     round: Count
 
 
-OF_ANYONE = {"meet": Meet, "elect": Elect, "leave": Leave, "close": Close}
-OF_LEADS = {"apply": Apply, "look": Look, "serve": Serve, "finish": Finish}
+ANSWERED_BY_ALL = {"meet": Meet, "elect": Elect, "leave": Leave, "close": Close}
+ANSWERED_BY_LEADER = {"apply": Apply, "look": Look, "serve": Serve, "finish": Finish}
 
 
 # ---- replies ----
@@ -120,7 +120,7 @@ class Meeting:
     node: Name
     token: Token
     awake: Flag
-    generation: Seen
+    generation: Reported
     leading: Leader | None
     known: tuple[Leader, ...]
     closed: Reason = ""
@@ -132,7 +132,7 @@ class Vote:
     """Whether a node consents, and the newest generation that it knows of."""
 
     granted: Flag
-    generation: Seen
+    generation: Reported
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,12 @@ class Admission:
 
 @dataclass(frozen=True)
 class RoundView:
-    """The round as one process sees it: `rank`, `size` and `store` if it was chosen, `roster` if the round is complete
-    and the process did not know. `missing` are nodes of the last round. `opened`, `trained`: see `Proposal`. `first` is
-    the global rank of the process's first worker, `workers` the number of all."""
+    """The round as one process sees it.
+
+    `rank`, `size`, `store`: if the process was chosen. `roster`: if the round is complete and the process did not know.
+    `names`, `missing`: of waiting nodes, of nodes of the last round that do not wait; not all if there are many.
+    `opened`, `trained`: see `Proposal`. `first`: global rank of the process's first worker; `workers`: number of all.
+    """
 
     phase: Phase
     round: Count
@@ -160,7 +163,7 @@ class RoundView:
     lost: Count
     rank: Count | None = None
     size: Count = 0
-    store: Where | None = None
+    store: EndpointText | None = None
     opened: Flag = False
     trained: Flag = False
     first: Count = 0
@@ -170,7 +173,7 @@ class RoundView:
 
 @dataclass(frozen=True)
 class Answered:
-    """Part of every reply: why the rendezvous is over, if it is; `moved`: the node asked no longer leads."""
+    """Part of every reply. `closed`: why the rendezvous is over, if it is. `moved`: this node does not lead."""
 
     closed: Reason = ""
     in_order: Flag = False
