@@ -71,7 +71,7 @@ class ProgressAgent(LocalElasticAgent):
         self._bounded = bounded
         self._store_of_workers: TCPStore | None = None  # on the node of group rank 0; serves until released
         self._channel: AgentChannel | None = None  # to the other nodes, if the rendezvous is not ours
-        self._versions: list[int | None] = []
+        self._versions: list[int | None] = []  # the newest restorable iteration at each failure
         self._before: WorkerFailure | None = None  # the last failure, if it came before any version or iteration
         self._first_token = 0  # the first one under this ft-run
         self._token = 0  # of the running incarnation
@@ -209,8 +209,8 @@ class ProgressAgent(LocalElasticAgent):
         token = self._token = self._watcher.fence() if self._watcher else 0
         self.restarts = worker_group.spec.max_restarts - self._remaining_restarts
         if self._job:  # torch passes this process's environment on to workers
-            resumed = self._resumed(token, worker_group)
-            config = self._job.config.model_copy(update={"resume": "auto"}) if resumed else self._job.config
+            done = {"resume": "auto"} if self._resumed(token, worker_group) else {}  # the command's `resume` holds once
+            config = self._job.config.model_copy(update=done)
             os.environ.update(worker_environment(config, self._job.run_dir, token, os.getpid()))
         if self._channel:
             self._channel.publish("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())

@@ -11,7 +11,7 @@ In: this node's service, endpoints. Out: a `Leader` that was alive and leading w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
 from ..errors import ProtocolError
@@ -34,12 +34,7 @@ class LeaderSearch:
     """`reach`: seconds within which a reachable node replies. `given`: endpoints from the user."""
 
     def __init__(
-        self,
-        service: NodeService,
-        roster_file: RosterFile,
-        given: Sequence[str],
-        reach: float,
-        credentials: Credentials,
+        self, service: NodeService, roster_file: RosterFile, given: list[str], reach: float, credentials: Credentials
     ) -> None:
         self.unreached: dict[str, str] = {}  # why, by endpoint
         self.foreign: dict[str, str] = {}  # of those, where a node of another job answered

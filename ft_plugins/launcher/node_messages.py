@@ -1,10 +1,5 @@
 """Requests and replies between the launchers of a job's nodes, as types with bounded fields.
 
-    meet    identify yourself and the leader that you follow; `lead` introduces the sender as a leader
-    elect   consent to `lead` as the leader of its generation
-    apply, look, serve, leave, finish    from nodes to their leader, see `RoundMachine`
-    close   the rendezvous is over
-
 A request is a map of its fields and its name, `do`. `intake.parsed` reads it.
 """
 
@@ -47,14 +42,14 @@ class Leader:
 
 @dataclass(frozen=True)
 class Meet:
-    """Identify yourself and the leader that you follow."""
+    """Identify yourself and the leader that you follow. `lead` introduces the sender as a leader."""
 
     lead: Leader | None = None
 
 
 @dataclass(frozen=True)
 class Elect:
-    """Consent to this leader."""
+    """Consent to `lead` as the leader of its generation."""
 
     lead: Leader
 
