@@ -1067,6 +1067,6 @@ def test_no_more_is_read_than_a_secret_may_have(secret_file: Path) -> None:
 
 
 def test_a_secret_that_is_not_there_is_refused(secret_file: Path) -> None:
-    for path, why in [(secret_file.with_name("none"), "No such file"), (secret_file.parent, "no regular file")]:
+    for path, why in [(secret_file.with_name("none"), "No such file"), (secret_file.parent, "not a regular file")]:
         with pytest.raises(ConfigError, match=f"{path}: cannot be read .*{why}"):
             read_secret(path)

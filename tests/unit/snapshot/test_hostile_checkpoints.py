@@ -215,9 +215,9 @@ def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(original: Path, t
     os.mkfifo(folder / name)
     intake.within(10.0, lambda: read_everything(base, folder), "a reader")
     if name == checkpoint.data_file(0):
-        with pytest.raises(StorageError, match="no regular file"):
+        with pytest.raises(StorageError, match="not a regular file"):
             intake.within(10.0, lambda: persist.read_head(folder / name, record))
-        with pytest.raises(StorageError, match="no regular file"):
+        with pytest.raises(StorageError, match="not a regular file"):
             intake.within(10.0, lambda: shares.whole("w", (0,)))
     (folder / "manifest.json").unlink()
     (folder / checkpoint.record_file(0)).unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.launcher.memory import Memory
+from ft_plugins.launcher.roster_file import RosterFile
 from ft_plugins.launcher.rounds import Rules
 from ft_plugins.model.topology import Topology
 from ft_plugins.recovery.resize import sizes
@@ -71,7 +71,7 @@ def test_unequal_nodes_and_parallel_experts_are_not_resized() -> None:
 
 
 def test_the_rendezvous_reads_the_report_of_the_ranks(tmp_path: Path) -> None:
-    memory = Memory("job", tmp_path)
+    memory = RosterFile("job", tmp_path)
     assert memory.sizes() == SizeReport()
     for report in (SizeReport((2, 3, 4)), SizeReport((2, 4), spares_asked=True)):
         sizes.write(tmp_path, report)
@@ -79,7 +79,7 @@ def test_the_rendezvous_reads_the_report_of_the_ranks(tmp_path: Path) -> None:
     strange = json.dumps({"sizes": [2, "3", None], "spares_asked": "yes"})
     for broken in ("{", "[]", "3", strange):
         (tmp_path / sizes.FILE).write_text(broken)
-        assert memory.sizes() == SizeReport() == Memory("job", None).sizes()
+        assert memory.sizes() == SizeReport() == RosterFile("job", None).sizes()
 
 
 def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:

@@ -1,12 +1,12 @@
-"""The port of a node at which other nodes of its job can ask it something.
+"""Serve this node's port, at which other nodes of its job send requests.
 
-Invariant: nothing that a peer does ends the thread, or costs more than is written here. Before it has proved that it
-knows the secret of the job it gets 4 KiB, a few seconds and one of a few places; the oldest one makes room. After that
-one request is answered at a time, the next one when the reply is gone: what a peer does not read is not held for it.
-A request that cannot be answered ends its connection. Answers come from one thread, which looks up no names and holds
-no lock while it waits: a process that is forked meanwhile inherits nothing that it could hang on.
+Invariant: a peer cannot end the thread or exceed the limits given here. Until it has proved that it knows the job's
+secret, it gets 4 KiB, a few seconds and one of a few places; the oldest unproven connection is dropped for a new one.
+After that, one request is answered at a time, and the next one only once its reply is sent, so unread replies do not
+pile up. A request that cannot be answered ends its connection. The only thread resolves no names and holds no lock
+while it waits, so a process forked meanwhile inherits no lock to hang on.
 
-In: a function from a request to its reply. Out: replies; counts of what was rejected, once a minute at most.
+In: a function from a request to its reply. Out: replies; counts of rejected connections, at most once a minute.
 """
 
 from __future__ import annotations
@@ -25,65 +25,65 @@ from ..smp import connections, protocol
 from ..smp.channel import HANDSHAKE_LIMIT, TAG, Channel, ServerHandshake
 from ..smp.connections import RejectedConnections
 from ..smp.unproven import crowd_of
-from .line import HEAD, LET_IN, REFUSED, Credentials, hang_up, head
 from .node_messages import REQUEST_LIMIT, Message
+from .peer_client import ADMITTED, HEAD, REFUSED, Credentials, close_connection, length_prefix
 
-_PROOF_SECONDS = 5.0  # for a handshake, which takes a living peer milliseconds
-_UNPROVEN, _OF_ONE_ADDRESS = 64, 8  # connections at a time
-_IDLE_SECONDS = 120.0  # a connection on which nothing is asked for so long is closed; a living peer makes a new one
+_PROOF_SECONDS = 5.0  # for a handshake, which takes a live peer milliseconds
+_UNPROVEN, _OF_ONE_ADDRESS = 64, 8  # unproven connections at a time
+_IDLE_SECONDS = 120.0  # an idle connection is closed after this; a live peer makes a new one
 _UNREAD_SECONDS = 10.0  # for a peer to read a reply
-_SWEEP_SECONDS = 1.0  # between two looks for those
+_SWEEP_SECONDS = 1.0  # between two searches for connections to close
 _CONNECTIONS = 4096
 _LEAST_WAIT = 0.01
 _TOO_MANY, _SILENT = "more connections than may be open without a proof", "no proof of the secret"
-_SHORT_SECONDS = 0.5  # without new connections, when there was no descriptor for one
+_SHORT_SECONDS = 0.5  # pause in accepting when descriptors have run out
 
 
 @dataclass
 class _Peer:
-    """One connection: what came in and is no whole frame yet, what is still to go out."""
+    """One connection, with the bytes of an incomplete frame and those still to be sent."""
 
     number: int
     address: str
     server: ServerHandshake
     used: float
-    greeted: bool = False  # it has had its challenge
+    greeted: bool = False  # the challenge was sent
     channel: Channel | None = None  # once it has proved that it knows the secret
     received: bytearray = field(default_factory=bytearray)
     sending: bytearray = field(default_factory=bytearray)
 
     @property
     def limit(self) -> int:
-        """Bytes of what may come next, without its length."""
+        """Maximum bytes of the next frame, without its length."""
         return REQUEST_LIMIT + TAG if self.channel else HANDSHAKE_LIMIT
 
     def next_frame(self) -> bytes | None:
-        """Take the first whole frame out of what was received; None while there is none. Raises ProtocolError."""
+        """Remove the first complete frame from the received bytes; None if there is none. Raises ProtocolError."""
         if len(self.received) < HEAD:
             return None
         tag = TAG if self.channel else 0
         end = HEAD + protocol.announced(self.received[:HEAD], self.limit - tag) + tag
         if len(self.received) < end:
             return None
-        found = bytes(self.received[HEAD:end])
+        frame = bytes(self.received[HEAD:end])
         del self.received[:end]
-        return found
+        return frame
 
     def reply(self, message: Message) -> None:
-        """Have a message go out, sealed, to one who has proved itself."""
+        """Queue a sealed message. The peer must have proved itself."""
         if self.channel is None:
-            raise RuntimeError("it has not proved itself yet")
+            raise RuntimeError("the peer has not proved itself yet")
         payload = protocol.pack(message)
         body, tag = self.channel.sealer.seal(payload)
-        self.sending += b"".join((head(payload), body, tag))
+        self.sending += b"".join((length_prefix(payload), body, tag))
 
 
-class PeerPort:
+class PeerServer:
     """Answers on a listening socket, from a thread, until `close`.
 
     `answer(request, connection)` gives the reply; `connection` is a number, and `gone(connection)` is called when it
-    ends. `tick()` is called again and again; it tells within how many seconds it wants to be called next. Where that
-    fails, all connections are closed: others see that no node is here, and `check` says so on this one.
+    ends. `tick()` is called repeatedly; it returns the seconds until the next call. If one of them fails, all
+    connections are closed, so that other nodes see this one as lost, and `check` raises the failure on this one.
     """
 
     def __init__(
@@ -117,18 +117,18 @@ class PeerPort:
 
     def close(self) -> None:
         """Stop answering and close every connection. Idempotent."""
-        hang_up(self._wake)
+        close_connection(self._wake)
         self._thread.join()
 
     @property
-    def answers(self) -> bool:
-        """Whether nothing has failed."""
+    def is_serving(self) -> bool:
+        """Whether requests are still answered."""
         return self._failure is None
 
     def check(self) -> None:
-        """Raises RuntimeError if nothing is answered any more."""
+        """Raises RuntimeError if requests are no longer answered."""
         if self._failure:
-            raise RuntimeError(f"the port of this node ({self.port}) is not answered any more") from self._failure
+            raise RuntimeError(f"the port of this node ({self.port}) no longer answers") from self._failure
 
     def _serve(self) -> None:
         try:
@@ -153,34 +153,33 @@ class PeerPort:
                     return
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not dropped for another one meanwhile
+                elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not dropped meanwhile
                     self._attend(key.fileobj, key.data, events)  # type: ignore[arg-type]
 
     def _accept(self) -> None:
         try:
-            connection, found = self._listener.accept()
+            connection, (address, *_) = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # there is no descriptor for it: those that are here are still answered
+        except OSError as error:  # out of descriptors: existing connections are still answered
             self._rejected.count("", f"could not be accepted ({error.strerror})")
             self._selector.unregister(self._listener)
             self._listening, self._accept_again = False, time.monotonic() + _SHORT_SECONDS
             return
-        self._make_room(str(found[0]))
+        self._make_room(str(address))
         if len(self._selector.get_map()) >= self._places:
-            self._rejected.count(str(found[0]), _TOO_MANY)
+            self._rejected.count(str(address), _TOO_MANY)
             connection.close()
             return
         connection.setblocking(False)
         self._accepted += 1
         server = ServerHandshake(self._credentials.secret, self._credentials.who)
-        peer = _Peer(self._accepted, str(found[0]), server, time.monotonic())
+        peer = _Peer(self._accepted, str(address), server, time.monotonic())
         self._unproven[connection] = peer
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _make_room(self, address: str) -> None:
-        """Drop the oldest unproven connection of this address, or of the one with the most, where there are as many as
-        may be."""
+        """At the limit of unproven connections, drop the oldest one of `address`, or of the address with the most."""
         crowd, crowds = crowd_of(address), Counter(crowd_of(peer.address) for peer in self._unproven.values())
         if crowds[crowd] < _OF_ONE_ADDRESS:
             if len(self._unproven) < _UNPROVEN:
@@ -190,7 +189,7 @@ class PeerPort:
         self._drop(oldest, self._unproven[oldest], _TOO_MANY)
 
     def _attend(self, connection: socket.socket, peer: _Peer, events: int) -> None:
-        """Read what has come, answer each whole frame when the reply before is gone."""
+        """Read, and answer each complete frame once the previous reply is sent."""
         try:
             if events & selectors.EVENT_READ:
                 part = connection.recv(HEAD + peer.limit)
@@ -198,7 +197,7 @@ class PeerPort:
                     self._drop(connection, peer, "" if peer.channel else _SILENT)
                     return
                 peer.received += part
-                if peer.channel:  # a handshake has its time, however its bytes are spread
+                if peer.channel:  # a handshake has a fixed time, however it is split
                     peer.used = time.monotonic()
             while True:
                 if peer.sending:
@@ -215,43 +214,43 @@ class PeerPort:
         except OSError:
             self._drop(connection, peer, "" if peer.channel else _SILENT)
             return
-        except Exception as error:  # the one place where whatever a request can cause ends: with its connection
+        except Exception as error:  # anything that a request causes ends its connection, never the thread
             self._drop(connection, peer, str(protocol.unexpected(error)))
             return
         self._selector.modify(connection, selectors.EVENT_WRITE if peer.sending else selectors.EVENT_READ, peer)
 
     def _handle(self, connection: socket.socket, peer: _Peer, frame: bytes) -> None:
-        """One step of the handshake, or one request."""
+        """Answer one step of the handshake, or one request."""
         if peer.channel:
             unit = peer.channel.opener.open(frame[:-TAG], frame[-TAG:])
             peer.reply(self._answer(protocol.unpack(unit), peer.number))
         elif peer.greeted:
             peer.channel = peer.server.finish(protocol.unpack(frame, proven=False))
             del self._unproven[connection]
-            peer.reply(LET_IN)
+            peer.reply(ADMITTED)
         else:
             hello = protocol.unpack(frame, proven=False)
             try:
                 challenge = protocol.pack(peer.server.challenge(hello))
             except ProtocolError:
                 refusal = protocol.pack(REFUSED)
-                connection.send(head(refusal) + refusal)
+                connection.send(length_prefix(refusal) + refusal)
                 raise
             peer.greeted = True
-            peer.sending += head(challenge) + challenge
+            peer.sending += length_prefix(challenge) + challenge
 
     def _drop(self, connection: socket.socket, peer: _Peer, why: str = "") -> None:
-        """End a connection; `why`, if it was rejected."""
+        """End a connection. `why`: the reason if it is rejected."""
         if why:
             self._rejected.count(peer.address, why)
         self._unproven.pop(connection, None)
         self._selector.unregister(connection)
-        hang_up(connection)
+        close_connection(connection)
         if peer.channel:
             self._gone(peer.number)
 
     def _sweep(self, now: float) -> None:
-        """Close connections that have had their time."""
+        """Close connections whose time is over."""
         for key in list(self._selector.get_map().values()):
             if not isinstance(key.data, _Peer):
                 continue
@@ -264,10 +263,10 @@ class PeerPort:
                 self._drop(key.fileobj, peer, "" if peer.channel else _SILENT)  # type: ignore[arg-type]
 
     def _close_all(self) -> None:
-        """Without a word about who has gone: that may be what has failed."""
+        """Does not call `gone`, which may be what failed."""
         self._listener.close()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Peer):
-                hang_up(key.fileobj)  # type: ignore[arg-type]
+                close_connection(key.fileobj)  # type: ignore[arg-type]
         self._selector.close()
         self._woken.close()

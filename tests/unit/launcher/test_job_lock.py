@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.errors import BusyError
-from ft_plugins.launcher.ownership import Ownership
+from ft_plugins.launcher.job_lock import JobLock
 
 fork = get_context("fork")
 
@@ -26,7 +26,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def own(run_dir: Path, ready: Connection, forks: bool) -> None:
     """An owner that lives until it is killed; with `forks`, a child of it has a copy of the lock and lets go of it."""
-    ownership = Ownership(run_dir)
+    ownership = JobLock(run_dir)
     if forks and os.fork() == 0:
         ownership.close()
         os.setpgid(0, 0)
@@ -53,19 +53,19 @@ def owner(run_dir: Path, request: pytest.FixtureRequest) -> Iterator[int]:
 
 def test_a_second_one_is_refused_and_told_who_owns_the_job_and_what_to_do(run_dir: Path, owner: int) -> None:
     with pytest.raises(BusyError, match=rf"job job .*node node .*pid {owner}.*--ftp-job"):
-        Ownership(run_dir)
+        JobLock(run_dir)
 
 
 @pytest.mark.parametrize("owner", [False, True], indirect=True, ids=["alone", "with a forked worker that lives on"])
 def test_the_lock_of_a_killed_owner_is_free(run_dir: Path, owner: int) -> None:
     os.kill(owner, signal.SIGKILL)
-    with Ownership(run_dir):
+    with JobLock(run_dir):
         assert (run_dir / "lock").read_text() == str(os.getpid())
 
 
 def test_it_is_given_up_at_the_end_of_the_block(run_dir: Path) -> None:
-    with Ownership(run_dir) as first:
+    with JobLock(run_dir) as first:
         first.close()
         first.close()
-        with Ownership(run_dir):
+        with JobLock(run_dir):
             pass

@@ -1,14 +1,14 @@
-"""The rounds of one rendezvous as the node that leads it sees them: who waits, who was chosen, who is in. Pure.
+"""State machine of the rendezvous rounds, on the leader: which nodes wait, are chosen, take part. Pure.
 
-Invariant: a round is complete only when each of its nodes was heard of after it had been chosen, and its store is
-there; it has begun when each of them has said that it knows. One that is silent or leaves in between is dropped, and
-the round is put together anew: nobody begins one in which another node does not take part. Time comes from outside.
+Invariant: a round is complete only when each of its nodes was heard from after it was chosen, and its store exists. It
+has begun when each of them has acknowledged it. If one is silent or leaves in between, it is dropped and the round
+opens again, so no node begins a round without the others. Time comes from outside.
 
-    OPEN -> PROPOSED      enough nodes wait: ranks are given, the node of rank 0 makes the round's store
-    PROPOSED -> OPEN      one of the chosen has gone
-    PROPOSED -> COMPLETE  all have been heard of since
-    COMPLETE -> OPEN      one has gone before the round had begun; a node of the round is back, one has come with which
-                          the round can be larger, or one waits that can replace a node whose connection has ended
+    OPEN -> PROPOSED      enough nodes wait: ranks are assigned, the node of rank 0 creates the round's store
+    PROPOSED -> OPEN      a chosen node was lost
+    PROPOSED -> COMPLETE  all were heard from since
+    COMPLETE -> OPEN      a node was lost before the round began, a node of the round is back, the round can become
+                          larger, or a waiting node can replace one whose connection has ended
 
 In: applications and looks of nodes, the time. Out: the phase, a `Roster` for each complete round.
 """
@@ -24,14 +24,14 @@ from pydantic import Field
 
 from ..intake import Flag
 from . import rounds
-from .bounds import MOST_NODES, Count, Name, Seen, Token, Where, Workers
+from .field_types import MOST_NODES, Count, EndpointText, Name, Reported, Token, Workers
 from .rounds import Candidate, Rules, Seat
 
-_PAUSE_SECONDS = 1.0  # between two looks at the clock; if they are further apart, it was we who slept
+_PAUSE_SECONDS = 1.0  # maximum between two steps; if they are further apart, this process was stopped
 
 
 class Phase(Enum):
-    """Where a round is."""
+    """The state of a round."""
 
     OPEN = "open"
     PROPOSED = "proposed"
@@ -47,10 +47,10 @@ _NEXT = {
 
 @dataclass(frozen=True)
 class Place:
-    """A node and the endpoint at which it can be asked."""
+    """A node and its endpoint."""
 
     node: Name
-    endpoint: Where
+    endpoint: EndpointText
 
 
 Places = Annotated[tuple[Place, ...], Field(max_length=MOST_NODES)]
@@ -58,7 +58,7 @@ Places = Annotated[tuple[Place, ...], Field(max_length=MOST_NODES)]
 
 @dataclass(frozen=True)
 class Roster:
-    """A complete round: its nodes by rank, and those that waited beside it. Raises ValueError."""
+    """A complete round: its nodes by rank, and its spares. Raises ValueError."""
 
     round: Count
     members: Places = ()
@@ -69,31 +69,31 @@ class Roster:
             raise ValueError("expected a round from 1 for its members")
 
     def seat(self, node: str) -> Seat | None:
-        """Where `node` sat; None if it did not take part."""
+        """The seat of `node`; None if it did not take part."""
         names = [place.node for place in self.members]
         return Seat(self.round, names.index(node), len(names)) if node in names else None
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the nodes of this round can be asked, in the order of their ranks, then the spares'."""
+        """The endpoints of the nodes of this round, by rank, then of the spares."""
         return [place.endpoint for place in (*self.members, *self.spares)]
 
 
 @dataclass(frozen=True)
 class Application:
-    """A node that asks to take part. `token` is its process's own: a node that was started again has another one.
+    """A node's request to take part. `token` identifies its process: a restarted node has another one.
 
-    `knows` is the newest complete round that it has heard of, also one that it had no seat in. `opened`: its ranks have
-    captured something under the command that runs. `trained`: they have completed an iteration, or hold a version.
-    `workers` is how many of them it starts.
+    `knows`: the newest complete round that it knows of, with or without a seat in it. `opened`: its ranks have captured
+    under the running command. `trained`: they have completed an iteration, or hold a version. `workers`: how many it
+    starts.
     """
 
     node: Name
     token: Token
-    endpoint: Where
+    endpoint: EndpointText
     seat: Seat | None = None
     wanted: Count | None = None
-    knows: Seen = 0
+    knows: Reported = 0
     opened: Flag = False
     trained: Flag = False
     workers: Workers = 0
@@ -101,10 +101,10 @@ class Application:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Ranks by token, given at a time, and where the store of the round is, '' while rank 0 has not told.
+    """Ranks by token, when they were assigned, and the endpoint of the round's store, '' until rank 0 reports it.
 
-    `opened`, `trained`: any of its nodes has `Application.opened`, `Application.trained`. `workers`: of each node, by
-    rank.
+    `opened`, `trained`: whether any of its nodes has `Application.opened`, `Application.trained`. `workers`: of each
+    node, by rank.
     """
 
     round: int
@@ -116,67 +116,68 @@ class Proposal:
     workers: tuple[int, ...] = ()
 
 
-class Gathering:
-    """The rounds of one rendezvous, led by this node. `last` is the last complete round that it knows of."""
+class RoundMachine:
+    """The rounds of one rendezvous, led by this node. `last`: the last complete round that it knows of."""
 
     def __init__(self, rules: Rules, silence: float, last: Roster | None, now: float) -> None:
-        """`silence`: seconds after which a node that was not heard of is gone."""
+        """`silence`: seconds without a message after which a node is lost."""
         self.phase = Phase.OPEN
         self.roster = last or Roster(0)
-        self.proposal: Proposal | None = None  # of the round that is proposed or complete
-        self.done: set[str] = set()  # tokens of nodes whose workers have all succeeded in the complete round
+        self.proposal: Proposal | None = None  # of the proposed or complete round
+        self.done: set[str] = set()  # tokens of nodes whose workers have succeeded in the complete round
         self._rules = rules
         self._silence = silence
-        self._waiting: dict[str, Application] = {}  # by token, as they came
-        self._names: list[str] | None = None  # of those, sorted; None: to be sorted again
-        self._members: dict[str, str] = {}  # node: token, of the complete round
-        self._unaware: set[str] = set()  # tokens of those that have not said yet that they know of it
-        self._heard: dict[str, float] = {}  # by token
-        self._ended: dict[str, float] = {}  # by token of a member: since when it has had no connection
+        self._waiting: dict[str, Application] = {}  # by token, in order of arrival
+        self._names: list[str] | None = None  # of the waiting nodes, sorted; None: to be sorted again
+        self._members: dict[str, str] = {}  # token by node, of the complete round
+        self._unaware: set[str] = set()  # tokens of the members that have not acknowledged it
+        self._heard: dict[str, float] = {}  # time of the last message, by token
+        self._ended: dict[str, float] = {}  # by token of a member: since when it has no connection
         self._enough_since: float | None = None
         self._looked = now
 
     def allow(self, rules: Rules) -> None:
-        """The sizes that are admitted from now on."""
+        """Change which sizes are allowed."""
         self._rules = rules
 
     @property
     def round(self) -> int:
-        """The number of the round that is complete or will be next."""
+        """The number of the complete round, else of the next one."""
         return self.proposal.round if self.proposal else self.last_round + 1
 
     @property
     def last_round(self) -> int:
-        """The newest complete round that this node or one of those waiting knows of."""
-        seats = [found.seat.round for found in self._waiting.values() if found.seat]
-        return max([self.roster.round, *seats, *(found.knows for found in self._waiting.values())])
+        """The newest complete round that this node or a waiting one knows of."""
+        waiting = self._waiting.values()
+        seats = [each.seat.round for each in waiting if each.seat]
+        return max([self.roster.round, *seats, *(each.knows for each in waiting)])
 
     @property
     def begun(self) -> bool:
-        """Whether all nodes of the complete round know of it: only then may any of them rely on the others."""
+        """Whether all nodes of the complete round have acknowledged it, so that each can rely on the others."""
         return self.phase is Phase.COMPLETE and not self._unaware
 
     @property
     def waiting(self) -> list[str]:
-        """Names of the nodes that wait, in natural order."""
+        """Names of the waiting nodes, in natural order."""
         if self._names is None:
-            self._names = sorted((found.node for found in self._waiting.values()), key=rounds.natural)
+            self._names = sorted((each.node for each in self._waiting.values()), key=rounds.natural)
         return self._names
 
     @property
     def missing(self) -> list[str]:
         """Names of the nodes of the last round that do not wait."""
-        here = set(self.waiting)
-        return [place.node for place in self.roster.members if place.node not in here]
+        waiting = set(self.waiting)
+        return [place.node for place in self.roster.members if place.node not in waiting]
 
     @property
     def places(self) -> list[Place]:
-        """The nodes that wait."""
-        return [Place(found.node, found.endpoint) for found in self._waiting.values()]
+        """The waiting nodes."""
+        return [Place(each.node, each.endpoint) for each in self._waiting.values()]
 
     def apply(self, application: Application, now: float) -> bool:
-        """Have a node wait for a round. False while another living process has its name: to be tried again."""
-        holders = [found.token for found in self._waiting.values() if found.node == application.node]
+        """Add a node that waits for a round. False while another live process has its name: to be tried again."""
+        holders = [each.token for each in self._waiting.values() if each.node == application.node]
         holders += [token for node, token in self._members.items() if node == application.node]
         for token in holders:
             if token != application.token and now - self._heard.get(token, now) <= self._silence:
@@ -190,7 +191,7 @@ class Gathering:
         return True
 
     def hear(self, token: str, knows: int, now: float) -> bool:
-        """Note that a process is alive, and which round it `knows` to be complete; False if it does not wait here."""
+        """Note that a process is alive, and that it `knows` a round to be complete. False if it does not wait here."""
         if token in self._heard:
             self._heard[token] = now
             self._ended.pop(token, None)
@@ -199,41 +200,41 @@ class Gathering:
         return token in self._waiting
 
     def hang_up(self, token: str, now: float) -> None:
-        """Note that a process has closed its connection: unless it is heard of again, it is gone."""
+        """Note that a process has closed its connection: it is lost unless it sends another message."""
         if token in self._heard:
             self._heard[token] = float("-inf")
         if token in self._members.values():
             self._ended[token] = now
 
     def lost(self, now: float) -> list[str]:
-        """Nodes of the complete round that have gone before they were done, as far as connections tell."""
+        """Nodes of the complete round whose connections ended before their workers succeeded."""
         if not self._ended:
             return []
-        gone = {token for token, since in self._ended.items() if now - since > self._silence} - self.done
-        return [node for node, token in self._members.items() if token in gone]
+        lost = {token for token, since in self._ended.items() if now - since > self._silence} - self.done
+        return [node for node, token in self._members.items() if token in lost]
 
     def leave(self, token: str) -> None:
-        """A node does not wait any more."""
+        """Remove a waiting node."""
         self._waiting.pop(token, None)
         self._names = None
         if self.phase is Phase.PROPOSED and self.proposal and token in self.proposal.ranks:
             self._turn(Phase.OPEN)
 
     def serve(self, token: str, store: str) -> None:
-        """The node of rank 0 tells where the store of the proposed round is."""
+        """Note the endpoint of the proposed round's store, reported by the node of rank 0."""
         if self.phase is Phase.PROPOSED and self.proposal and self.proposal.ranks.get(token) == 0:
             self.proposal = replace(self.proposal, store=store)
 
     def finish(self, token: str, number: int) -> None:
-        """A node tells that its workers have succeeded in round `number`."""
+        """Note that the workers of a node have succeeded in round `number`."""
         if self.phase is Phase.COMPLETE and number == self.round and token in self._members.values():
             self.done.add(token)
 
     def step(self, now: float) -> None:
-        """Go on as far as the time allows: drop the silent, choose, complete."""
+        """Advance to time `now`: drop silent nodes, choose, complete."""
         slept = max(0.0, now - self._looked - _PAUSE_SECONDS)
         self._looked = now
-        if slept:  # nobody could be heard meanwhile
+        if slept:  # no message could arrive meanwhile
             self._heard = {token: at + slept for token, at in self._heard.items()}
         for token in [token for token in self._waiting if now - self._heard[token] > self._silence]:
             self.leave(token)
@@ -248,11 +249,11 @@ class Gathering:
             self._turn(Phase.OPEN)
 
     def _reopen(self, now: float) -> None:
-        """End a complete round of which a node is back, or that can be larger, or whole again."""
+        """End a complete round if one of its nodes is back, or it can become larger, or replace a lost node."""
         size, waiting = len(self._members), self._waiting.values()
         if self.phase is not Phase.COMPLETE or not waiting:
             return
-        back = any(found.node in self._members for found in waiting)
+        back = any(each.node in self._members for each in waiting)
         if back or self._rules.fit(size + len(waiting)) > size or self.lost(now):
             self._turn(Phase.OPEN)
 
@@ -264,28 +265,28 @@ class Gathering:
         self._enough_since = now if self._enough_since is None else self._enough_since
         size = rounds.size_now(self._rules, candidates, now - self._enough_since)
         if size:
-            tokens = {found.node: found.token for found in self._waiting.values()}
-            given = rounds.ranks(candidates, size)
-            chosen = [self._waiting[tokens[node]] for node in given]
-            ranks = {tokens[node]: rank for node, rank in given.items()}
+            tokens = {each.node: each.token for each in self._waiting.values()}
+            assigned = rounds.ranks(candidates, size)
+            chosen = [self._waiting[tokens[node]] for node in assigned]
+            ranks = {tokens[node]: rank for node, rank in assigned.items()}
             opened, trained = any(each.opened for each in chosen), any(each.trained for each in chosen)
             workers = tuple(self._waiting[token].workers for token in sorted(ranks, key=ranks.__getitem__))
             self.proposal = Proposal(self.round, ranks, now, opened=opened, trained=trained, workers=workers)
             self._turn(Phase.PROPOSED)
 
     def _candidates(self) -> Sequence[Candidate]:
-        """Those who wait, with the newest seat that they or this node remember."""
-        found = []
+        """The waiting nodes, with the newest seat that they or this node remember."""
+        candidates = []
         for each in self._waiting.values():
             seats = [seat for seat in (each.seat, self.roster.seat(each.node)) if seat]
-            found.append(Candidate(each.node, max(seats, default=None), each.wanted))
-        return found
+            candidates.append(Candidate(each.node, max(seats, default=None), each.wanted))
+        return candidates
 
     def _complete(self, proposal: Proposal) -> None:
         by_rank = [self._waiting.pop(token) for token in sorted(proposal.ranks, key=proposal.ranks.__getitem__)]
         self._names = None
-        members = tuple(Place(found.node, found.endpoint) for found in by_rank)
-        self._members = {found.node: found.token for found in by_rank}
+        members = tuple(Place(each.node, each.endpoint) for each in by_rank)
+        self._members = {each.node: each.token for each in by_rank}
         self._unaware = set(proposal.ranks)
         self.roster = Roster(proposal.round, members, tuple(self.places))
         self._heard = {token: self._heard[token] for token in (*proposal.ranks, *self._waiting)}

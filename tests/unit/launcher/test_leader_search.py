@@ -12,14 +12,14 @@ import pytest
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.launcher import endpoint
-from ft_plugins.launcher.gathering import Place, Roster
-from ft_plugins.launcher.line import Credentials
-from ft_plugins.launcher.memory import Memory
-from ft_plugins.launcher.node_messages import Lead
-from ft_plugins.launcher.post import PeerPort
+from ft_plugins.launcher.leader_search import LeaderSearch
+from ft_plugins.launcher.node_messages import Leader
+from ft_plugins.launcher.node_service import NodeIdentity, NodeService
+from ft_plugins.launcher.peer_client import Credentials
+from ft_plugins.launcher.peer_server import PeerServer
+from ft_plugins.launcher.roster_file import RosterFile
+from ft_plugins.launcher.round_machine import Place, Roster
 from ft_plugins.launcher.rounds import Rules
-from ft_plugins.launcher.search import Search
-from ft_plugins.launcher.station import Identity, Station
 
 REACH = 5.0
 SECRET = b"sixteen bytes or more"
@@ -30,17 +30,17 @@ RULES = Rules(2, 3)
 class Node:
     """A node that is there, and what it remembers."""
 
-    station: Station
-    memory: Memory
-    search: Search
-    port: PeerPort
+    service: NodeService
+    roster_file: RosterFile
+    search: LeaderSearch
+    port: PeerServer
 
     @property
     def endpoint(self) -> str:
-        return self.station.me.endpoint
+        return self.service.me.endpoint
 
     def place(self) -> Place:
-        return Place(self.station.me.node, self.endpoint)
+        return Place(self.service.me.node, self.endpoint)
 
 
 @pytest.fixture
@@ -53,11 +53,12 @@ def make() -> Iterator[Callable[..., list[Node]]]:
         ends = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         found = []
         for name, end, listener in zip(names, ends, listeners, strict=True):
-            station, memory = Station(Identity(run, name, f"token-{name}", end), RULES, silence), Memory("job", None)
-            memory.keep(Roster(1, tuple(Place(*pair) for pair in zip(names, ends, strict=True))))
+            service = NodeService(NodeIdentity(run, name, f"token-{name}", end), RULES, silence)
+            roster_file = RosterFile("job", None)
+            roster_file.remember(Roster(1, tuple(Place(*pair) for pair in zip(names, ends, strict=True))))
             us = Credentials(SECRET, run, name)
-            port = PeerPort(listener, us, station.answer, station.gone, station.tick, Events())
-            found.append(Node(station, memory, Search(station, memory, [], REACH, us), port))
+            port = PeerServer(listener, us, service.answer, service.gone, service.tick, Events())
+            found.append(Node(service, roster_file, LeaderSearch(service, roster_file, [], REACH, us), port))
         made.extend(found)
         return found
 
@@ -66,19 +67,19 @@ def make() -> Iterator[Callable[..., list[Node]]]:
         node.port.close()
 
 
-def lead(name: str, generation: int, **fields: Any) -> Lead:
-    return Lead(name, f"token-{name}", "127.0.0.1:1", generation, **fields)
+def lead(name: str, generation: int, **fields: Any) -> Leader:
+    return Leader(name, f"token-{name}", "127.0.0.1:1", generation, **fields)
 
 
-def elect(node: Node, candidate: Lead) -> bool:
-    reply = node.station.answer({"do": "elect", "lead": asdict(candidate)})
+def elect(node: Node, candidate: Leader) -> bool:
+    reply = node.service.answer({"do": "elect", "lead": asdict(candidate)})
     return bool(reply["granted"])
 
 
 def test_the_first_of_the_last_round_leads_and_the_others_find_it(make: Callable[..., list[Node]]) -> None:
     a, b, c = make("a", "b", "c")
     for node in (a, b, c):
-        node.station.wake()
+        node.service.wake()
     assert c.search.look(patient=True) is None and b.search.look(patient=True) is None  # a is awake, and before them
     found = a.search.look(patient=True)
     assert found is not None and (found.node, found.generation) == ("a", 1)
@@ -90,7 +91,7 @@ def test_a_node_leads_when_those_before_it_are_gone_or_asleep_or_have_been_waite
 ) -> None:
     a, b, c = make("a", "b", "c")
     a.port.close()
-    b.station.wake()
+    b.service.wake()
     assert c.search.look(patient=True) is None
     assert "refused" in c.search.unreached[a.endpoint]
     assert make("d", "e")[1].search.look(patient=True) is not None  # d has never been awake
@@ -106,7 +107,7 @@ def test_a_node_consents_once_a_generation_and_never_beside_a_lead_that_lives_th
     assert elect(b, lead("x", 3))
     assert not elect(b, lead("y", 3)) and not elect(b, lead("y", 2))
     assert elect(b, lead("y", 4))
-    assert a.search.look(patient=True) is not None and a.station.leading is not None
+    assert a.search.look(patient=True) is not None and a.service.leading is not None
     assert not elect(a, lead("x", 99))
 
 
@@ -116,7 +117,7 @@ def test_a_node_that_is_refused_by_one_does_not_lead_and_tries_a_later_generatio
     a, b, c = make("a", "b", "c")
     known = a.search.meet([b.endpoint, c.endpoint])
     assert elect(c, lead("x", 1))  # somebody is quicker there
-    assert a.search._claim(known) is None and a.station.leading is None
+    assert a.search._claim(known) is None and a.service.leading is None
     found = a.search.look(patient=True)
     assert found is not None and found.generation == 2
 
@@ -125,10 +126,10 @@ def test_a_node_does_not_take_the_lead_when_another_one_was_elected_meanwhile(
     make: Callable[..., list[Node]],
 ) -> None:
     [a] = make("a")
-    own = Lead("a", "token-a", a.endpoint, 1)
+    own = Leader("a", "token-a", a.endpoint, 1)
     assert elect(a, own)
     assert elect(a, lead("x", 2))
-    assert not a.station.take_lead(own, None) and a.station.leading is None
+    assert not a.service.take_lead(own, None) and a.service.leading is None
 
 
 def test_a_lead_is_found_by_hearsay_wherever_it_is(make: Callable[..., list[Node]]) -> None:
@@ -138,7 +139,7 @@ def test_a_lead_is_found_by_hearsay_wherever_it_is(make: Callable[..., list[Node
     assert found is not None and found.node == "c"
     b.search.meet([c.endpoint])
     assert a.search.best(a.search.meet([b.endpoint])) is None  # b has met c, but does not follow it
-    b.station.follow(found)
+    b.service.follow(found)
     assert a.search.best(a.search.meet([b.endpoint])) == found
 
 
@@ -162,11 +163,11 @@ def test_a_node_of_another_job_is_none_of_ours_and_says_no_more(make: Callable[.
 
 def test_the_end_is_told_from_node_to_node(make: Callable[..., list[Node]]) -> None:
     a, b = make("a", "b")
-    b.station.close("it has succeeded", True)
+    b.service.close("it has succeeded", True)
     a.search.meet([b.endpoint])
-    assert (a.station.closed, a.station.in_order) == ("it has succeeded", True)
-    a.station.close("no", False)
-    assert a.station.closed == "it has succeeded"  # the first word counts
+    assert (a.service.closed, a.service.in_order) == ("it has succeeded", True)
+    a.service.close("no", False)
+    assert a.service.closed == "it has succeeded"  # the first word counts
 
 
 def test_an_implausible_generation_is_not_believed_and_keeps_no_node_from_the_lead(
@@ -176,8 +177,8 @@ def test_an_implausible_generation_is_not_believed_and_keeps_no_node_from_the_le
     for generation in (1 << 32, 1 << 30):
         for request in ("elect", "meet"):
             with contextlib.suppress(ProtocolError):
-                b.station.answer({"do": request, "lead": asdict(lead("x", generation))})
-        a.station.heard_of(generation)
+                b.service.answer({"do": request, "lead": asdict(lead("x", generation))})
+        a.service.heard_of(generation)
     found = a.search.look(patient=True)
     assert found is not None and (found.node, found.generation) == ("a", 1)
 
@@ -186,18 +187,18 @@ def test_of_a_connection_the_station_remembers_one_process(make: Callable[..., l
     [a] = make("a")
     assert a.search.look(patient=True) is not None
     for number in range(1000):
-        a.station.answer({"do": "look", "token": f"t{number}"}, connection=7)
-    assert len(a.station._connections) == 1
-    a.station.answer({"do": "look", "token": "t999"}, connection=8)
-    assert a.station._connections == {8: "t999"}, "the newest one counts"
-    a.station.gone(7)
-    a.station.gone(8)
-    assert not a.station._connections
+        a.service.answer({"do": "look", "token": f"t{number}"}, connection=7)
+    assert len(a.service._connections) == 1
+    a.service.answer({"do": "look", "token": "t999"}, connection=8)
+    assert a.service._connections == {8: "t999"}, "the newest one counts"
+    a.service.gone(7)
+    a.service.gone(8)
+    assert not a.service._connections
 
 
 def test_who_does_not_lead_says_so_to_those_who_ask_it_to(make: Callable[..., list[Node]]) -> None:
     [a] = make("a")
-    assert a.station.answer({"do": "look", "token": "t"})["moved"] is True
+    assert a.service.answer({"do": "look", "token": "t"})["moved"] is True
     for request in ({"do": "look"}, {}, {"do": "no"}, {"do": "elect"}, {"do": ["look"]}):
         with pytest.raises(ProtocolError):
-            a.station.answer(request)
+            a.service.answer(request)

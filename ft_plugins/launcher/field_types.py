@@ -1,6 +1,6 @@
 """Field types of the rendezvous' requests, replies and files. Pure.
 
-Invariant: a value that passes is short, printable and in a range that leaves room to count on.
+Invariant: a value that passes is short, printable and in a range that leaves room to increment it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ..config.schema import NAME_PATTERN
 from ..errors import ConfigError
 from .endpoint import Endpoint
 
-LIMIT = 1 << 32  # what counts rounds, ranks and generations comes nowhere near
-PLAUSIBLE = 1 << 30  # of rounds that a node says it has seen: one a second for 34 years
-REMEMBERED = 1 << 29  # of rounds in a file, so that nodes that go on from there are still plausible to others
-MOST_NODES = 1 << 13  # that take part in a round, or wait as spares; twice as many as one port has connections
+LIMIT = 1 << 32  # rounds, ranks and generations stay far below
+PLAUSIBLE = 1 << 30  # maximum for a round that another node reports: one a second for 34 years
+REMEMBERED = 1 << 29  # maximum for a round in a file: other nodes still accept the rounds that follow
+MOST_NODES = 1 << 13  # in a round, or waiting as spares; twice as many as one port has connections
 
 
 def _printable(text: str) -> str:
@@ -25,7 +25,7 @@ def _printable(text: str) -> str:
     return text
 
 
-def _place(text: str) -> str:
+def _endpoint(text: str) -> str:
     try:
         Endpoint.read(_printable(text))
     except ConfigError as error:
@@ -35,8 +35,8 @@ def _place(text: str) -> str:
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Token = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,64}$")]
-Where = Annotated[str, StringConstraints(max_length=300), AfterValidator(_place)]
+EndpointText = Annotated[str, StringConstraints(max_length=300), AfterValidator(_endpoint)]
 Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_printable)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LIMIT)]
-Seen = Annotated[int, Field(strict=True, ge=0, le=PLAUSIBLE)]
+Reported = Annotated[int, Field(strict=True, ge=0, le=PLAUSIBLE)]  # a round or generation, by another node
 Workers = Annotated[int, Field(strict=True, ge=0, le=1 << 16)]  # of one node; thousands of nodes stay below LIMIT

@@ -1,9 +1,9 @@
-"""Which job this is, and which node: names that become folders, sockets and shared memory. Pure.
+"""Names of jobs and nodes, which become folders, sockets and shared memory. Pure.
 
-Invariant: the same command given again is the same job; two commands that differ are two jobs, unless a name says
-otherwise. A name made of something else never equals the name made of another thing.
+Invariant: the same command is the same job; different commands are different jobs unless they are given one name.
+Different inputs never yield the same derived name.
 
-In: flags, rendezvous id, user, working directory, script and its arguments. Out: names that fit config's rule.
+In: flags, rendezvous id, user, working directory, script and its arguments. Out: names that match config's rule.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
-NAME_LIMIT = 40  # characters; job and node together stand in the path of a socket (107 bytes)
+NAME_LIMIT = 40  # characters; job and node together are part of a socket's path (107 bytes)
 _DIGEST = 10
-_NO_RENDEZVOUS_ID = ("", "none")  # torchrun's default is shared by all jobs that name none
+_NO_RENDEZVOUS_ID = ("", "none")  # the default of torchrun, the same for all jobs
 
 
 def job_name(
@@ -23,19 +23,19 @@ def job_name(
 ) -> str:
     """The name of the job: `given` by --ftp-job, else an explicit rendezvous id, else a digest of the command.
 
-    A rendezvous id that torchrun made up (--standalone) must not be passed: it is another one each time.
+    Do not pass an id that torchrun generated (--standalone): it differs each time.
     """
     if given:
         return given
     if rendezvous_id not in _NO_RENDEZVOUS_ID:
-        return name_of(rendezvous_id)
+        return safe_name(rendezvous_id)
     digest = _digest("\0".join([str(uid), folder, script, *arguments]))
     stem = re.sub(r"[^A-Za-z0-9_-]", "-", PurePath(script).stem).strip("-_") or "job"
     return f"{stem[: NAME_LIMIT - _DIGEST - 1]}-{digest}"
 
 
-def name_of(text: str) -> str:
-    """`text` itself where it can be a name; else its legible part and a digest of all of it."""
+def safe_name(text: str) -> str:
+    """`text` itself if it is a valid name; else its legible part and a digest of all of it."""
     if re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{NAME_LIMIT - 1}}}", text):
         return text
     legible = re.sub(r"[^A-Za-z0-9_-]", "-", text).lstrip("-_")[: NAME_LIMIT - _DIGEST - 1]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.config.schema import NAME_PATTERN
-from ft_plugins.launcher.identity import NAME_LIMIT, job_name, name_of
+from ft_plugins.launcher.job_identity import NAME_LIMIT, job_name, safe_name
 
 COMMAND = ("none", 1000, "/home/a", "train/pretrain_gpt.py", ["--lr", "1"])
 
@@ -35,17 +35,17 @@ def test_the_same_command_is_the_same_job_and_any_difference_is_another() -> Non
 
 @given(st.text(max_size=80))
 def test_every_text_becomes_a_name_that_the_configuration_accepts(text: str) -> None:
-    name = name_of(text)
+    name = safe_name(text)
     assert re.match(NAME_PATTERN, name) and len(name) <= NAME_LIMIT and re.fullmatch(r"[A-Za-z0-9_-]+", name)
-    assert name_of(name) == name
+    assert safe_name(name) == name
     script = job_name(None, "none", 0, "/", text, [])
     assert re.match(NAME_PATTERN, script) and len(script) <= NAME_LIMIT
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_two_texts_never_share_a_name(one: str, other: str) -> None:
-    assert (name_of(one) == name_of(other)) == (one == other)
+    assert (safe_name(one) == safe_name(other)) == (one == other)
 
 
 def test_names_that_only_differ_in_characters_left_out_stay_apart() -> None:
-    assert len({name_of(text) for text in ("a.b", "a-b", "a b", "a/b")}) == 4
+    assert len({safe_name(text) for text in ("a.b", "a-b", "a b", "a/b")}) == 4

@@ -1,11 +1,10 @@
-"""An SMP for a job that another launcher has started: torchrun's, DeepSpeed's.
+"""Start an SMP for a job that another launcher (torchrun, DeepSpeed's) has started.
 
-Invariant: as with ft-run the SMP is no child of training, the old incarnation is ended before the new one gets its
-token, and an orderly end removes the memory. What only ft-run does is missing, and the caller says so: restarts bounded
-by progress (the launcher restarts, or the user gives the command again), an SMP replaced while training runs, nodes
-replaced.
+Invariant: as under ft-run, the SMP is not a child of training, the old incarnation is ended before the new one gets its
+token, and an orderly end removes the segments. Missing, as the caller reports: restarts bounded by progress (the
+launcher restarts, or the user repeats the command), replacement of a dead SMP during training, replacement of nodes.
 
-In: the configuration, what the launcher said, a process group that is up. Out: the context that ft-run would give.
+In: the configuration, the launcher's context, an initialized process group. Out: the context that ft-run would give.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from ..collective import Collective
 from ..config import Config, LaunchContext, run_directory
 from ..errors import ConfigError, ProtectionError
 from ..smp import client as smp
-from . import identity
+from . import job_identity
 
 _CALL_SECONDS = 30.0
 
 
 def join(config: Config, context: LaunchContext) -> tuple[LaunchContext, Callable[[], None]]:
-    """Every rank of the job calls. Returns its context, and what every rank calls after an orderly end.
+    """Collective. Returns the rank's context, and a function for every rank to call after an orderly end.
 
-    Raises what a rank of any node had: BusyError, ConfigError; ProtectionError becomes that of the session.
+    Raises BusyError and ConfigError of any rank. After a ProtectionError the context is returned unchanged, and the
+    session fails if protection is required.
     """
     collective = Collective()
     started: tuple[str, int] | None = None
@@ -48,7 +48,7 @@ def join(config: Config, context: LaunchContext) -> tuple[LaunchContext, Callabl
     run_dir, token = Path(own[0][0]), int(own[0][1])
 
     def leave() -> None:
-        collective.barrier()  # every rank has let go of its memory
+        collective.barrier()  # every rank has released its segment
         if context.local_rank == 0:
             with smp.Client(run_dir, _CALL_SECONDS) as client:
                 client.end()
@@ -60,8 +60,8 @@ def _bring_up(config: Config) -> tuple[str, int]:
     """The run directory of this job on this node, and the token of this incarnation."""
     if config.capture is None:
         raise ConfigError("no system is on")
-    job = identity.job_name(config.job, "", os.getuid(), os.getcwd(), sys.argv[0], sys.argv[1:])
-    node = config.node_name or identity.name_of(socket.gethostname())
+    job = job_identity.job_name(config.job, "", os.getuid(), os.getcwd(), sys.argv[0], sys.argv[1:])
+    node = config.node_name or job_identity.safe_name(socket.gethostname())
     run_dir, launcher = run_directory(job, node), os.getppid()
     smp.ensure(run_dir, job, node, config.orphan_seconds, config.faults, _CALL_SECONDS, launcher)
     with smp.Client(run_dir, _CALL_SECONDS) as client:

@@ -1,11 +1,11 @@
-"""Asking other nodes, at their ports, on connections whose ends have proved to each other that they know the secret.
+"""Ask other nodes at their ports, on mutually authenticated connections.
 
-Invariant: every wait is bounded, for a peer that has ended as for one that is stopped or has lost its power: torch's
-own store client waits for such a peer for ever. Nothing of this node's is sent before the peer has proved itself, but
-what the handshake says. Every failure to get a reply is a ConnectionError.
+Invariant: every wait is bounded, even if the peer is stopped or powered off; torch's own store client would wait for
+ever. Before the peer has proved that it knows the secret, this node sends only its handshake. Every failure to get a
+reply is a ConnectionError.
 
-In: endpoints as 'host:port', messages. Out: the replies of others; a `ForeignError` where one has refused this node, or
-could not prove itself.
+In: endpoints as 'host:port', messages. Out: replies; a `ForeignError` if the peer rejected this node or failed to
+authenticate.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .endpoint import Endpoint
 from .node_messages import Message
 
 PURPOSE = "rendezvous"
-HEAD = 4  # bytes before the content of a frame, which tell its length
-REFUSED: Message = {"refused": True}  # all that a node says to one of another job
+HEAD = 4  # bytes of the length before the content of a frame
+REFUSED: Message = {"refused": True}  # the only reply to a node of another job
 ASKED_AT_ONCE = 32
-LET_IN: Message = {"let in": True}  # the first sealed frame: from now on the connection makes no room for others
-_AGAIN_SECONDS = (0.02, 1.0)  # pause before one that ended before that is made again: the first, the longest
+ADMITTED: Message = {"let in": True}  # the first sealed frame: after it the connection is not dropped for others
+_RETRY_SECONDS = (0.02, 1.0)  # first and longest pause before reconnecting after a connection that ended before that
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """By which nodes of one job know each other."""
+    """What a node authenticates with."""
 
     secret: bytes
     run: str
@@ -50,22 +50,22 @@ class Credentials:
 
 
 class ForeignError(ConnectionError):
-    """Where this was asked there is a node of another job, or of one with another secret."""
+    """The node there belongs to another job or has another secret."""
 
 
 class _HungUpError(ConnectionError):
-    """The peer has closed the connection before it let this node in: it may have had to make room for others."""
+    """The peer closed the connection before it admitted this node, maybe to make room for others."""
 
 
-class Line:
-    """A connection to another node. Every failure to get a reply is a ConnectionError, and its end."""
+class PeerConnection:
+    """A connection to another node. Any failure to get a reply ends it and raises ConnectionError."""
 
     def __init__(self, endpoint: str, seconds: float, credentials: Credentials) -> None:
-        """`seconds` bound the connecting with its handshake, and each reply."""
+        """`seconds`: limit for connecting including the handshake, and for each reply."""
         self.endpoint = endpoint
         self._seconds = seconds
         until = time.monotonic() + seconds
-        pause, longest = _AGAIN_SECONDS
+        pause, longest = _RETRY_SECONDS
         while True:
             try:
                 self._connect(until, credentials)
@@ -98,7 +98,7 @@ class Line:
     def _prove(self, until: float, credentials: Credentials) -> Channel:
         client = ClientHandshake(credentials.secret, credentials.who)
         hello = protocol.pack(client.hello())
-        self._socket.sendall(head(hello) + hello)
+        self._socket.sendall(length_prefix(hello) + hello)
         challenge = protocol.unpack(self._read(self._announced(HANDSHAKE_LIMIT, until), until), proven=False)
         if challenge == REFUSED:
             raise ForeignError("it belongs to another job")
@@ -107,9 +107,9 @@ class Line:
         except ProtocolError as error:
             raise ForeignError(str(error)) from error
         proof = protocol.pack(answer)
-        self._socket.sendall(head(proof) + proof)
-        if self._opened(channel, until) != LET_IN:
-            raise ProtocolError("expected to be let in, found another reply")
+        self._socket.sendall(length_prefix(proof) + proof)
+        if self._receive(channel, until) != ADMITTED:
+            raise ProtocolError("expected to be admitted, found another reply")
         return channel
 
     def ask(self, message: Message) -> Message:
@@ -119,8 +119,8 @@ class Line:
             payload = protocol.pack(message)
             body, tag = self._channel.sealer.seal(payload)
             self._socket.settimeout(self._seconds)
-            self._socket.sendall(b"".join((head(payload), body, tag)))
-            return self._opened(self._channel, until)
+            self._socket.sendall(b"".join((length_prefix(payload), body, tag)))
+            return self._receive(self._channel, until)
         except EOFError as error:
             self.close()
             raise ConnectionError("it closed the connection") from error
@@ -128,7 +128,7 @@ class Line:
             self.close()
             raise ConnectionError(_why(error, self._seconds)) from error
 
-    def _opened(self, channel: Channel, until: float) -> Message:
+    def _receive(self, channel: Channel, until: float) -> Message:
         length = self._announced(FRAME_LIMIT, until)
         sealed = memoryview(self._read(length + TAG, until))
         return protocol.unpack(channel.opener.open(sealed[:length], bytes(sealed[length:])))
@@ -137,7 +137,7 @@ class Line:
         return protocol.announced(self._read(HEAD, until), limit)
 
     def _read(self, count: int, until: float) -> bytes:
-        """So many bytes. Raises EOFError where the peer has closed, TimeoutError where they are not here by then."""
+        """Exactly `count` bytes. Raises EOFError if the peer has closed, TimeoutError at `until` (monotonic)."""
         received = bytearray()
         while len(received) < count:
             left = until - time.monotonic()
@@ -151,23 +151,23 @@ class Line:
         return bytes(received)
 
     def close(self) -> None:
-        """Close the connection, also for processes that were forked with it. Idempotent."""
-        hang_up(self._socket)
+        """Close the connection, in forked processes too. Idempotent."""
+        close_connection(self._socket)
 
 
 def ask(endpoint: str, message: Message, seconds: float, credentials: Credentials) -> Message:
-    """The reply of one node, on a connection for this alone. Raises ConnectionError."""
-    line = Line(endpoint, seconds, credentials)
+    """The reply of one node, on a connection of its own. Raises ConnectionError."""
+    connection = PeerConnection(endpoint, seconds, credentials)
     try:
-        return line.ask(message)
+        return connection.ask(message)
     finally:
-        line.close()
+        connection.close()
 
 
 def ask_all(
     endpoints: Iterable[str], message: Message, seconds: float, credentials: Credentials
 ) -> dict[str, Message | ConnectionError]:
-    """The replies of several nodes, asked at once; of those that gave none, why. `seconds` bound each of them."""
+    """The replies of several nodes, asked concurrently, or the reason for none. `seconds`: limit for each."""
 
     def attempt(endpoint: str) -> Message | ConnectionError:
         try:
@@ -175,17 +175,17 @@ def ask_all(
         except ConnectionError as error:
             return error
 
-    names = list(dict.fromkeys(endpoints))
-    if len(names) < 2:
-        return {name: attempt(name) for name in names}
-    with ThreadPoolExecutor(min(len(names), ASKED_AT_ONCE)) as pool:  # all have ended when this returns
-        return dict(zip(names, pool.map(attempt, names), strict=True))
+    distinct = list(dict.fromkeys(endpoints))
+    if len(distinct) < 2:
+        return {each: attempt(each) for each in distinct}
+    with ThreadPoolExecutor(min(len(distinct), ASKED_AT_ONCE)) as pool:  # all threads have ended when this returns
+        return dict(zip(distinct, pool.map(attempt, distinct), strict=True))
 
 
-def answers(endpoint: Endpoint, seconds: float) -> bool:
-    """Whether a node answers there, of whichever job."""
+def node_answers(endpoint: Endpoint, seconds: float) -> bool:
+    """Whether a node of any job answers there."""
     try:
-        Line(str(endpoint), seconds, Credentials(bytes(16), "?", "?")).close()
+        PeerConnection(str(endpoint), seconds, Credentials(bytes(16), "?", "?")).close()
     except ForeignError:
         return True
     except ConnectionError:
@@ -193,13 +193,13 @@ def answers(endpoint: Endpoint, seconds: float) -> bool:
     return True
 
 
-def head(payload: bytes) -> bytes:
-    """What goes before a payload: its length, without that of the tag that follows it after the handshake."""
+def length_prefix(payload: bytes) -> bytes:
+    """The length of a payload, as sent before it; excludes the tag that follows it after the handshake."""
     return struct.pack(">I", len(payload))
 
 
-def hang_up(connection: socket.socket) -> None:
-    """End a connection, also for processes that were forked with it."""
+def close_connection(connection: socket.socket) -> None:
+    """End a connection, in forked processes too."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

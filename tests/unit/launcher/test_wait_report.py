@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ft_plugins.launcher.rounds import Rules
-from ft_plugins.launcher.waiting import Waiting, awaited, command
+from ft_plugins.launcher.wait_report import WaitReport, awaited, command
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from ft_plugins.launcher.waiting import Waiting, awaited, command
     [
         (Rules(2, 2), 1, ["b"], "waiting for a node in the place of b"),
         (Rules(4, 4), 2, ["b", "c"], "waiting for nodes in the place of b, c"),
-        (Rules(2, 4), 3, ["b"], "waiting for a node in the place of b; without, it goes on with 3"),
+        (Rules(2, 4), 3, ["b"], "waiting for a node in the place of b; otherwise it continues with 3"),
         (Rules(4, 4), 1, [], "waiting for 3 more of 4 nodes"),
         (Rules(2, 8, (4, 8)), 3, [], "waiting for 1 more of 4 nodes"),
         (Rules(2, 4), 3, [], ""),
@@ -42,15 +42,15 @@ def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    lead, other = (Waiting(Rules(2, 2), 10.0, "ft-run train.py") for _ in range(2))
+    lead, other = (WaitReport(Rules(2, 2), 10.0, "ft-run train.py") for _ in range(2))
     said: dict[str, list[float]] = {"lead": [], "other": []}
     for _ in range(950):
         for name, each in (("lead", lead), ("other", other)):
-            each.look(1, ["b"], name == "lead", 400.0)
+            each.update(1, ["b"], name == "lead", 400.0)
             if text := capsys.readouterr().err:
                 said[name].append(round(now[0] - 100.0))
-                left = f"for {400.0 - now[0]:.0f} s more at most"
-                words = f"ft-run: waiting for a node in the place of b ({left}); give there, in {os.getcwd()}: "
+                left = f"for another {400.0 - now[0]:.0f} s at most"
+                words = f"ft-run: waiting for a node in the place of b ({left}); to start one, in {os.getcwd()}: "
                 assert text == f"{words}ft-run train.py\n"
         now[0] += 0.1
     assert said == {"lead": [10, 40, 70], "other": [10]}

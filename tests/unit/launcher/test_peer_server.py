@@ -16,10 +16,10 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Event, Events
-from ft_plugins.launcher import endpoint, line
+from ft_plugins.launcher import endpoint, peer_client
 from ft_plugins.launcher.endpoint import Endpoint
-from ft_plugins.launcher.line import Credentials, ForeignError, Line
-from ft_plugins.launcher.post import _OF_ONE_ADDRESS, _PROOF_SECONDS, _SHORT_SECONDS, _UNREAD_SECONDS, PeerPort
+from ft_plugins.launcher.peer_client import Credentials, ForeignError, PeerConnection
+from ft_plugins.launcher.peer_server import _OF_ONE_ADDRESS, _PROOF_SECONDS, _SHORT_SECONDS, _UNREAD_SECONDS, PeerServer
 from ft_plugins.smp.channel import Channel
 
 WAIT = 60.0
@@ -47,7 +47,7 @@ class Running:
         events.subscribe(self.reports.append)
         self.gone: list[int] = []
         listener = endpoint.listen_anywhere("127.0.0.1")
-        self.post = PeerPort(listener, US, reply, self.gone.append, tick, events)
+        self.post = PeerServer(listener, US, reply, self.gone.append, tick, events)
         self.place = f"127.0.0.1:{self.post.port}"
 
     def call(self) -> socket.socket:
@@ -70,11 +70,11 @@ def echo() -> Iterator[Running]:
 
 def test_requests_are_answered_also_long_and_several_at_once(echo: Running) -> None:
     size = 900_000  # more than a socket holds
-    one = Line(echo.place, WAIT, US)
+    one = PeerConnection(echo.place, WAIT, US)
     for number in range(3):
         assert one.ask({"number": number, "size": size})["text"] == "x" * size
     one.close()
-    found = line.ask_all([echo.place, "127.0.0.1:1"], {"do": "it"}, WAIT, US)
+    found = peer_client.ask_all([echo.place, "127.0.0.1:1"], {"do": "it"}, WAIT, US)
     assert found[echo.place] == {"ok": True, "do": "it", "text": ""} and "refused" in str(found["127.0.0.1:1"])
 
 
@@ -89,8 +89,8 @@ def test_who_is_of_another_job_or_has_another_secret_hears_that_and_no_more(
     echo: Running, them: Credentials, why: str
 ) -> None:
     with pytest.raises(ForeignError, match=why):
-        line.ask(echo.place, {}, WAIT, them)
-    line.ask(echo.place, {}, WAIT, US)
+        peer_client.ask(echo.place, {}, WAIT, them)
+    peer_client.ask(echo.place, {}, WAIT, US)
 
 
 def test_who_is_dropped_for_others_after_its_proof_comes_again_until_it_is_let_in(
@@ -105,18 +105,18 @@ def test_who_is_dropped_for_others_after_its_proof_comes_again_until_it_is_let_i
         handle(connection, peer, frame)
 
     monkeypatch.setattr(echo.post, "_handle", crowded)
-    assert line.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it" and len(dropped) == 5
+    assert peer_client.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it" and len(dropped) == 5
 
 
 def prove(echo: Running) -> tuple[socket.socket, Channel]:
     """A connection of one who knows the secret, to do with as he likes."""
-    found = Line(echo.place, WAIT, US)
+    found = PeerConnection(echo.place, WAIT, US)
     return found._socket, found._channel
 
 
 def sealed(channel: Channel, payload: bytes) -> bytes:
     body, tag = channel.sealer.seal(payload)
-    return line.head(payload) + bytes(body) + tag
+    return peer_client.length_prefix(payload) + bytes(body) + tag
 
 
 def nested(depth: int) -> Any:
@@ -129,7 +129,7 @@ def nested(depth: int) -> Any:
     ids=["fails", "nested", "list", "no msgpack", "empty", "huge list"],
 )
 def test_a_request_that_cannot_be_answered_ends_its_connection_alone(echo: Running, payload: bytes) -> None:
-    other = Line(echo.place, WAIT, US)
+    other = PeerConnection(echo.place, WAIT, US)
     peer, channel = prove(echo)
     with peer:
         peer.sendall(sealed(channel, payload))
@@ -137,7 +137,7 @@ def test_a_request_that_cannot_be_answered_ends_its_connection_alone(echo: Runni
     echo.until(lambda: echo.reports and echo.gone)
     [reason] = echo.reports[0].fields["reasons"]
     assert ("RecursionError" in reason) is (b"fail" in payload) and "\n" not in reason
-    assert other.ask({"do": "it"})["do"] == "it" and echo.post.answers
+    assert other.ask({"do": "it"})["do"] == "it" and echo.post.is_serving
     other.close()
 
 
@@ -153,13 +153,13 @@ def test_what_a_peer_does_not_read_is_not_held_for_it(echo: Running) -> None:
         assert len(found.sending) < 1 << 20 and len(found.received) < 1 << 14
         found.used -= 2 * _UNREAD_SECONDS
         echo.until(lambda: echo.gone == [found.number])
-    assert line.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it"
+    assert peer_client.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it"
 
 
 def test_before_the_proof_a_connection_is_one_of_a_few_for_a_few_seconds(echo: Running) -> None:
     silent = [echo.call() for _ in range(100)]
     for _ in range(20):  # one who knows the secret gets in all the same
-        assert line.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it"
+        assert peer_client.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it"
     assert 0 < len(echo.post._unproven) <= _OF_ONE_ADDRESS
     for peer in list(echo.post._unproven.values()):
         peer.used -= 2 * _PROOF_SECONDS
@@ -183,7 +183,7 @@ def test_a_connection_that_is_reset_before_its_proof_is_counted(echo: Running) -
 def test_one_more_than_there_may_be_closes_the_oldest_of_the_address_with_the_most(
     echo: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ft_plugins.launcher.post._UNPROVEN", 4)
+    monkeypatch.setattr("ft_plugins.launcher.peer_server._UNPROVEN", 4)
     with contextlib.ExitStack() as stack:
 
         def call(host: str) -> socket.socket:
@@ -203,17 +203,17 @@ def test_one_more_than_there_may_be_closes_the_oldest_of_the_address_with_the_mo
 
 def test_before_the_proof_no_more_is_read_than_a_handshake_has(echo: Running) -> None:
     with echo.call() as stranger:
-        stranger.sendall(line.head(bytes(5000)))
+        stranger.sendall(peer_client.length_prefix(bytes(5000)))
         assert stranger.recv(1) == b""
     with echo.call() as stranger:
-        stranger.sendall(line.head(bytes(4000)) + bytes(3000))
+        stranger.sendall(peer_client.length_prefix(bytes(4000)) + bytes(3000))
         echo.until(lambda: any(len(peer.received) == 3004 for peer in echo.post._unproven.values()))
 
 
 def test_without_descriptors_those_who_are_here_are_still_answered(
     echo: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = Line(echo.place, WAIT, US)
+    here = PeerConnection(echo.place, WAIT, US)
     tried: list[int] = []
 
     class Short:
@@ -241,7 +241,7 @@ def test_without_descriptors_those_who_are_here_are_still_answered(
     monkeypatch.setattr(echo.post, "_listener", short)
     echo.post._selector.register(short, 1)
     began = time.monotonic()
-    assert line.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it"
+    assert peer_client.ask(echo.place, {"do": "it"}, WAIT, US)["do"] == "it"
     assert time.monotonic() - began >= 2 * _SHORT_SECONDS * 0.9 and len(tried) == 3, "it does not spin"
     assert here.ask({"do": "it"})["do"] == "it"
     here.close()
@@ -254,12 +254,12 @@ def test_a_malformed_frame_is_answered_by_a_close_and_others_go_on(echo: Running
     with echo.call() as stranger:
         stranger.sendall(frame)
         assert stranger.recv(1) == b""
-    assert line.ask(echo.place, {}, WAIT, US)["ok"] is True
+    assert peer_client.ask(echo.place, {}, WAIT, US)["ok"] is True
 
 
 def test_one_who_does_not_answer_costs_the_bound_and_no_more() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ConnectionError, match="no answer within 0.2 s"):
-        line.ask(f"127.0.0.1:{mute.getsockname()[1]}", {}, 0.2, US)
+        peer_client.ask(f"127.0.0.1:{mute.getsockname()[1]}", {}, 0.2, US)
 
 
 def test_where_this_nodes_own_part_fails_all_connections_end_and_it_is_said_here() -> None:
@@ -273,17 +273,17 @@ def test_where_this_nodes_own_part_fails_all_connections_end_and_it_is_said_here
     broken = Running(tick)
     broken.post.check()
     others = [broken.call() for _ in range(3)]
-    assert line.ask(broken.place, {}, WAIT, US)
+    assert peer_client.ask(broken.place, {}, WAIT, US)
     ready.set()
     for other in others:
         with other:
             assert other.recv(1) == b""
     broken.post.close()  # waits for the thread
-    with pytest.raises(RuntimeError, match="not answered any more") as found:
+    with pytest.raises(RuntimeError, match="no longer answers") as found:
         broken.post.check()
-    assert isinstance(found.value.__cause__, KeyError) and not broken.post.answers
+    assert isinstance(found.value.__cause__, KeyError) and not broken.post.is_serving
     with pytest.raises(ConnectionError, match="refused"):
-        line.ask(broken.place, {}, WAIT, US)
+        peer_client.ask(broken.place, {}, WAIT, US)
 
 
 @pytest.mark.parametrize("text", ["h:\u00b2", "h:99999", "h:" + "9" * 5000, "", "[::1]:x"])
@@ -294,11 +294,11 @@ def test_what_is_no_endpoint_is_refused_in_words(text: str) -> None:
 
 def test_an_endpoint_is_this_machines_if_it_can_be_listened_on() -> None:
     port = free_port()
-    found = endpoint.listen_as(Endpoint("127.0.0.9", port), line.answers)
+    found = endpoint.listen_as(Endpoint("127.0.0.9", port), peer_client.node_answers)
     assert found is not None and found.getsockname() == ("127.0.0.9", port)
-    assert endpoint.listen_as(Endpoint("127.0.0.9", port), line.answers, patience=0) is None  # taken
-    assert endpoint.listen_as(Endpoint("192.0.2.1", port), line.answers) is None  # of nobody
-    assert endpoint.listen_as(Endpoint("no-such-host.invalid", port), line.answers) is None
+    assert endpoint.listen_as(Endpoint("127.0.0.9", port), peer_client.node_answers, patience=0) is None  # taken
+    assert endpoint.listen_as(Endpoint("192.0.2.1", port), peer_client.node_answers) is None  # of nobody
+    assert endpoint.listen_as(Endpoint("no-such-host.invalid", port), peer_client.node_answers) is None
     found.close()
 
 
@@ -306,11 +306,11 @@ def test_a_port_of_a_process_that_is_ending_is_waited_for_and_that_of_a_living_n
     place = Endpoint("127.0.0.9", free_port())
     ending = socket.create_server(("127.0.0.9", place.port))
     threading.Timer(0.3, ending.close).start()
-    found = endpoint.listen_as(place, line.answers, patience=WAIT)
+    found = endpoint.listen_as(place, peer_client.node_answers, patience=WAIT)
     assert found is not None
     found.close()
     began = time.monotonic()
-    assert endpoint.listen_as(Endpoint.read(echo.place), line.answers, patience=WAIT) is None
+    assert endpoint.listen_as(Endpoint.read(echo.place), peer_client.node_answers, patience=WAIT) is None
     assert time.monotonic() - began < WAIT / 2  # it answers, so nothing is waited for
 
 

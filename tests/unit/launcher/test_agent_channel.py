@@ -9,16 +9,16 @@ import pytest
 from torch.distributed import DistError, HashStore, PrefixStore, Store
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.launcher.agent_exchange import AgentExchange
+from ft_plugins.launcher.agent_channel import AgentChannel
 
 SECRET = b"sixteen bytes or more"
 SHORT = timedelta(seconds=0.2)
 
 
-def meet(store: Store, *secrets: bytes) -> list[AgentExchange | ConfigError]:
-    def enter(rank: int) -> AgentExchange | ConfigError:
+def meet(store: Store, *secrets: bytes) -> list[AgentChannel | ConfigError]:
+    def enter(rank: int) -> AgentChannel | ConfigError:
         try:
-            return AgentExchange(store, secrets[rank], "job", rank, len(secrets))
+            return AgentChannel(store, secrets[rank], "job", rank, len(secrets))
         except ConfigError as error:
             return error
 
@@ -26,44 +26,44 @@ def meet(store: Store, *secrets: bytes) -> list[AgentExchange | ConfigError]:
         return list(pool.map(enter, range(len(secrets))))
 
 
-def exchanges(store: Store) -> tuple[AgentExchange, AgentExchange]:
+def exchanges(store: Store) -> tuple[AgentChannel, AgentChannel]:
     a, b = meet(store, SECRET, SECRET)
-    assert isinstance(a, AgentExchange) and isinstance(b, AgentExchange)
+    assert isinstance(a, AgentChannel) and isinstance(b, AgentChannel)
     return a, b
 
 
 def test_each_hears_what_the_others_said() -> None:
     a, b = exchanges(HashStore())
-    a.say("opened", b"0")
-    b.say("opened", b"1")
-    assert a.all_said("opened") == b.all_said("opened", SHORT) == [b"0", b"1"]
-    a.say("ended", b"1")
+    a.publish("opened", b"0")
+    b.publish("opened", b"1")
+    assert a.read_all("opened") == b.read_all("opened", SHORT) == [b"0", b"1"]
+    a.publish("ended", b"1")
     with pytest.raises(DistError):
-        a.all_said("ended", SHORT)
+        a.read_all("ended", SHORT)
 
 
 @pytest.mark.parametrize("forged", [b"", b"1", b"1" + bytes(32)])
 def test_a_word_of_a_stranger_is_none(forged: bytes) -> None:
     store = HashStore()
     a, b = exchanges(store)
-    a.say("ended", b"1")
-    b.say("other", b"1")
+    a.publish("ended", b"1")
+    b.publish("other", b"1")
     store.set("ended/1", forged)
-    assert a.all_said("ended") == [b"1", None]
+    assert a.read_all("ended") == [b"1", None]
     for kept in ("ended/0", "other/1"):  # a real one, of another rank or for another thing
         store.set("ended/1", store.get(kept))
-        assert a.all_said("ended") == [b"1", None]
+        assert a.read_all("ended") == [b"1", None]
 
 
 def test_a_word_of_another_incarnation_is_none() -> None:
     store = HashStore()
     for_first, for_second = PrefixStore("1", store), PrefixStore("2", store)
     a, b = exchanges(for_first)
-    b.say("ended", b"1")
+    b.publish("ended", b"1")
     second, _ = exchanges(for_second)
-    second.say("ended", b"1")
+    second.publish("ended", b"1")
     for_second.set("ended/1", for_first.get("ended/1"))
-    assert second.all_said("ended") == [b"1", None]
+    assert second.read_all("ended") == [b"1", None]
 
 
 class Replaying:
@@ -84,16 +84,16 @@ class Replaying:
 def test_words_of_another_incarnation_are_none_also_where_its_numbers_are_repeated() -> None:
     old = HashStore()
     meet(old, SECRET, SECRET)
-    with pytest.raises(ConfigError, match="group rank 0: expected the numbers of 2 agents .* another process wrote"):
-        AgentExchange(Replaying(HashStore(), old), SECRET, "job", 0, 2)
+    with pytest.raises(ConfigError, match="group rank 0: expected the nonces of 2 agents .* another process wrote"):
+        AgentChannel(Replaying(HashStore(), old), SECRET, "job", 0, 2)
 
 
 def test_nodes_of_different_jobs_do_not_believe_each_other() -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        entered = [pool.submit(AgentExchange, store, SECRET, job, rank, 2) for rank, job in enumerate(("one", "two"))]
+        entered = [pool.submit(AgentChannel, store, SECRET, job, rank, 2) for rank, job in enumerate(("one", "two"))]
         for each in entered:
-            with pytest.raises(ConfigError, match="does not know"):
+            with pytest.raises(ConfigError, match="has another secret"):
                 each.result(60)
 
 
