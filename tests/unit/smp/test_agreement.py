@@ -196,7 +196,7 @@ def test_whatever_is_reported_nothing_is_taken_back_and_nothing_counts_by_hearsa
 
 
 class Slots:
-    """The slots of a rank's segment or of a vault: what outlives the SMP."""
+    """The slots of a rank's segment or of a parity store: what outlives the SMP."""
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot(index, SlotState.EMPTY, None) for index in range(count)]
