@@ -51,7 +51,7 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
     known: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
-    host.rank, host._positions, host._rates, host._rates_said = 0, None, None, False
+    host.rank, host._positions, host._rates, host._scheduler_reported = 0, None, None, False
     host.silent = False
     updating = optimizer()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])
