@@ -62,7 +62,7 @@ class QuickstartPlan:
     iterations: int
     kill_at: int
     rank: int | None
-    patience: float  # seconds without progress after which a run counts as hung
+    patience: float  # seconds without progress after which a run is considered hung
     job: tuple[str, ...]  # flags of the example
     framework: str = "megatron"
     settings: dict[str, Any] | None = None

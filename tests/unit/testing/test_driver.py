@@ -133,7 +133,7 @@ def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(t
         assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
         before = follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
         assert before[-1].attached == 2
-        wait_until(lambda: any(e.name == "version.committed" for e in job.events()), 60, lambda: "no version counts")
+        wait_until(lambda: any(e.name == "version.committed" for e in job.events()), 60, lambda: "no commit")
         assert segments_of(job.job, "node1")
         assert job.kill_node() == ("node1", "node2")
         assert not segments_of(job.job, "node1")
