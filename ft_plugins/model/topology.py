@@ -22,8 +22,6 @@ from math import prod
 from ..errors import TopologyError
 
 AXES = ("tp", "pp", "dp", "ep", "cp")  # axes missing in `order` are appended in this order, as Megatron does
-SINGLE_NODE = "node0"
-TABLE_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -200,48 +198,3 @@ class Topology:
         for rank in range(self.world_size):
             members[pipeline.index(rank), tensor.index(rank)].append(rank)
         return {key: tuple(ranks) for key, ranks in members.items()}
-
-    def stages(self, rank: int) -> tuple[int, ...]:
-        """The virtual stages of `rank`, of pp x vpp in the order of layers: pp, pp + PP, pp + 2 PP, ..."""
-        first = self.coords(rank).pp
-        return tuple(first + self.pp * chunk for chunk in range(self.vpp))
-
-    # nodes
-
-    @cached_property
-    def _placed(self) -> dict[str, tuple[int, ...]]:
-        if not self.nodes:
-            return {SINGLE_NODE: tuple(range(self.world_size))}
-        ranks: dict[str, list[int]] = {}
-        for rank, node in enumerate(self.nodes):
-            ranks.setdefault(node, []).append(rank)
-        return {node: tuple(placed) for node, placed in ranks.items()}
-
-    @property
-    def node_names(self) -> tuple[str, ...]:
-        """The nodes, in the order of their lowest ranks."""
-        return tuple(self._placed)
-
-    def node_of(self, rank: int) -> str:
-        """The failure domain of `rank`."""
-        self._checked(rank)
-        return self.nodes[rank] if self.nodes else SINGLE_NODE
-
-    def table(self) -> str:
-        """Sizes, then one line per rank with its address, replicas and node, for the first 64 ranks."""
-        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "vpp": self.vpp, "ep": self.ep}
-        sizes |= {"etp": self.expert_tp, "edp": self.expert_dp}
-        lines = [
-            f"{self.world_size} ranks on {len(self._placed)} node(s), order {self.order}: "
-            + " ".join(f"{name}={size}" for name, size in sizes.items()),
-            "".join(f"{name:>6}" for name in ("rank", "tp", "cp", "dp", "pp", "etp", "ep", "edp"))
-            + "  node      replicas",
-        ]
-        for rank in range(min(self.world_size, TABLE_RANKS)):
-            at, replicas = self.coords(rank), self.replicas(rank)
-            shown = " ".join(map(str, replicas[:8])) + (f" ... ({len(replicas)})" if len(replicas) > 8 else "")
-            address = "".join(f"{x:>6}" for x in (rank, at.tp, at.cp, at.dp, at.pp, at.etp, at.ep, at.edp))
-            lines.append(f"{address}  {self.node_of(rank):<9} {shown}")
-        if self.world_size > TABLE_RANKS:
-            lines.append(f"   ... and {self.world_size - TABLE_RANKS} more ranks")
-        return "\n".join(lines)
