@@ -1,4 +1,4 @@
-"""The place of every rank in the job: rank <-> (tp, cp, dp, pp) and (etp, ep, edp, pp), groups, nodes, neighbours.
+"""The place of every rank in the job: rank <-> (tp, cp, dp, pp) and (etp, ep, edp, pp), and its groups.
 
 Invariant: groups and their order equal those of `megatron.core.parallel_state.initialize_model_parallel` for the same
 sizes and `order`; every group is ascending. Pure arithmetic on strides: a query about one rank costs its group's size,
@@ -8,8 +8,8 @@ A rank has two addresses. Dense layers (attention, MLP, embeddings) are laid out
 etp, ep, edp, pp, with etp the expert tensor parallel size (default tp) and edp = world size / (etp ep pp). Both give a
 rank the same pipeline stage.
 
-In: parallel sizes, Megatron's order string, the node (failure domain) of each rank. Out: `Topology`, read by adapters
-(replica sets), snapshot.layout (sharding groups) and all code that places bytes on nodes.
+In: parallel sizes, Megatron's order string. Out: `Topology`, read by adapters (replica sets), snapshot.layout (sharding
+groups) and all code that places bytes on nodes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class Axis:
 class Topology:
     """The job's ranks. `vpp`: virtual stages per pipeline rank; `etp` defaults to tp.
 
-    `nodes[rank]` is the node (failure domain) of each rank; empty: all ranks are on one node. Raises TopologyError for
-    sizes, an order or nodes that cannot be laid out, as Megatron does.
+    Raises TopologyError for sizes or an order that cannot be laid out, as Megatron does.
     """
 
     tp: int
@@ -65,7 +64,6 @@ class Topology:
     ep: int = 1
     vpp: int = 1
     order: str = "tp-cp-ep-dp-pp"
-    nodes: tuple[str, ...] = ()
     etp: int | None = None
 
     def __post_init__(self) -> None:
@@ -76,11 +74,6 @@ class Topology:
         self._check_order(sizes)
         if self.vpp > 1 and self.pp == 1:
             raise TopologyError(f"vpp={self.vpp} needs pipeline stages, but pp=1: set pp above 1 or vpp to 1")
-        if self.nodes and len(self.nodes) != self.world_size:
-            raise TopologyError(
-                f"nodes: found {len(self.nodes)} for {self.world_size} ranks (tp={self.tp} x pp={self.pp} x "
-                f"dp={self.dp} x cp={self.cp}); expected the node of each rank, or none"
-            )
         self._check_experts()
 
     def _check_order(self, sizes: Mapping[str, int]) -> None:
