@@ -153,7 +153,7 @@ def plan(one: EmulatedJob, profile: Profile, granularity: Granularity, times: in
     is sent in addition to a slot."""
     job = one.job
     nodes = tuple(f"n{rank // RANKS_OF_NODE}" for rank in range(NODES * RANKS_OF_NODE))
-    topology = Topology(tp=job.tp, pp=job.pp, dp=job.dp, nodes=nodes)
+    topology = Topology(tp=job.tp, pp=job.pp, dp=job.dp)
     layer = round(job.rank_bytes / SCALE / LAYERS) * times
     copies = plan_neighbours(nodes, pipelines(topology), [LAYERS * layer] * len(nodes)).copies
     transfers = [

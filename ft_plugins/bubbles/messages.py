@@ -66,7 +66,7 @@ def traffic(
     """The messages of `ranks`, or of all, in `pipelines`: each the ranks in the order of their stages.
 
     `timelines` by rank; only those of `ranks` and their neighbouring stages are read. A rank's chunks are the virtual
-    stages pp, pp + PP, pp + 2 PP, ... (`Topology.stages`); all ranks have equally many.
+    stages pp, pp + PP, pp + 2 PP, ...; all ranks have equally many.
     """
     by_rank: dict[int, Traffic] = {}
     for pipeline in pipelines:

@@ -1,4 +1,4 @@
-"""The place of every rank in the job: rank <-> (tp, cp, dp, pp) and (etp, ep, edp, pp), groups, nodes, neighbours.
+"""The place of every rank in the job: rank <-> (tp, cp, dp, pp) and (etp, ep, edp, pp), and its groups.
 
 Invariant: groups and their order equal those of `megatron.core.parallel_state.initialize_model_parallel` for the same
 sizes and `order`; every group is ascending. Pure arithmetic on strides: a query about one rank costs its group's size,
@@ -8,8 +8,8 @@ A rank has two addresses. Dense layers (attention, MLP, embeddings) are laid out
 etp, ep, edp, pp, with etp the expert tensor parallel size (default tp) and edp = world size / (etp ep pp). Both give a
 rank the same pipeline stage.
 
-In: parallel sizes, Megatron's order string, the node (failure domain) of each rank. Out: `Topology`, read by adapters
-(replica sets), snapshot.layout (sharding groups) and all code that places bytes on nodes.
+In: parallel sizes, Megatron's order string. Out: `Topology`, read by adapters (replica sets), snapshot.layout (sharding
+groups) and all code that places bytes on nodes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from math import prod
 from ..errors import TopologyError
 
 AXES = ("tp", "pp", "dp", "ep", "cp")  # axes missing in `order` are appended in this order, as Megatron does
-SINGLE_NODE = "node0"
-TABLE_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class Axis:
 class Topology:
     """The job's ranks. `vpp`: virtual stages per pipeline rank; `etp` defaults to tp.
 
-    `nodes[rank]` is the node (failure domain) of each rank; empty: all ranks are on one node. Raises TopologyError for
-    sizes, an order or nodes that cannot be laid out, as Megatron does.
+    Raises TopologyError for sizes or an order that cannot be laid out, as Megatron does.
     """
 
     tp: int
@@ -67,7 +64,6 @@ class Topology:
     ep: int = 1
     vpp: int = 1
     order: str = "tp-cp-ep-dp-pp"
-    nodes: tuple[str, ...] = ()
     etp: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,11 +74,6 @@ class Topology:
         self._check_order(sizes)
         if self.vpp > 1 and self.pp == 1:
             raise TopologyError(f"vpp={self.vpp} needs pipeline stages, but pp=1: set pp above 1 or vpp to 1")
-        if self.nodes and len(self.nodes) != self.world_size:
-            raise TopologyError(
-                f"nodes: found {len(self.nodes)} for {self.world_size} ranks (tp={self.tp} x pp={self.pp} x "
-                f"dp={self.dp} x cp={self.cp}); expected the node of each rank, or none"
-            )
         self._check_experts()
 
     def _check_order(self, sizes: Mapping[str, int]) -> None:
@@ -200,48 +191,3 @@ class Topology:
         for rank in range(self.world_size):
             members[pipeline.index(rank), tensor.index(rank)].append(rank)
         return {key: tuple(ranks) for key, ranks in members.items()}
-
-    def stages(self, rank: int) -> tuple[int, ...]:
-        """The virtual stages of `rank`, of pp x vpp in the order of layers: pp, pp + PP, pp + 2 PP, ..."""
-        first = self.coords(rank).pp
-        return tuple(first + self.pp * chunk for chunk in range(self.vpp))
-
-    # nodes
-
-    @cached_property
-    def _placed(self) -> dict[str, tuple[int, ...]]:
-        if not self.nodes:
-            return {SINGLE_NODE: tuple(range(self.world_size))}
-        ranks: dict[str, list[int]] = {}
-        for rank, node in enumerate(self.nodes):
-            ranks.setdefault(node, []).append(rank)
-        return {node: tuple(placed) for node, placed in ranks.items()}
-
-    @property
-    def node_names(self) -> tuple[str, ...]:
-        """The nodes, in the order of their lowest ranks."""
-        return tuple(self._placed)
-
-    def node_of(self, rank: int) -> str:
-        """The failure domain of `rank`."""
-        self._checked(rank)
-        return self.nodes[rank] if self.nodes else SINGLE_NODE
-
-    def table(self) -> str:
-        """Sizes, then one line per rank with its address, replicas and node, for the first 64 ranks."""
-        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "vpp": self.vpp, "ep": self.ep}
-        sizes |= {"etp": self.expert_tp, "edp": self.expert_dp}
-        lines = [
-            f"{self.world_size} ranks on {len(self._placed)} node(s), order {self.order}: "
-            + " ".join(f"{name}={size}" for name, size in sizes.items()),
-            "".join(f"{name:>6}" for name in ("rank", "tp", "cp", "dp", "pp", "etp", "ep", "edp"))
-            + "  node      replicas",
-        ]
-        for rank in range(min(self.world_size, TABLE_RANKS)):
-            at, replicas = self.coords(rank), self.replicas(rank)
-            shown = " ".join(map(str, replicas[:8])) + (f" ... ({len(replicas)})" if len(replicas) > 8 else "")
-            address = "".join(f"{x:>6}" for x in (rank, at.tp, at.cp, at.dp, at.pp, at.etp, at.ep, at.edp))
-            lines.append(f"{address}  {self.node_of(rank):<9} {shown}")
-        if self.world_size > TABLE_RANKS:
-            lines.append(f"   ... and {self.world_size - TABLE_RANKS} more ranks")
-        return "\n".join(lines)

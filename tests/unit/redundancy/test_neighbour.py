@@ -77,7 +77,7 @@ jobs = anywhere().filter(lambda job: not why_unplaced(job.nodes, job.pipelines))
 def real(per_node: int, nodes: int, order: str = "tp-cp-ep-dp-pp", **sizes: int) -> Job:
     """A job as Megatron-LM lays it out, with uneven bytes."""
     where = tuple(f"n{rank // per_node}" for rank in range(per_node * nodes))
-    topology = Topology(**sizes, order=order, nodes=where)
+    topology = Topology(**sizes, order=order)
     return Job(where, pipelines(topology), tuple(200 + 13 * rank for rank in range(len(where))))
 
 
@@ -187,7 +187,7 @@ def test_nodes_that_meet_on_a_link_are_together_whoever_of_them_sends() -> None:
 
 
 def test_pipelines_are_those_of_the_topology_in_the_order_of_stages() -> None:
-    topology = Topology(tp=2, pp=4, dp=2, nodes=tuple(f"n{rank // 4}" for rank in range(16)))
+    topology = Topology(tp=2, pp=4, dp=2)
     assert pipelines(topology) == ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))  # the paper's figure 1
     assert all(topology.coords(rank).pp == stage for group in pipelines(topology) for stage, rank in enumerate(group))
 
@@ -200,7 +200,7 @@ def test_every_byte_of_every_replica_set_is_copied_exactly_once(name: str) -> No
     """Dense weights are held by all of a stage's replicas, moments by one rank each, as ZeRO-1 has it."""
     job = PAPER[name]
     sizes = {key: int(value) for key, value in zip(("dp", "tp", "pp"), name[1::2], strict=True)}
-    topology = Topology(**sizes, nodes=job.nodes)
+    topology = Topology(**sizes)
     layouts = []
     for rank in range(16):
         replicas = topology.replicas(rank)
@@ -322,7 +322,7 @@ def test_small_state_lies_where_the_copy_is(job: Job) -> None:
 def test_8192_ranks_are_planned_in_seconds() -> None:
     began = time.process_time()
     nodes = tuple(f"n{rank // 8}" for rank in range(8192))
-    topology = Topology(tp=8, pp=64, dp=16, nodes=nodes)
+    topology = Topology(tp=8, pp=64, dp=16)
     plan = plan_neighbours(nodes, pipelines(topology), [1 << 30] * 8192)
     exchange = plan.exchange()
     assert sum(send.stop - send.start for send in exchange.sends[17]) == 8 << 30

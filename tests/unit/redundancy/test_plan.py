@@ -63,7 +63,7 @@ def jobs(draw: st.DrawFn) -> Job:
 def real(per_node: Sequence[int], losses: int, order: str = "tp-cp-ep-dp-pp", **sizes: int) -> Job:
     """A job as Megatron-LM lays it out: so many ranks on each node, uneven bytes."""
     nodes = tuple(f"n{node}" for node, ranks in enumerate(per_node) for _ in range(ranks))
-    topology = Topology(**sizes, order=order, nodes=nodes)
+    topology = Topology(**sizes, order=order)
     assert topology.world_size == len(nodes)
     nbytes = tuple(500 + 37 * rank for rank in range(len(nodes)))
     return Job(nodes, tuple(topology.sharding_groups().values()), nbytes, losses)
