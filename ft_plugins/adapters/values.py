@@ -29,7 +29,7 @@ def _unknown(value: Any) -> Any:
     raise Unknown(type(value).__qualname__)
 
 
-def plain(value: Any, other: Callable[[Any], Any] = _unknown) -> Any:
+def to_plain(value: Any, other: Callable[[Any], Any] = _unknown) -> Any:
     """`value` as JSON has it; `other` is asked for types that are not known here. Raises Unknown."""
     match value:
         case Enum():
@@ -39,22 +39,22 @@ def plain(value: Any, other: Callable[[Any], Any] = _unknown) -> Any:
         case PurePath():
             return {TAG: "path", "name": str(value)}
         case tuple() if type(value) is tuple:
-            return {TAG: "tuple", "parts": [plain(part, other) for part in value]}
+            return {TAG: "tuple", "parts": [to_plain(part, other) for part in value]}
         case list():
-            return [plain(part, other) for part in value]
+            return [to_plain(part, other) for part in value]
         case dict() if type(value) is dict and all(isinstance(key, str) for key in value):
-            return {TAG: "dict", "parts": {key: plain(part, other) for key, part in value.items()}}
+            return {TAG: "dict", "parts": {key: to_plain(part, other) for key, part in value.items()}}
         case None | bool() | int() | float() | str() if type(value) in (type(None), bool, int, float, str):
             return value
     return other(value)
 
 
-def back(
+def from_plain(
     value: Any, packages: Sequence[str], framework: str, other: Callable[[Mapping[str, Any]], Any] | None = None
 ) -> Any:
     """What `plain` was given; `other` is asked for tags that are not known here. Raises StorageError."""
     if isinstance(value, list):
-        return [back(part, packages, framework, other) for part in value]
+        return [from_plain(part, packages, framework, other) for part in value]
     if not isinstance(value, dict):
         return value
     match value[TAG]:
@@ -63,11 +63,11 @@ def back(
         case "path":
             return PosixPath(value["name"])
         case "tuple":
-            return tuple(back(part, packages, framework, other) for part in value["parts"])
+            return tuple(from_plain(part, packages, framework, other) for part in value["parts"])
         case "dict":
-            return {key: back(part, packages, framework, other) for key, part in value["parts"].items()}
+            return {key: from_plain(part, packages, framework, other) for key, part in value["parts"].items()}
         case "enum":
-            kind = found_class(value, packages)
+            kind = find_class(value, packages)
             if kind is None or not issubclass(kind, Enum) or value["name"] not in kind.__members__:
                 where = f"{value['module']}.{value['class']}.{value['name']}"
                 raise StorageError(f"{where} is not known to the {framework} installed here")
@@ -81,7 +81,7 @@ def _place(kind: type[Any]) -> dict[str, str]:
     return {"module": kind.__module__, "class": kind.__qualname__}
 
 
-def found_class(told: Mapping[str, Any], packages: Sequence[str]) -> Any:
+def find_class(told: Mapping[str, Any], packages: Sequence[str]) -> Any:
     """The class that is named, None where there is none in one of `packages`."""
     found: Any = None
     if told["module"].split(".")[0] in packages:

@@ -22,7 +22,7 @@ import torch
 from ...errors import StorageError, UnsupportedError
 from ...snapshot.index import Index
 from ...snapshot.shares import Shares
-from ..values import TAG, back, found_class
+from ..values import TAG, from_plain, find_class
 
 _PACKAGES = ("deepspeed",)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -45,7 +45,7 @@ def export(shares: Shares, folder: Path) -> dict[str, Any]:
         small = shares.small(index.rank)
         for path, told in (index.names or {})["files"].items():
             made = _Made(shares, index)
-            content = back(told, _PACKAGES, "DeepSpeed", made.value)
+            content = from_plain(told, _PACKAGES, "DeepSpeed", made.value)
             if isinstance(content, dict):
                 _bring_up_to_date(content, small)
             torch.save(content, folder / tag / Path(path).name)
@@ -79,7 +79,7 @@ class _Made:
 
     def value(self, told: Mapping[str, Any]) -> Any:
         """Raises StorageError."""
-        again = partial(back, packages=_PACKAGES, framework="DeepSpeed", other=self.value)
+        again = partial(from_plain, packages=_PACKAGES, framework="DeepSpeed", other=self.value)
         match told[TAG]:
             case "parts" | "cast" | "scalar":
                 return self._tensor(told)
@@ -89,7 +89,7 @@ class _Made:
                 pairs = ((again(key), again(part)) for key, part in told["parts"])
                 return OrderedDict(pairs) if told["ordered"] else dict(pairs)
             case "object":
-                kind = found_class(told, _PACKAGES)
+                kind = find_class(told, _PACKAGES)
                 if kind is None:
                     raise StorageError(f"{told['module']}.{told['class']} is not known to the DeepSpeed installed here")
                 made = kind.__new__(kind)

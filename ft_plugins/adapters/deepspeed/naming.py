@@ -26,7 +26,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ..host_parts import StateItem
-from ..values import TAG, Unknown, plain
+from ..values import TAG, Unknown, to_plain
 from . import state
 
 FRAMEWORK = "deepspeed"
@@ -51,7 +51,7 @@ def names(engine: Any, held: Sequence[StateItem], group: Sequence[int]) -> dict[
         )
     tensors = _Tensors(engine, held)
     try:
-        files = {path: plain(content, tensors.told) for path, content in _saved(engine).items()}
+        files = {path: to_plain(content, tensors.told) for path, content in _saved(engine).items()}
     except Unknown as error:
         raise UnsupportedError(f"DeepSpeed saves a {error}, which has no plain form") from error
     return {"framework": FRAMEWORK, "version": deepspeed.__version__, "group": list(group), "files": files}
@@ -117,11 +117,11 @@ class _Tensors:
         if isinstance(value, torch.Size):
             return {TAG: "size", "parts": list(value)}
         if isinstance(value, dict):  # another kind of mapping, or other keys than words
-            pairs = [[plain(key), plain(part, self.told)] for key, part in value.items()]
+            pairs = [[to_plain(key), to_plain(part, self.told)] for key, part in value.items()]
             return {TAG: "pairs", "ordered": isinstance(value, OrderedDict), "parts": pairs}
         kind = type(value)
         if kind.__module__.split(".")[0] == "deepspeed" and hasattr(value, "__dict__"):
-            parts = {name: plain(part, self.told) for name, part in vars(value).items()}
+            parts = {name: to_plain(part, self.told) for name, part in vars(value).items()}
             return {TAG: "object", "module": kind.__module__, "class": kind.__qualname__, "parts": parts}
         raise Unknown(f"{kind.__module__}.{kind.__qualname__}")
 

@@ -46,18 +46,18 @@ def resolve(args: argparse.Namespace, context: LaunchContext) -> Config:
     return merge(context.config or Config(), Config.from_namespace(args, whole=False), ("ft-run", "the script"))
 
 
-def plain(arguments: argparse.Namespace) -> dict[str, Any]:
+def arguments_to_plain(arguments: argparse.Namespace) -> dict[str, Any]:
     """`values` by name, and the names `left_out`."""
     values, left_out = {}, []
     for name, value in sorted(vars(arguments).items()):
         try:
-            values[name] = coded.plain(value)
+            values[name] = coded.to_plain(value)
         except coded.Unknown:
             left_out.append(name)
     return {"values": values, "left_out": left_out}
 
 
-def namespace(told: Mapping[str, Any], now: Mapping[str, Any]) -> argparse.Namespace:
+def arguments_from_plain(told: Mapping[str, Any], now: Mapping[str, Any]) -> argparse.Namespace:
     """The arguments, with the values that training has changed as they are `now`. Raises StorageError."""
-    values = {name: coded.back(value, ("megatron", "signal"), "Megatron") for name, value in told["values"].items()}
+    values = {name: coded.from_plain(value, ("megatron", "signal"), "Megatron") for name, value in told["values"].items()}
     return argparse.Namespace(**{**values, **now})

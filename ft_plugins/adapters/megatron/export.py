@@ -27,7 +27,7 @@ from ...model.topology import Topology
 from ...snapshot import codec
 from ...snapshot.index import Index
 from ...snapshot.shares import Shares
-from .arguments import namespace
+from .arguments import arguments_from_plain
 from .assembly import Assembly, TensorBlock, assemble
 
 CHECKPOINT_VERSION = 3.0  # of Megatron-LM's state dictionary
@@ -122,7 +122,7 @@ def _arguments(names: Mapping[str, Any], small: Mapping[str, Any]) -> Any:
     if told is None:
         return None
     counters = small["counters"]
-    return namespace(told, {name: counters[name] for name in _COUNTED if name in counters})
+    return arguments_from_plain(told, {name: counters[name] for name in _COUNTED if name in counters})
 
 
 def _common(shares: Shares, names: Mapping[str, Any], small: Mapping[str, Any], arguments: Any) -> dict[str, Any]:

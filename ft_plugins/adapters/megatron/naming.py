@@ -33,7 +33,7 @@ from megatron.core.utils import unwrap_model
 from ...errors import UnsupportedError
 from ...snapshot import codec
 from . import state
-from .arguments import plain
+from .arguments import arguments_to_plain
 from .state import Replicas
 from .support import is_stub
 
@@ -59,7 +59,7 @@ def names(
         "tensors": tensors,
         "objects": list(found.objects()),
         "optimizers": [_kind(optimizer) for optimizer in optimizers],
-        "arguments": plain(arguments) if arguments is not None and rank == 0 else None,
+        "arguments": arguments_to_plain(arguments) if arguments is not None and rank == 0 else None,
     }
 
 
