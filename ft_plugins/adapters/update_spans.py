@@ -19,7 +19,7 @@ from ..model.host import Edges
 from ..model.timeline import Kind
 
 
-def around_update(
+def wrap_update(
     optimizers: Iterable[torch.optim.Optimizer], edges: Edges
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What wraps the function in which `optimizers`, torch's own, step."""
@@ -49,7 +49,7 @@ def around_update(
     return wrap
 
 
-def around(kind: Kind, original: Callable[..., Any], edges: Edges) -> Callable[..., Any]:
+def wrap_span(kind: Kind, original: Callable[..., Any], edges: Edges) -> Callable[..., Any]:
     """`original` as a span of no microbatch."""
 
     @functools.wraps(original)

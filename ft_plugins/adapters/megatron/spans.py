@@ -27,7 +27,7 @@ from ...model.host import Edges
 from ...model.timeline import Kind
 from ..script_hooks import REPLACED
 from ..script_hooks import replace_in_megatron as replace
-from ..update_spans import around, around_update
+from ..update_spans import wrap_span, wrap_update
 
 _MODEL, _CONFIG = 2, 6  # places of these arguments of forward_step
 
@@ -46,7 +46,7 @@ def follow(chunks: Sequence[Any], edges: Edges, optimizer: Any, inner: Sequence[
     replace(schedules, "forward_step", spans.forward)
     replace(schedules, "backward_step", spans.backward)
     replace(communicator, "_communicate", spans.communicate)
-    replace(optimizer, "step", around_update(inner, edges))
+    replace(optimizer, "step", wrap_update(inner, edges))
 
 
 class _Spans:
@@ -83,7 +83,7 @@ class _Spans:
     def _follow_reduction(self, config: Any) -> None:
         """The training loop sets it when it begins."""
         given = config.finalize_model_grads_func
-        self._finalize = None if given is None else around(Kind.REDUCE, given, self._edges)
+        self._finalize = None if given is None else wrap_span(Kind.REDUCE, given, self._edges)
         config.finalize_model_grads_func = self._finalize
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
