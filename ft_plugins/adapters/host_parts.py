@@ -41,7 +41,7 @@ class StateItems:
     _topology: Topology
 
     @cached_property
-    def _held(self) -> list[StateItem]:
+    def _state_items(self) -> list[StateItem]:
         """Found once; creates the optimizer's state where no update has done so yet."""
         raise NotImplementedError
 
@@ -51,14 +51,14 @@ class StateItems:
 
     def inventory(self) -> Inventory:
         """What this rank's state is made of; creates the optimizer's state where no update has done so yet."""
-        return Inventory.of(self.rank, (one.item for one in self._held))
+        return Inventory.of(self.rank, (one.item for one in self._state_items))
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The live tensors, by item name."""
-        return {one.item.name: one.read() for one in self._held}
+        return {one.item.name: one.read() for one in self._state_items}
 
 
-def hold(
+def state_item(
     name: str,
     role: Role,
     replicas: tuple[int, ...],
@@ -118,12 +118,12 @@ def _in_place(key: str, value: Any, present: Any) -> Any:
         return tuple(_in_place(key, *pair) for pair in zip(value, present, strict=True))
     of_a_kind = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor) and key != "step"
     if not of_a_kind or (value.shape, value.dtype) != (present.shape, present.dtype):
-        return own(value, present)
+        return own_copy(value, present)
     with torch.no_grad():
         return present.copy_(value)
 
 
-def own(value: Any, like: Any) -> Any:
+def own_copy(value: Any, like: Any) -> Any:
     """`value` as a tensor of its own, on the device of the one that it replaces."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -146,14 +146,14 @@ class Recompute(Generic[R]):
         """Whether `recompute` can be called."""
         return self._replay is not None
 
-    def _keep(self, build: Callable[[], R]) -> None:
+    def _start_replay(self, build: Callable[[], R]) -> None:
         """Keep iterations from now on by what `build` makes, unless it raises UnsupportedError."""
         try:
             self._replay, self.why_not = build(), ""
         except UnsupportedError as error:
             self.why_not = str(error)
 
-    def _kept(self) -> R:
+    def _required_replay(self) -> R:
         """Raises UnsupportedError where nothing is kept."""
         if self._replay is None:
             raise UnsupportedError(f"rank {self.rank}: gradients cannot be computed again here: {self.why_not}")

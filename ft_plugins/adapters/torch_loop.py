@@ -43,7 +43,7 @@ from ..model.host import Hooks
 from ..model.inventory import Inventory, Item, Role
 from ..snapshot import codec
 from ..snapshot.copiers import flat_bytes
-from .host_parts import ANYWHERE, UPDATE, groups, is_item, own, restore_groups, scalars_of
+from .host_parts import ANYWHERE, UPDATE, groups, is_item, own_copy, restore_groups, scalars_of
 from .loader_position import Position, position_of
 from .optimizer_state import create_state
 from .plain import PlainHost
@@ -320,7 +320,7 @@ class TorchHost(PlainHost):
         for parameter, name in self._names().items():
             for key, value in saved["scalars"].get(name, {}).items():
                 kept = self._optimizer.state[parameter]
-                kept[key] = own(value, kept.get(key))
+                kept[key] = own_copy(value, kept.get(key))
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
         """The data position, then RNG last."""

@@ -22,7 +22,7 @@ import torch
 from ...errors import StorageError, UnsupportedError
 from ...snapshot.index import Index
 from ...snapshot.shares import Shares
-from ..values import TAG, from_plain, find_class
+from ..values import TAG, find_class, from_plain
 
 _PACKAGES = ("deepspeed",)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")

@@ -26,7 +26,7 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
 from ...snapshot import codec
-from ..host_parts import UPDATE, Recompute, StateItem, hold
+from ..host_parts import UPDATE, Recompute, StateItem, state_item
 from . import state
 from .replay import DeepSpeedReplay
 
@@ -62,11 +62,11 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
         if not hasattr(self.engine, "train_batch"):
             self.why_not = _PLAIN
             return
-        self._keep(lambda: DeepSpeedReplay(self.engine))
+        self._start_replay(lambda: DeepSpeedReplay(self.engine))
 
     def recompute(self, step: int) -> None:
         """Gradients of iteration `step`, which is under way, once more. All ranks of the job call together."""
-        self._kept().run()
+        self._required_replay().run()
 
     def learning_rate(self) -> float:
         """The largest of the parameter groups: DeepSpeed steps the scheduler behind the update. Raises
@@ -160,7 +160,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
             )
         replicas = self._topology.replicas(self.rank)
         return [
-            hold(
+            state_item(
                 self._names[parameter], Role.COPY, replicas, state.layer_of(self._names[parameter]), UPDATE,
                 parameter.detach,
             )

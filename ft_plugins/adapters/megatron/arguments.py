@@ -59,5 +59,7 @@ def arguments_to_plain(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def arguments_from_plain(told: Mapping[str, Any], now: Mapping[str, Any]) -> argparse.Namespace:
     """The arguments, with the values that training has changed as they are `now`. Raises StorageError."""
-    values = {name: coded.from_plain(value, ("megatron", "signal"), "Megatron") for name, value in told["values"].items()}
+    values = {
+        name: coded.from_plain(value, ("megatron", "signal"), "Megatron") for name, value in told["values"].items()
+    }
     return argparse.Namespace(**{**values, **now})

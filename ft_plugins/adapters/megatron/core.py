@@ -105,9 +105,9 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         return naming.described(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
 
     @cached_property
-    def _held(self) -> list[state.StateItem]:
+    def _state_items(self) -> list[state.StateItem]:
         _ = self._described  # first: asked for its sharded state, a bf16 model puts its routers' biases into fp32
-        return state.held(self.chunks, self.optimizers, self.rank, self._replicas)
+        return state.state_items(self.chunks, self.optimizers, self.rank, self._replicas)
 
     def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         """Megatron marks the parameters of experts by `allreduce = False`."""

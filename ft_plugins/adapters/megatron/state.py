@@ -32,7 +32,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
-from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, hold, is_item, own, scalars_of
+from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 from .support import is_stub
 
 Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
@@ -115,8 +115,8 @@ def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
                 (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
             )
         case _:
-            own = [group["params"] for group in optimizer.optimizer.param_groups]
-            groups = ((own, own), ([], []))
+            updated = [group["params"] for group in optimizer.optimizer.param_groups]
+            groups = ((updated, updated), ([], []))
     for models, mains in groups:
         for model_group, main_group in zip(models, mains, strict=True):
             yield from zip(model_group, main_group, strict=True)
@@ -133,7 +133,7 @@ def derivable(optimizer: Any) -> Iterator[torch.nn.Parameter]:
         yield from (parameter for parameter, _ in _pairs(optimizer))
 
 
-def held(
+def state_items(
     chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int, replicas: Replicas
 ) -> list[StateItem]:
     """Every item of this rank. Raises InventoryError for state that belongs to none of the kinds above."""
@@ -151,7 +151,9 @@ def held(
                 f"rank {rank}: parameter '{name}' requires a gradient, but no optimizer updates it: "
                 "freeze it, or give the host its optimizer"
             )
-        found.append(hold(name, Role.PARAMETER, replicas(parameter), _layer_of(name, layers), NEVER, parameter.detach))
+        found.append(
+            state_item(name, Role.PARAMETER, replicas(parameter), _layer_of(name, layers), NEVER, parameter.detach)
+        )
     found.extend(buffers(chunks, rank))
     return found
 
@@ -166,19 +168,19 @@ def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[StateItem]
             name = f"chunk{index}.{_unwrapped(name)}"
             if isinstance(buffer, torch.Tensor):
                 read = lambda module=module, key=key: module._buffers[key]  # noqa: E731  (may be replaced by the model)
-                yield hold(name, Role.BUFFER, (rank,), _layer_of(name, layers), ANYWHERE, read)
+                yield state_item(name, Role.BUFFER, (rank,), _layer_of(name, layers), ANYWHERE, read)
 
 
 def _of_trained(one: TrainedParameter, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[StateItem]:
     piece, layer, once = one.piece, _layer_of(one.name, layers), _counts(one.parameter)
     if one.main is one.parameter:
-        yield hold(one.item, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
+        yield state_item(one.item, Role.PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
     else:
-        yield hold(one.item, Role.MAIN_PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
+        yield state_item(one.item, Role.MAIN_PARAMETER, replicas, layer, UPDATE, one.main.detach, piece, once)
     for key, value in one.state.items():
         if is_item(value):
             read = lambda state=one.state, key=key: state[key]  # noqa: E731
-            yield hold(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, once)
+            yield state_item(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, once)
 
 
 def _counts(parameter: torch.nn.Parameter) -> bool:
@@ -197,7 +199,7 @@ def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replica
                 views = isinstance(optimizer, DistributedOptimizer) and parameter.dtype == torch.float32
                 role, name = (Role.PARAMETER if views else Role.COPY), names[parameter]
                 layer, once = _layer_of(name, layers), _counts(parameter)
-                yield hold(name, role, replicas(parameter), layer, UPDATE, parameter.detach, None, once)
+                yield state_item(name, role, replicas(parameter), layer, UPDATE, parameter.detach, None, once)
 
 
 # scalars
@@ -217,7 +219,7 @@ def restore_scalars(
             if one.name not in saved:
                 raise ResumeError(f"parameter '{one.name}' is updated here, but no optimizer scalars were captured")
             for key, value in saved[one.name].items():
-                optimizer.optimizer.state[one.main][key] = own(value, one.state.get(key))
+                optimizer.optimizer.state[one.main][key] = own_copy(value, one.state.get(key))
 
 
 # names

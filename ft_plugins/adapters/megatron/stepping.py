@@ -51,12 +51,12 @@ class MegatronStepping(Recompute[MegatronReplay]):
     def keep_iterations(self) -> None:
         """Keep from now on what `recompute` needs, where that can be done. Before the first iteration, once."""
         buffers = list(state.buffers(self.chunks, self.rank))
-        self._keep(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed))
+        self._start_replay(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed))
 
     def recompute(self, step: int) -> None:
         """Gradients of iteration `step`, which is under way, once more. Of one whose batch the loop skips there are
         none. All ranks of the job call together."""
-        replay = self._kept()
+        replay = self._required_replay()
         if replay.number == step:
             replay.run()
         elif not self._skipping:
