@@ -24,14 +24,14 @@ from .loaders import (
     LoaderEpoch,
     LoaderPass,
     Passes,
-    drawn,
-    epoch_set,
+    generator_states,
     is_sampled,
     is_stateful,
     parts,
-    redraw,
+    sampler_epoch,
     set_epoch,
-    set_own,
+    set_generator_states,
+    set_source_generators,
 )
 
 
@@ -108,12 +108,12 @@ class LoaderPosition:
 
     def _begin(self, original: Callable[[Any], Any]) -> LoaderPass:
         saved, self._pending = self._pending, None
-        around = drawn()
+        around = generator_states()
         self._at_begin = self._changed()
         begun = LoaderPass(self._loader, original, self._passes)
         if saved is not None:
             self._stand(begun, saved)
-            redraw(around)
+            set_generator_states(around)
         self._current = weakref.ref(begun)
         return begun
 
@@ -143,18 +143,18 @@ class LoaderPosition:
         current = self._current()
         epoch = None if current is None else current.epoch
         return {
-            "epoch": epoch_set(self._loader),
-            "own": drawn(self._loader)["own"],
+            "epoch": sampler_epoch(self._loader),
+            "own": generator_states(self._loader)["own"],
             "numbers": {"began": self._at_begin, "now": self._changed()},
             "pass": None
             if epoch is None
-            else {"began": epoch.began, "first": epoch.first, "read": epoch.read, "again": epoch.again},
+            else {"began": epoch.began, "first": epoch.first, "read": epoch.read, "again": epoch.reused_workers},
         }
 
     def write(self, saved: Any) -> None:
         if saved["epoch"] is not None:
             set_epoch(self._loader, saved["epoch"])
-        set_own(self._loader, saved["own"])
+        set_source_generators(self._loader, saved["own"])
         _set_numbers(self._loader, saved["numbers"]["now"])
         if saved["pass"] is None:
             return
@@ -165,7 +165,7 @@ class LoaderPosition:
             self._stand(current, saved)
 
     def _stand(self, begun: LoaderPass, saved: Mapping[str, Any]) -> None:
-        found, captured = epoch_set(self._loader), saved["epoch"]
+        found, captured = sampler_epoch(self._loader), saved["epoch"]
         if found != captured:
             raise ResumeError(
                 f"the sampler's epoch was set to {found}, captured was epoch {captured}: begin the loop over epochs at "
@@ -174,8 +174,8 @@ class LoaderPosition:
         of = saved["pass"]
         self._at_begin = dict(saved["numbers"]["began"])
         _set_numbers(self._loader, {**self._at_first, **self._at_begin})
-        begun.stand(LoaderEpoch(of["began"], of["first"], of["read"], of["again"]))
-        set_own(self._loader, saved["own"])
+        begun.skip_to(LoaderEpoch(of["began"], of["first"], of["read"], of["again"]))
+        set_source_generators(self._loader, saved["own"])
         _set_numbers(self._loader, saved["numbers"]["now"])
 
     def _changed(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ..errors import ResumeError
 from .script_hooks import replace
 
-Random = dict[str, Any]
+GeneratorStates = dict[str, Any]
 _PARTS = ("loader", "batch_sampler", "sampler", "data_sampler")
 _DRAWING = ("dataset", "datasets", "collate_fn", "transform", "transforms", "target_transform", "__self__")
 
@@ -32,7 +32,7 @@ _DRAWING = ("dataset", "datasets", "collate_fn", "transform", "transforms", "tar
 # ---- random numbers ----
 
 
-def drawn(source: Any = None) -> Random:
+def generator_states(source: Any = None) -> GeneratorStates:
     """The generators of the process, and those that `source` keeps for itself."""
     own = {place: _state_of(generator) for place, generator in _generators(source).items()}
     return {
@@ -43,16 +43,16 @@ def drawn(source: Any = None) -> Random:
     }
 
 
-def redraw(state: Mapping[str, Any], source: Any = None) -> None:
+def set_generator_states(state: Mapping[str, Any], source: Any = None) -> None:
     """Set them. Raises ResumeError when `source` keeps others than those that were captured."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if source is not None:
-        set_own(source, state["own"])
+        set_source_generators(source, state["own"])
 
 
-def set_own(source: Any, states: Mapping[str, Any]) -> None:
+def set_source_generators(source: Any, states: Mapping[str, Any]) -> None:
     """Those of `source` alone. Raises ResumeError as above."""
     found = _generators(source)
     if set(found) != set(states):
@@ -117,7 +117,7 @@ def _set_state_of(generator: Any, state: Any) -> None:
             generator.bit_generator.state = state
 
 
-def epoch_set(source: Any) -> int | None:
+def sampler_epoch(source: Any) -> int | None:
     """What a script has told the sampler by `set_epoch`, where it has such a thing."""
     for _, part in parts(source):
         if callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int):
@@ -149,20 +149,20 @@ def draws(loader: Any) -> bool:
 class LoaderEpoch:
     """One pass over a loader: the generators when it began and at its first read, and how many batches were read."""
 
-    began: Random
-    first: Random | None = None
+    began: GeneratorStates
+    first: GeneratorStates | None = None
     read: int = 0
-    again: bool = False  # by workers that stayed from the pass before, which draws one random number less
+    reused_workers: bool = False  # by workers that stayed from the pass before, which draws one random number less
 
     @classmethod
     def of(cls, source: Any) -> LoaderEpoch:
         """A pass over `source` that is about to begin."""
-        return cls(drawn(source), again=getattr(source, "_iterator", None) is not None)
+        return cls(generator_states(source), reused_workers=getattr(source, "_iterator", None) is not None)
 
     def reading(self, source: Any = None) -> None:
         """A batch of `source` is about to be read."""
         if not self.read:
-            self.first = drawn(source)
+            self.first = generator_states(source)
         self.read += 1
 
 
@@ -195,11 +195,11 @@ def is_sampled(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def begun_behind(loader: Any, epoch: LoaderEpoch, begin: Callable[[Any], Any]) -> tuple[Any, StartedSampler]:
+def begin_after(loader: Any, epoch: LoaderEpoch, begin: Callable[[Any], Any]) -> tuple[Any, StartedSampler]:
     """What `begin(loader)` gives, with a sampler that has given the batches of `epoch` once it is started."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     started = StartedSampler(getattr(loader, name), epoch.read)
-    stayed = getattr(loader, "_iterator", None) if epoch.again else None
+    stayed = getattr(loader, "_iterator", None) if epoch.reused_workers else None
     if stayed is None:
         loader._iterator = None
         with _instead(loader, name, started):
@@ -269,23 +269,23 @@ class LoaderPass:
         self.epoch = LoaderEpoch.of(self.loader)
         self._batches = self._begun()
 
-    def stand(self, epoch: LoaderEpoch) -> bool:
+    def skip_to(self, epoch: LoaderEpoch) -> bool:
         """Stand behind the batches that `epoch` has read, without loading any. False: that cannot be done."""
         if not is_sampled(self.loader):
             return False
-        redraw(epoch.began, self.loader)
-        self._batches, started = begun_behind(self.loader, epoch, lambda loader: self._begun())
+        set_generator_states(epoch.began, self.loader)
+        self._batches, started = begin_after(self.loader, epoch, lambda loader: self._begun())
         if epoch.read:
-            redraw(epoch.first or epoch.began, self.loader)
+            set_generator_states(epoch.first or epoch.began, self.loader)
             started.start()
         self.epoch = epoch
         return True
 
-    def drop(self, epoch: LoaderEpoch) -> None:
+    def read_to(self, epoch: LoaderEpoch) -> None:
         """Stand there by reading."""
-        redraw(epoch.began, self.loader)
+        set_generator_states(epoch.began, self.loader)
         self.begin()
-        redraw(epoch.first or epoch.began, self.loader)
+        set_generator_states(epoch.first or epoch.began, self.loader)
         for _ in islice(self._batches, epoch.read):
             pass
         self.epoch = epoch
@@ -299,7 +299,7 @@ class Passes:
 
     def __init__(self, reading: Callable[[LoaderPass], None]) -> None:
         self.reading = reading
-        self.drawn = 0  # how many passes, made in whichever way, took their order from the generators of the process
+        self.shuffled = 0  # how many passes, made in whichever way, took their order from the generators of the process
         self._depth = 0
 
     def follow(self, kind: type[Any] = DataLoader) -> None:
@@ -320,7 +320,7 @@ class Passes:
 
     def _iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __iter__(loader: Any) -> Any:
-            self.drawn += not self._depth and draws(loader)
+            self.shuffled += not self._depth and draws(loader)
             return original(loader) if self._depth else LoaderPass(loader, original, self)
 
         return __iter__

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .loaders import drawn, redraw
+from .loaders import generator_states, set_generator_states
 
 Group = Mapping[str, Any]
 State = dict[str, Any]
@@ -45,7 +45,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
     Raises UnsupportedError, naming the optimizer, where that cannot be done exactly.
     """
-    around = drawn()
+    around = generator_states()
     try:
         _require_followed(optimizer)
         way = _proven(optimizer)
@@ -56,7 +56,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
                     if not known or known.get(key, value) is None:  # None: as torch's SGD saves what is not there yet
                         optimizer.state[parameter][key] = value
     finally:
-        redraw(around)
+        set_generator_states(around)
 
 
 def _require_followed(optimizer: torch.optim.Optimizer) -> None:

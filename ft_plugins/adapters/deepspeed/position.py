@@ -35,14 +35,14 @@ from ..loaders import (
     LoaderPass,
     Passes,
     StartedSampler,
-    begun_behind,
-    drawn,
+    begin_after,
     draws,
-    epoch_set,
+    generator_states,
     is_sampled,
     is_stateful,
-    redraw,
-    set_own,
+    sampler_epoch,
+    set_generator_states,
+    set_source_generators,
 )
 from ..script_hooks import replace_in_deepspeed as replace
 
@@ -87,7 +87,7 @@ class Positions:
             def begin(loader: Any, *args: Any, **kwargs: Any) -> Any:
                 owned = owner(loader, *args, **kwargs)
                 setattr(loader, _MARK, LoaderEpoch.of(owned))
-                self._passes.drawn += draws(owned)
+                self._passes.shuffled += draws(owned)
                 with self._passes.within():
                     return original(loader, *args, **kwargs)
 
@@ -115,7 +115,7 @@ class Positions:
                 try:
                     return next(loader.data_iter)
                 except StopIteration:
-                    self._passes.drawn += draws(loader.loader)
+                    self._passes.shuffled += draws(loader.loader)
                     setattr(loader, _MARK, LoaderEpoch.of(loader.loader))
                     loader.data_iter = iter(loader.loader)
                     _epoch(loader).reading(loader.loader)
@@ -129,12 +129,12 @@ class Positions:
         """`source` is about to be read for `role`: 'train' or 'eval'."""
         role, source = self._known(role, source)
         if role in self._pending:
-            around = drawn()
+            around = generator_states()
             self._put(role, self._pending.pop(role))
             for late in self._anew:  # begun when the generators were restored already, but for its own
-                redraw(late.epoch.began)
+                set_generator_states(late.epoch.began)
             self.begin_anew()
-            redraw(around)
+            set_generator_states(around)
         if _kept(source) is None:
             owner = _owner(source)
             self._epochs.setdefault(role, LoaderEpoch.of(owner)).reading(owner)
@@ -144,10 +144,10 @@ class Positions:
         """`source` is read for `role` in here."""
         self.reading(role, source)
         role, source = self._known(role, source)
-        before = self._passes.drawn
+        before = self._passes.shuffled
         yield
         epoch = self._epochs.get(role)  # of what does not keep its own
-        later = epoch is not None and epoch.read > 1 and self._passes.drawn != before
+        later = epoch is not None and epoch.read > 1 and self._passes.shuffled != before
         if later and role not in self._several and not is_stateful(source) and _sampled(source) is None:
             self._several.add(role)
             say(f"data position of '{role}': {_SEVERAL}")
@@ -218,7 +218,7 @@ class Positions:
         owner = self._owners[role]
         if is_stateful(owner):
             return {"kind": "state", "state": owner.state_dict()}
-        now = drawn(owner)["own"]
+        now = generator_states(owner)["own"]
         if source is None or (isinstance(source, LoaderPass) and source.ended):
             return {"kind": "ended", "own": now}
         if role in self._several:
@@ -229,11 +229,11 @@ class Positions:
         return {
             "kind": "batches" if _sampled(source) is not None else "reads",
             "read": epoch.read,
-            "again": epoch.again,
+            "again": epoch.reused_workers,
             "began": epoch.began,
             "first": None if same else first,
             "own": now,
-            "epoch": epoch_set(owner),
+            "epoch": sampler_epoch(owner),
         }
 
     def _put(self, role: str, saved: Mapping[str, Any]) -> None:
@@ -256,7 +256,7 @@ class Positions:
                     source.data_iter = iter(owner)
             return
         if saved["kind"] == "ended":
-            set_own(owner, saved["own"])
+            set_source_generators(owner, saved["own"])
             if isinstance(source, LoaderPass):
                 self._anew.append(source)
             return
@@ -265,14 +265,14 @@ class Positions:
         with self._passes.within():
             if saved["kind"] != "batches" or not _restart(source, epoch):
                 self._read_again(role, source, epoch)
-        set_own(owner, saved["own"])
+        set_source_generators(owner, saved["own"])
 
     def _read_again(self, role: str, source: Any, epoch: LoaderEpoch) -> None:
         began = time.perf_counter()
         if isinstance(source, LoaderPass):
-            source.drop(epoch)
+            source.read_to(epoch)
         elif epoch.read:
-            redraw(epoch.first or epoch.began, _owner(source))
+            set_generator_states(epoch.first or epoch.began, _owner(source))
             batches: Iterator[Any] = source.data_iter if hasattr(source, "data_iter") else iter(source)
             for _ in islice(batches, epoch.read):
                 pass
@@ -329,7 +329,7 @@ def _plain(value: Any) -> Any:
 
 
 def _require_epoch(role: str, owner: Any, captured: int | None) -> None:
-    found = epoch_set(owner)
+    found = sampler_epoch(owner)
     if found != captured:
         raise ResumeError(
             f"the script has told the sampler of its data ('{role}') epoch {found}, captured was epoch {captured}: "
@@ -353,10 +353,10 @@ def _sampled(source: Any) -> str | None:
 def _restart(source: Any, epoch: LoaderEpoch) -> bool:
     """Begin the epoch again, with its random numbers, behind the batches that were read. False: not of this kind."""
     owner = _owner(source)
-    redraw(epoch.began, owner)
+    set_generator_states(epoch.began, owner)
     match _sampled(source):
         case "pass":
-            return bool(source.stand(epoch))
+            return bool(source.skip_to(epoch))
         case "deepspeed":
             sampler = source.data_sampler
             started = StartedSampler(sampler, epoch.read * source.batch_size)
@@ -366,14 +366,14 @@ def _restart(source: Any, epoch: LoaderEpoch) -> bool:
             finally:
                 source.data_sampler = sampler
         case "torch":
-            source.data_iter, started = begun_behind(owner, epoch, iter)
+            source.data_iter, started = begin_after(owner, epoch, iter)
         case "iterator":
             started = StartedSampler(source._sampler_iter, epoch.read)
             source._num_yielded += epoch.read
         case _:
             return False
     if epoch.read:
-        redraw(epoch.first or epoch.began, owner)
+        set_generator_states(epoch.first or epoch.began, owner)
         started.start()
     if hasattr(source, _MARK):
         setattr(source, _MARK, epoch)
