@@ -44,7 +44,7 @@ from ..model.inventory import Inventory, Item, Role
 from ..snapshot import codec
 from ..snapshot.copiers import flat_bytes
 from .host_parts import ANYWHERE, UPDATE, groups, is_item, own_copy, restore_groups, scalars_of
-from .loader_position import Position, position_of
+from .loader_position import DataPosition, position_of
 from .optimizer_state import create_state
 from .plain import PlainHost
 from .torch_module import (
@@ -125,7 +125,7 @@ class TorchHost(PlainHost):
         )
         self._place = {name: _place(tensor) for name, (_, tensor) in self._known.items()}
         self._groups = self._members()
-        self._position: Position | None = None
+        self._position: DataPosition | None = None
         if sampler is not None:
             self._position = position_of(sampler, lambda: self._hooks is not None and self._hooks.iteration > 0)
         super().__init__(

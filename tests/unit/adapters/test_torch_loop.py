@@ -260,7 +260,7 @@ def test_such_an_error_ends_the_loop_and_the_version_before_stays(node: Node, ra
         (lambda loop: (loop.optimizer, loop.model), ConfigError, "found a Adam as the model"),
         (lambda loop: (loop.model, loop.optimizer, 0.1), ConfigError, "found a float as the scheduler"),
         (lambda loop: (loop.model, loop.optimizer), StateChangedError, "a learning rate scheduler steps"),
-        (lambda loop: (*loop.parts, loop.sampler), ConfigError, "give the torch DataLoader"),
+        (lambda loop: (*loop.parts, loop.sampler), ConfigError, "pass the torch DataLoader"),
         (lambda loop: (*loop.parts, DataLoader(Stream())), ConfigError, "over an IterableDataset"),
         (lambda loop: (*loop.parts, DataLoader(loop.loader.dataset, sampler=Own())), ConfigError, "draws from a Own,"),
         (lambda loop: (loop.model[0], loop.optimizer, loop.scheduler), InventoryError, "that the model does not have"),
@@ -371,13 +371,13 @@ def test_an_update_outside_of_an_iteration_is_refused(loop: Loop) -> None:
 
 def test_a_batch_that_is_read_before_its_iteration_is_refused(loop: Loop) -> None:
     iterations(loop)
-    with pytest.raises(ConfigError, match="no iteration is under way"):
+    with pytest.raises(ConfigError, match="a batch was read outside of an iteration"):
         next(loop.batches)
 
 
 def test_a_loader_that_is_not_the_one_that_training_reads_is_refused(loop: Loop) -> None:
     next(iterations(loop, sampler=Loop().loader))
-    with pytest.raises(ConfigError, match="an update without a batch from the loader"):
+    with pytest.raises(ConfigError, match="an update came before any batch was read"):
         loop.iterate(1)
 
 
