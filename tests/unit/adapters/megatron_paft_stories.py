@@ -136,7 +136,7 @@ def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped() 
     built = job("--eval-at", "1", "--iterations-to-skip", "2")
     host = built.host()
     assert "recompute" not in vars(host) and not host.recomputes
-    assert "kept only where replicas are compared" in refused(UnsupportedError, lambda: host.recompute(1))
+    assert "recorded only if replicas are compared" in refused(UnsupportedError, lambda: host.recompute(1))
     host.keep_iterations()
     calls = []
 
