@@ -164,7 +164,7 @@ def test_a_target_in_use_is_refused_before_anything_is_read(tmp_path: Path) -> N
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, words in (("full", "not empty"), ("full/file", "no folder"), ("link", "no folder")):
+    for name, words in (("full", "not empty"), ("full/file", "not a folder"), ("link", "not a folder")):
         with pytest.raises(ConfigError, match=words):
             export.export(tmp_path / "no checkpoint", tmp_path / name)
     with pytest.raises(StorageError, match="is no complete checkpoint"):
