@@ -232,7 +232,7 @@ def it_refuses_by_name_what_it_cannot_follow() -> None:
     for part in (
         *("rank 3", "--overlap-moe-expert-parallel-comm", "full_iteration", "fp8", "--qk-clip"),
         *("--use-megatron-fsdp", "--num-distributed-optimizer-instances"),
-        *("SGD with momentum", "SimpleNamespace is unknown"),
+        *("SGD with momentum", "SimpleNamespace is not supported"),
     ):
         assert part in message, (part, message)
 

@@ -53,7 +53,7 @@ def test_a_block_is_taken_from_the_replica_that_megatron_saves() -> None:
 
 
 def test_a_tensor_with_a_gap_is_refused() -> None:
-    with pytest.raises(StorageError, match="'w' has 16 elements, but the ranks tell of 8 together"):
+    with pytest.raises(StorageError, match="'w' has 16 elements, but all ranks hold 8 of it"):
         assemble([told(0, ("first", [0, 0, 0], [block(0)]))], anywhere)
 
 
@@ -91,7 +91,7 @@ def test_arguments_come_back_with_their_types() -> None:
 )
 def test_only_enums_of_megatron_are_looked_up(module: str, kind: str, name: str) -> None:
     value = {"ftp": "enum", "module": module, "class": kind, "name": name}
-    with pytest.raises(StorageError, match=f"{module}.{kind}.{name} is not known"):
+    with pytest.raises(StorageError, match=f"{module}.{kind}.{name} does not exist in the installed version of Megatron"):
         arguments_from_plain({"values": {"a": value}}, {})
 
 

@@ -413,7 +413,8 @@ def test_an_epoch_that_is_not_the_captured_one_is_refused(loop: Loop) -> None:
     host.restore_position(small)
     assert other.sampler.epoch == 1
     other.sampler.set_epoch(0)
-    with pytest.raises(ResumeError, match="was set to 0, but epoch 1 was captured: start the loop .* at `sampler.epoch`"):
+    words = "was set to 0, but epoch 1 was captured: start the loop .* at `sampler.epoch`"
+    with pytest.raises(ResumeError, match=words):
         next(iter(other.loader))
 
 
