@@ -45,15 +45,12 @@ class StateItems:
         raise NotImplementedError
 
     def topology(self) -> Topology:
-        """See `model.host.Host`."""
         return self._topology
 
     def inventory(self) -> Inventory:
-        """See `model.host.Host`. Creates the optimizer's state if no update has done so yet."""
         return Inventory.of(self.rank, (one.item for one in self._state_items))
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """See `model.host.Host`."""
         return {one.item.name: one.read() for one in self._state_items}
 
 

@@ -196,13 +196,11 @@ def _trained(optimizer: torch.optim.Optimizer, group: Group, kinds: Sequence[Any
     unknown = [key for key in twin.state if not any(key is one for one in parameters)]
     if unknown:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} keeps state under '{unknown[0]}', which is not a parameter, so that it cannot "
-            "be captured; use another optimizer"
+            f"{type(optimizer).__name__} keeps state under '{unknown[0]}', not under a parameter; use another optimizer"
         )
     if numbers_before != _number_attributes(twin):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} keeps counters in attributes, not in its state, so that they cannot be "
-            "captured; use another optimizer"
+            f"{type(optimizer).__name__} keeps counters in attributes, not in its state; use another optimizer"
         )
     return bits
 

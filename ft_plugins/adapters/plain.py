@@ -152,7 +152,7 @@ class PlainHost:
         raise UnsupportedError("a plain torch loop has no pipeline, so that its spans cannot be followed")
 
     def learning_rate(self) -> float:
-        """See `model.host.Steps`. Raises UnsupportedError if the host was built without `learning_rate`."""
+        """Raises UnsupportedError if the host was built without `learning_rate`."""
         if self._learning_rate is None:
             raise UnsupportedError("the learning rate of a plain torch loop is unknown: pass PlainHost `learning_rate`")
         return self._learning_rate()
@@ -161,7 +161,7 @@ class PlainHost:
         return self._gradients()
 
     def recompute(self, step: int) -> None:
-        """See `model.host.Steps`. Raises UnsupportedError if the host was built without `recompute`."""
+        """Raises UnsupportedError if the host was built without `recompute`."""
         if self._recompute is None:
             raise UnsupportedError("a plain torch loop cannot recompute gradients: pass PlainHost `recompute`")
         self._recompute(step)

@@ -239,7 +239,7 @@ class TorchHost(PlainHost):
     # ---- small state ----
 
     def small_state(self) -> dict[str, Any]:
-        """See `model.host.Host`. Raises StateChangedError."""
+        """Raises StateChangedError."""
         self._require_unchanged()
         self._require_scheduler()
         if self._hooks is not None and self._hooks.iteration > 0:  # before the first iteration only the size is needed
@@ -288,7 +288,6 @@ class TorchHost(PlainHost):
                 state[key] = own_copy(value, state.get(key))
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        """See `model.host.Host`."""
         if self._position is not None:
             self._position.write(small["caller"]["position"])
         super().restore_position(small)
@@ -298,7 +297,6 @@ class TorchHost(PlainHost):
         return codec.encode({"groups": groups(self._optimizer), "scalars": self._scalars()})
 
     def restore_scalars(self, encoded: bytes) -> None:
-        """See `model.host.Steps`."""
         self._set_optimizer(codec.decode(encoded))
 
     # ---- hooks ----
@@ -324,7 +322,6 @@ class TorchHost(PlainHost):
         faults.reach("update.begin", iteration=hooks.iteration)
 
     def before_skipped(self, step: int) -> None:
-        """See `model.host.Skipping`."""
         self._watch.check(step, updates=False)
 
     def derive(self) -> None:

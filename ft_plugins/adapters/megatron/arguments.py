@@ -22,8 +22,6 @@ from ...config import Config, LaunchContext, add_flags, merge
 from .. import values as coded
 from ..script_hooks import replace_in_megatron as replace
 
-MODULE = "megatron.training.arguments"
-
 
 def extend(module: ModuleType) -> None:
     """Add our flags to every parser that Megatron-LM builds in this process."""

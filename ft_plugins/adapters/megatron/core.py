@@ -101,14 +101,17 @@ class MegatronCoreHost(MegatronStepping, StateItems):
     # facts
 
     @cached_property
-    def _described(self) -> Mapping[str, Any]:
+    def _checkpoint_names(self) -> Mapping[str, Any]:
         for optimizer in self.optimizers:
             state.create_optimizer_state(optimizer)
-        return naming.described(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
+        try:
+            return naming.names(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
+        except Exception as error:  # a user's model may raise anything; the job is protected, but cannot be exported
+            return {"framework": "megatron", "problem": f"{type(error).__name__}: {error}".replace("\n", " ")}
 
     @cached_property
     def _state_items(self) -> list[state.StateItem]:
-        _ = self._described  # first: making its sharded state, a bf16 model converts its routers' biases to fp32
+        _ = self._checkpoint_names  # first: making its sharded state, a bf16 model converts its routers' biases to fp32
         return state.state_items(self.chunks, self.optimizers, self.rank, self._replicas)
 
     def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
@@ -131,10 +134,9 @@ class MegatronCoreHost(MegatronStepping, StateItems):
 
     def names(self) -> Mapping[str, Any]:
         """See `naming`; only `problem` if the model's sharded state cannot be described."""
-        return self._described
+        return self._checkpoint_names
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """See `model.host.Host`; equal on all ranks."""
         config, chunk, topology = self.chunks[0].config, self.chunks[0], self._topology
         known = {field.name for field in fields(config)}
         sizes = {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "vpp", "expert_tp", "order")}
@@ -150,7 +152,6 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         }
 
     def small_state(self) -> dict[str, Any]:
-        """See `model.host.Host`."""
         return {
             "groups": [groups(optimizer) for optimizer in self.optimizers],
             "scalars": state.scalars(self.optimizers, self._names),
@@ -179,7 +180,7 @@ class MegatronCoreHost(MegatronStepping, StateItems):
     # restore
 
     def restore(self, small: Mapping[str, Any]) -> None:
-        """See `model.host.Host`. A collective."""
+        """A collective."""
         self._require_same_parts(small)
         for name, entry in self._counters.items():
             entry.write(small["counters"][name])
@@ -198,7 +199,6 @@ class MegatronCoreHost(MegatronStepping, StateItems):
         self._restore_scheduler(small["scheduler"])
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        """See `model.host.Host`."""
         for name, entry in self._position.items():
             entry.write(small["position"][name])
         restore_rng(small["rng"])
@@ -250,7 +250,6 @@ class MegatronCoreHost(MegatronStepping, StateItems):
     # hooks
 
     def install_edges(self, edges: Edges) -> None:
-        """See `model.host.Host`."""
         from .spans import follow  # a version without these names still works if no system needs spans
 
         inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from .arguments import arguments_to_plain
 from .state import Replicas
 from .support import is_stub
 
-FRAMEWORK = "megatron"
 _OBJECT_BYTES = 1 << 16
 _PREFIX = "optimizer.state"
 _MASTER = {True: "param", False: "fp32_param"}  # by `TrainedParameter.sharded`
@@ -55,7 +54,7 @@ def names(
     sharded = _ShardedState(chunks, optimizers, rank, replicas)
     tensors = [*sharded.parameters(), *sharded.buffers(), *sharded.optimizer_state()]
     return {
-        "framework": FRAMEWORK,
+        "framework": "megatron",
         "groups": [list(group) for group in sharded.groups],
         "tensors": tensors,
         "objects": list(sharded.objects()),
@@ -175,17 +174,3 @@ def _kind(optimizer: Any) -> str:
     if isinstance(optimizer, DistributedOptimizer):
         return "distributed"
     return "float16" if isinstance(optimizer, Float16OptimizerWithFloat16Params) else "fp32"
-
-
-def described(
-    chunks: Sequence[Any],
-    optimizers: Sequence[Any],
-    rank: int,
-    replicas: Replicas,
-    arguments: argparse.Namespace | None,
-) -> Mapping[str, Any]:
-    """`names`, or `problem`, the reason why there are none: the job is still protected, but cannot be exported."""
-    try:
-        return names(chunks, optimizers, rank, replicas, arguments)
-    except Exception as error:  # the sharded state of a user's model runs arbitrary code
-        return {"framework": FRAMEWORK, "problem": f"{type(error).__name__}: {error}".replace("\n", " ")}

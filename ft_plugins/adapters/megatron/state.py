@@ -213,7 +213,7 @@ def scalars(optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str]) 
 def restore_scalars(
     optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str], saved: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Set the scalars, each in a tensor of its own. Raises ResumeError if some of a parameter were not captured."""
+    """Set the scalars, each in a tensor of its own. Raises ResumeError if those of a parameter were not captured."""
     for optimizer in optimizers:
         for one in trained(optimizer, names):
             if one.name not in saved:

@@ -49,12 +49,11 @@ class MegatronStepping(Recompute[MegatronReplay]):
     _skipping = False  # whether the loop skips the batch of the present iteration
 
     def keep_iterations(self) -> None:
-        """See `model.host.Steps`."""
         buffers = list(state.buffers(self.chunks, self.rank))
         self._start_replay(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed))
 
     def recompute(self, step: int) -> None:
-        """See `model.host.Steps`. Does nothing in an iteration whose batch the loop skips: it has no gradients."""
+        """Recompute iteration `step`; nothing if the loop skips its batch, so that there are no gradients."""
         replay = self._required_replay()
         if replay.number == step:
             replay.run()
@@ -65,12 +64,12 @@ class MegatronStepping(Recompute[MegatronReplay]):
             )
 
     def learning_rate(self) -> float:
-        """See `model.host.Steps`. Megatron's scheduler sets it after the last update; 0 on a rank without updates."""
+        """The largest of the parameter groups, set by Megatron's scheduler; 0 on a rank that updates nothing."""
         inner = (optimizer for optimizer in self.optimizers if not is_stub(optimizer))
         return max((float(group["lr"]) for one in inner for group in groups(one)), default=0.0)
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """See `model.host.Steps`; only of what this rank updates."""
+        """The reduced gradients of what this rank updates."""
         gradients: dict[str, torch.Tensor] = {}
         for optimizer in self.optimizers:
             for one in state.trained(optimizer, self._names):
@@ -89,7 +88,6 @@ class MegatronStepping(Recompute[MegatronReplay]):
         return codec.encode({key: small[key] for key in ("groups", "scalars", "scalers", "scheduler")})
 
     def restore_scalars(self, encoded: bytes) -> None:
-        """See `model.host.Steps`."""
         if encoded:
             self._restore_optimizers(codec.decode(encoded))
 
@@ -113,15 +111,13 @@ class MegatronStepping(Recompute[MegatronReplay]):
         first.finish_grad_sync = finish_grad_sync
 
     def copies(self) -> Inventory:
-        """See `model.host.Steps`. Raises UnsupportedError if parameters are gathered during the next forward."""
+        """See above. Raises UnsupportedError if parameters are gathered during the next forward."""
         return Inventory.of(self.rank, (one.item for one in self._copies))
 
     def copied(self) -> Mapping[str, torch.Tensor]:
-        """See `model.host.Steps`."""
         return {one.item.name: one.read() for one in self._copies}
 
     def derive(self) -> None:
-        """See `model.host.Steps`."""
         self._rebuild_derivable()
 
     @cached_property

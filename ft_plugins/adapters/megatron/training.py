@@ -33,7 +33,6 @@ from .arguments import resolve
 from .data_identity import identity
 from .refusals import of_arguments
 
-MODULE = "megatron.training.training"
 _COUNTERS = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 

@@ -91,7 +91,7 @@ def test_arguments_come_back_with_their_types() -> None:
 )
 def test_only_enums_of_megatron_are_looked_up(module: str, kind: str, name: str) -> None:
     value = {"ftp": "enum", "module": module, "class": kind, "name": name}
-    with pytest.raises(StorageError, match=f"{module}.{kind}.{name} does not exist in the installed version of Megatron"):
+    with pytest.raises(StorageError, match=f"{module}.{kind}.{name} does not exist in the installed version"):
         arguments_from_plain({"values": {"a": value}}, {})
 
 
