@@ -87,7 +87,7 @@ def _place() -> LaunchContext:
 
 def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
     host = PlainHost({"w": torch.zeros(4)})
-    with pytest.raises(UnsupportedError, match="a training loop of torch alone has no pipeline"):
+    with pytest.raises(UnsupportedError, match="a plain torch loop has no pipeline"):
         attach(host, Config(), _place(), SETTINGS)
     session = attach(host, Config(), _place())
     assert session.measured is None

@@ -68,11 +68,11 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
 
     def find_tensors(self) -> None:
         """Find the tensors again after DeepSpeed loaded a checkpoint, which replaces those of the optimizer."""
-        self.__dict__.pop("_held", None)
+        self.__dict__.pop("_state_items", None)
         self.restored = False
 
     @cached_property
-    def _held(self) -> list[StateItem]:
+    def _state_items(self) -> list[StateItem]:
         state.create_optimizer_state(self.engine.optimizer)
         topology = self._topology
         replicas, first = topology.replicas(self.rank), topology.coords(self.rank).tp == 0
@@ -90,7 +90,7 @@ class DeepSpeedHost(DeepSpeedStepping, StateItems):
 
     def names(self) -> Mapping[str, Any]:
         """The files of DeepSpeed's own checkpoints, or why they cannot be described."""
-        return naming.described(self.engine, self._held, self._topology.replicas(self.rank))
+        return naming.described(self.engine, self._state_items, self._topology.replicas(self.rank))
 
     def fingerprint(self) -> Mapping[str, Any]:
         """What must match for captured state to belong to this job; equal on all ranks."""

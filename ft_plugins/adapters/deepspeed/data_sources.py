@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..loaders import LoaderEpoch, LoaderPass, StartedSampler, begun_behind, is_sampled, redraw
+from ..loaders import LoaderEpoch, LoaderPass, StartedSampler, begin_after, is_sampled, set_generator_states
 
 EPOCH = "__ft_epoch__"  # attribute in which DeepSpeed's loaders keep their epoch
 
@@ -60,10 +60,10 @@ def restart_method(source: Any) -> str | None:
 def restart(source: Any, epoch: LoaderEpoch) -> bool:
     """Start the epoch with its random numbers, behind the batches that were read. Returns False if it cannot."""
     loader = loader_of(source)
-    redraw(epoch.began, loader)
+    set_generator_states(epoch.began, loader)
     match restart_method(source):
         case "pass":
-            return bool(source.stand(epoch))
+            return bool(source.skip_to(epoch))
         case "deepspeed":
             sampler = source.data_sampler
             started = StartedSampler(sampler, epoch.read * source.batch_size)
@@ -73,14 +73,14 @@ def restart(source: Any, epoch: LoaderEpoch) -> bool:
             finally:
                 source.data_sampler = sampler
         case "torch":
-            source.data_iter, started = begun_behind(loader, epoch, iter)
+            source.data_iter, started = begin_after(loader, epoch, iter)
         case "iterator":
             started = StartedSampler(source._sampler_iter, epoch.read)
             source._num_yielded += epoch.read
         case _:
             return False
     if epoch.read:
-        redraw(epoch.first or epoch.began, loader)
+        set_generator_states(epoch.first or epoch.began, loader)
         started.start()
     if hasattr(source, EPOCH):
         setattr(source, EPOCH, epoch)

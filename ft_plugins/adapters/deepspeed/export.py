@@ -21,7 +21,7 @@ import torch
 from ...errors import StorageError, UnsupportedError
 from ...snapshot.checkpoint_reader import CheckpointReader
 from ...snapshot.index import Index
-from ..values import TAG, back, found_class
+from ..values import TAG, find_class, from_plain
 
 _PACKAGES = ("deepspeed",)
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -44,7 +44,7 @@ def export(shares: CheckpointReader, folder: Path) -> dict[str, Any]:
         small = shares.small(index.rank)
         for path, plain in (index.names or {})["files"].items():
             builder = _ValueBuilder(shares, index)
-            content = back(plain, _PACKAGES, "DeepSpeed", builder.value)
+            content = from_plain(plain, _PACKAGES, "DeepSpeed", builder.value)
             if isinstance(content, dict):
                 _update_content(content, small)
             torch.save(content, folder / tag / Path(path).name)
@@ -78,7 +78,7 @@ class _ValueBuilder:
 
     def value(self, plain: Mapping[str, Any]) -> Any:
         """Raises StorageError for an unknown tag or class."""
-        build = partial(back, packages=_PACKAGES, framework="DeepSpeed", other=self.value)
+        build = partial(from_plain, packages=_PACKAGES, framework="DeepSpeed", other=self.value)
         match plain[TAG]:
             case "parts" | "cast" | "scalar":
                 return self._tensor(plain)
@@ -88,7 +88,7 @@ class _ValueBuilder:
                 pairs = ((build(key), build(part)) for key, part in plain["parts"])
                 return OrderedDict(pairs) if plain["ordered"] else dict(pairs)
             case "object":
-                kind = found_class(plain, _PACKAGES)
+                kind = find_class(plain, _PACKAGES)
                 if kind is None:
                     raise StorageError(f"the installed DeepSpeed has no class {plain['module']}.{plain['class']}")
                 value = kind.__new__(kind)

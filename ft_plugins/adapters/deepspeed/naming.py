@@ -25,7 +25,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ..host_parts import StateItem
-from ..values import TAG, Unknown, plain
+from ..values import TAG, Unknown, to_plain
 from . import state
 
 FRAMEWORK = "deepspeed"
@@ -50,7 +50,7 @@ def _description(engine: Any, items: Sequence[StateItem], group: Sequence[int]) 
         )
     tensors = _TensorIndex(engine, items)
     try:
-        files = {path: plain(content, tensors.plain) for path, content in _saved(engine).items()}
+        files = {path: to_plain(content, tensors.plain) for path, content in _saved(engine).items()}
     except Unknown as error:
         raise UnsupportedError(f"DeepSpeed saves a {error}, which has no plain form") from error
     return {"framework": FRAMEWORK, "version": deepspeed.__version__, "group": list(group), "files": files}
@@ -121,11 +121,11 @@ class _TensorIndex:
         if isinstance(value, torch.Size):
             return {TAG: "size", "parts": list(value)}
         if isinstance(value, dict):  # a subclass of dict, or keys other than strings
-            pairs = [[plain(key), plain(part, self.plain)] for key, part in value.items()]
+            pairs = [[to_plain(key), to_plain(part, self.plain)] for key, part in value.items()]
             return {TAG: "pairs", "ordered": isinstance(value, OrderedDict), "parts": pairs}
         kind = type(value)
         if kind.__module__.split(".")[0] == "deepspeed" and hasattr(value, "__dict__"):
-            parts = {name: plain(part, self.plain) for name, part in vars(value).items()}
+            parts = {name: to_plain(part, self.plain) for name, part in vars(value).items()}
             return {TAG: "object", "module": kind.__module__, "class": kind.__qualname__, "parts": parts}
         raise Unknown(f"{kind.__module__}.{kind.__qualname__}")
 

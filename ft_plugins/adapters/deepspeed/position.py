@@ -27,7 +27,17 @@ from typing import Any
 
 from ...errors import ResumeError
 from ...events import say
-from ..loaders import LoaderEpoch, LoaderPass, Passes, drawn, draws, epoch_set, is_stateful, redraw, set_own
+from ..loaders import (
+    LoaderEpoch,
+    LoaderPass,
+    Passes,
+    draws,
+    generator_states,
+    is_stateful,
+    sampler_epoch,
+    set_generator_states,
+    set_source_generators,
+)
 from ..script_hooks import replace_in_deepspeed as replace
 from .data_sources import (
     EPOCH,
@@ -80,7 +90,7 @@ class Positions:
             def begin(loader: Any, *args: Any, **kwargs: Any) -> Any:
                 inner = inner_loader(loader, *args, **kwargs)
                 setattr(loader, EPOCH, LoaderEpoch.of(inner))
-                self._passes.drawn += draws(inner)
+                self._passes.shuffled += draws(inner)
                 with self._passes.within():
                     return original(loader, *args, **kwargs)
 
@@ -108,7 +118,7 @@ class Positions:
                 try:
                     return next(loader.data_iter)
                 except StopIteration:
-                    self._passes.drawn += draws(loader.loader)
+                    self._passes.shuffled += draws(loader.loader)
                     setattr(loader, EPOCH, LoaderEpoch.of(loader.loader))
                     loader.data_iter = iter(loader.loader)
                     epoch_of(loader).reading(loader.loader)
@@ -122,12 +132,12 @@ class Positions:
         """Prepare a read from `source` for `role`, 'train' or 'eval': restore a pending position."""
         role, source = self._role_of(role, source)
         if role in self._pending:
-            before = drawn()
+            before = generator_states()
             self._restore(role, self._pending.pop(role))
             for late in self._unplaced:  # begun after the generators were restored, except its own
-                redraw(late.epoch.began)
+                set_generator_states(late.epoch.began)
             self.restart_unplaced()
-            redraw(before)
+            set_generator_states(before)
         if own_epoch(source) is None:
             loader = loader_of(source)
             self._epochs.setdefault(role, LoaderEpoch.of(loader)).reading(loader)
@@ -137,10 +147,10 @@ class Positions:
         """A context in which `source` is read for `role`."""
         self.reading(role, source)
         role, source = self._role_of(role, source)
-        before = self._passes.drawn
+        before = self._passes.shuffled
         yield
         epoch = self._epochs.get(role)  # if the source does not track its own
-        shuffled = epoch is not None and epoch.read > 1 and self._passes.drawn != before
+        shuffled = epoch is not None and epoch.read > 1 and self._passes.shuffled != before
         if shuffled and role not in self._reshuffled and not is_stateful(source) and restart_method(source) is None:
             self._reshuffled.add(role)
             say(f"data position of '{role}': {_RESHUFFLED}")
@@ -211,7 +221,7 @@ class Positions:
         loader = self._loaders[role]
         if is_stateful(loader):
             return {"kind": "state", "state": loader.state_dict()}
-        now = drawn(loader)["own"]
+        now = generator_states(loader)["own"]
         if source is None or (isinstance(source, LoaderPass) and source.ended):
             return {"kind": "ended", "own": now}
         if role in self._reshuffled:
@@ -222,11 +232,11 @@ class Positions:
         return {
             "kind": "batches" if restart_method(source) is not None else "reads",
             "read": epoch.read,
-            "again": epoch.again,
+            "again": epoch.reused_workers,
             "began": epoch.began,
             "first": None if same else first,
             "own": now,
-            "epoch": epoch_set(loader),
+            "epoch": sampler_epoch(loader),
         }
 
     def _restore(self, role: str, saved: Mapping[str, Any]) -> None:
@@ -249,7 +259,7 @@ class Positions:
                     source.data_iter = iter(loader)
             return
         if saved["kind"] == "ended":
-            set_own(loader, saved["own"])
+            set_source_generators(loader, saved["own"])
             if isinstance(source, LoaderPass):
                 self._unplaced.append(source)
             return
@@ -258,14 +268,14 @@ class Positions:
         with self._passes.within():
             if saved["kind"] != "batches" or not restart(source, epoch):
                 self._skip_batches(role, source, epoch)
-        set_own(loader, saved["own"])
+        set_source_generators(loader, saved["own"])
 
     def _skip_batches(self, role: str, source: Any, epoch: LoaderEpoch) -> None:
         started = time.perf_counter()
         if isinstance(source, LoaderPass):
-            source.drop(epoch)
+            source.read_to(epoch)
         elif epoch.read:
-            redraw(epoch.first or epoch.began, loader_of(source))
+            set_generator_states(epoch.first or epoch.began, loader_of(source))
             batches: Iterator[Any] = source.data_iter if hasattr(source, "data_iter") else iter(source)
             for _ in islice(batches, epoch.read):
                 pass
@@ -294,7 +304,7 @@ def _plain(value: Any) -> Any:
 
 
 def _require_epoch(role: str, loader: Any, captured: int | None) -> None:
-    epoch = epoch_set(loader)
+    epoch = sampler_epoch(loader)
     if epoch != captured:
         raise ResumeError(
             f"data position of '{role}': the script has set epoch {epoch} on its sampler, but the captured epoch is "

@@ -25,7 +25,7 @@ from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
 from ..script_hooks import replace_in_deepspeed as replace
-from ..update_spans import around, around_update
+from ..update_spans import wrap_span, wrap_update
 
 _COUNTED = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
 _OTHERS = {
@@ -71,14 +71,14 @@ def follow(engine: Any, edges: Edges, inner: torch.optim.Optimizer) -> None:
         return _exec_schedule
 
     replace(engine, "_exec_schedule", scheduling)
-    replace(engine, "_take_model_step", around_update([inner], edges))
+    replace(engine, "_take_model_step", wrap_update([inner], edges))
 
 
 def _hooked(name: str, original: Callable[..., Any], edges: Edges, passed: dict[Kind, int]) -> Callable[..., Any]:
     """An instruction that calls `edges`; `passed` counts microbatches."""
     kind = _COUNTED.get(name)
     if kind is None:
-        return around(_OTHERS[name], original, edges) if name in _OTHERS else original
+        return wrap_span(_OTHERS[name], original, edges) if name in _OTHERS else original
 
     @functools.wraps(original)
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ import torch
 
 from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
-from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, hold, is_item, own, scalars_of
+from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 
 
 @dataclass(frozen=True)
@@ -214,12 +214,12 @@ def _of_fragment(
     is_own = one.main is one.parameter
     role, label = (Role.PARAMETER, name) if is_own else (Role.MAIN_PARAMETER, f"{name}:main")
     layer, counts = layer_of(name), _counts(one.parameter, first)
-    yield hold(label, role, replicas, layer, UPDATE, partial(one.of, one.main), one.piece, counts)
+    yield state_item(label, role, replicas, layer, UPDATE, partial(one.of, one.main), one.piece, counts)
     state = optimizer.state[one.main]
     for key, value in state.items():
         if is_item(value):
             read = lambda one=one, state=state, key=key: one.of(state[key])  # noqa: E731
-            yield hold(f"{name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, one.piece, counts)
+            yield state_item(f"{name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, one.piece, counts)
 
 
 def _counts(parameter: Any, first: bool) -> bool:
@@ -232,8 +232,8 @@ def _frozen(name: str, parameter: Any, rank: int, replicas: tuple[int, ...], fir
     layer, counts = layer_of(name), _counts(parameter, first)
     if hasattr(parameter, "ds_tensor"):  # partitioned by ZeRO-3, padding included
         read = lambda: parameter.ds_tensor.detach()  # noqa: E731
-        return hold(name, Role.PARAMETER, (rank,), layer, NEVER, read, in_norm=counts)
-    return hold(name, Role.PARAMETER, replicas, layer, NEVER, parameter.detach, in_norm=counts)
+        return state_item(name, Role.PARAMETER, (rank,), layer, NEVER, read, in_norm=counts)
+    return state_item(name, Role.PARAMETER, replicas, layer, NEVER, parameter.detach, in_norm=counts)
 
 
 def _buffers(module: torch.nn.Module, rank: int) -> Iterator[StateItem]:
@@ -242,7 +242,7 @@ def _buffers(module: torch.nn.Module, rank: int) -> Iterator[StateItem]:
         part = module.get_submodule(owner)
         if isinstance(buffer, torch.Tensor):
             read = lambda part=part, key=key: part._buffers[key]  # noqa: E731  (may be replaced by the model)
-            yield hold(name, Role.BUFFER, (rank,), layer_of(name), ANYWHERE, read)
+            yield state_item(name, Role.BUFFER, (rank,), layer_of(name), ANYWHERE, read)
 
 
 # scalar state
@@ -263,7 +263,7 @@ def restore_scalars(optimizer: Any, saved: list[dict[str, Any]]) -> None:
         )
     for (_, main), values in zip(updated, saved, strict=True):
         state = inner(optimizer).state[main]
-        state.update({key: own(value, state.get(key)) for key, value in values.items()})
+        state.update({key: own_copy(value, state.get(key)) for key, value in values.items()})
 
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -25,7 +25,7 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory, Role
 from ...model.topology import Topology
 from ...snapshot import codec
-from ..host_parts import UPDATE, Recompute, StateItem, hold
+from ..host_parts import UPDATE, Recompute, StateItem, state_item
 from . import state
 from .replay import DeepSpeedReplay
 
@@ -61,11 +61,11 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
         if not hasattr(self.engine, "train_batch"):
             self.no_recompute_reason = _PLAIN
             return
-        self._keep(lambda: DeepSpeedReplay(self.engine))
+        self._start_replay(lambda: DeepSpeedReplay(self.engine))
 
     def recompute(self, step: int) -> None:
         """Recompute the gradients of the current iteration `step`. A collective of the job."""
-        self._kept().run()
+        self._required_replay().run()
 
     def learning_rate(self) -> float:
         """The largest of the parameter groups, which is that of the coming update: DeepSpeed steps the scheduler after
@@ -159,7 +159,7 @@ class DeepSpeedStepping(Recompute[DeepSpeedReplay]):
             )
         replicas = self._topology.replicas(self.rank)
         return [
-            hold(
+            state_item(
                 self._names[parameter], Role.COPY, replicas, state.layer_of(self._names[parameter]), UPDATE,
                 parameter.detach,
             )

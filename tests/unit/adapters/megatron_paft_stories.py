@@ -136,7 +136,7 @@ def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped() 
     built = job("--eval-at", "1", "--iterations-to-skip", "2")
     host = built.host()
     assert "recompute" not in vars(host) and not host.recomputes
-    assert "kept only where replicas are compared" in refused(UnsupportedError, lambda: host.recompute(1))
+    assert "recorded only if replicas are compared" in refused(UnsupportedError, lambda: host.recompute(1))
     host.keep_iterations()
     calls = []
 
@@ -150,7 +150,7 @@ def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped() 
     for _ in range(3):
         built.train_step(skip=lambda: host.skip_update(hooks))
     assert calls == [(1, 1), (2, 1), (3, 3)]
-    assert "iteration 9 cannot be computed again" in refused(UnsupportedError, lambda: host.recompute(9))
+    assert "iteration 9 cannot be recomputed" in refused(UnsupportedError, lambda: host.recompute(9))
 
 
 def it_says_by_name_why_an_iteration_cannot_be_computed_again() -> None:

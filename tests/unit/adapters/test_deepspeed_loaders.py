@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
-from ft_plugins.adapters.loaders import LoaderPass, drawn, redraw  # noqa: E402
+from ft_plugins.adapters.loaders import LoaderPass, generator_states, set_generator_states  # noqa: E402
 from ft_plugins.errors import ResumeError  # noqa: E402
 from ft_plugins.snapshot import codec  # noqa: E402
 
@@ -120,9 +120,9 @@ class Script:
             position, generators = codec.decode(codec.encode(self.pending))
             self.pending = None
             self.positions.write(position)
-            redraw(generators)
+            set_generator_states(generators)
             self.positions.restart_unplaced()
-        self.versions.append((self.positions.read(), drawn()))
+        self.versions.append((self.positions.read(), generator_states()))
         self.positions.reading("train", source)
 
     def train(self, count: int, done: int = 0) -> list[Any]:
@@ -223,14 +223,14 @@ def test_an_evaluation_that_was_broken_off_begins_anew_unless_somebody_holds_it(
     one.positions.before_read = lambda source: None
     held = iter(one.loader) if kept else None
     evaluated(one, held)
-    saved, generators = codec.decode(codec.encode(one.positions.read())), drawn()
+    saved, generators = codec.decode(codec.encode(one.positions.read())), generator_states()
     wanted = evaluated(one, held)
 
     other = Script(monkeypatch, "generator", seed=2)
     other.positions.before_read = lambda source: None
     held = iter(other.loader) if kept else None
     other.positions.write(saved)
-    redraw(generators)
+    set_generator_states(generators)
     assert evaluated(other, held) == wanted
 
 

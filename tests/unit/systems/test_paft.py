@@ -315,7 +315,7 @@ def test_a_host_whose_parameters_cannot_be_changed_is_refused_by_name() -> None:
 def test_a_loop_that_does_not_tell_its_learning_rate_can_be_audited_but_not_averaged() -> None:
     told = {"world_size": 3, "replicated": True}
     silent = PlainHost({"w": torch.zeros(4)}, **told)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="was given no learning_rate: name a function for it"):
+    with pytest.raises(UnsupportedError, match="the learning rate of a plain torch loop is unknown"):
         Paft(silent, PaftConfig(), Events())
     said = Paft(silent, PaftConfig(mode="audit", audit_interval=1), Events()).table()
     assert "its gradients cannot be recomputed here" in said and "ranks 0 1 2: 1 buckets" in said

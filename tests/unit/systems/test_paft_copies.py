@@ -128,7 +128,7 @@ def test_with_the_verdict_before_the_forward_nothing_need_be_computed_again(rank
     clean = ranks(_run, 2, None)
     found = ranks(_run, 2, {**AUDIT, "audit_at": "forward"}, FLIP, False)
     assert [one["versions"][7] for one in found] == [one["versions"][7] for one in clean]
-    assert "gradients cannot be computed again: the loop has named no function for it" in found[0]["told"]
+    assert "gradients cannot be computed again: the host was built without `recompute`" in found[0]["told"]
 
 
 def _voided(rank: int, world: int) -> list[int | None]:
@@ -172,7 +172,7 @@ def test_shards_are_not_averaged_and_what_can_be_done_instead_is_said(ranks: Ran
 
 def test_a_fault_that_could_never_strike_is_refused_by_name(ranks: Ranks) -> None:
     for error in ranks(_refused, 2, AUDIT, "reduce.gradients:nan"):
-        assert "torch alone reduces its gradients itself" in error
+        assert "a plain torch loop reduces its gradients by itself" in error
     host = replicas.Training(0, 2).host
     faults.arm("update.copies:nan")
     with pytest.raises(ConfigError, match="update.copies: torch .* computes with the parameters themselves"):
