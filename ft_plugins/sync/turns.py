@@ -63,7 +63,7 @@ class SyncTurns:
             return
         turn = Turn(*state["turn"])
         adjusted = self._schedule.within(turn)
-        self.diverged, self._rates_squared = state["drifting"], state["rates_squared"]
+        self.diverged, self._rates_squared = state["diverged"], state["rates_squared"]
         if state["signal"] is not None:
             self.turn = replace(turn, interval=adjusted.interval)  # the turn has begun
             signal = NoisePart(*state["signal"])
@@ -76,7 +76,7 @@ class SyncTurns:
         """This rank's state at a version point, as plain values. Waits for a measurement in flight."""
         return {
             "turn": list(astuple(self.turn)),
-            "drifting": self.diverged,
+            "diverged": self.diverged,
             "rates_squared": self._rates_squared,
             "signal": None if self._signal is None else list(astuple(self._signal.wait())),
         }

@@ -111,7 +111,7 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
 def _loaded_after(rank: int, world: int) -> tuple[int, int, bool]:
     """A restore from memory has carried a turn; then the framework's own checkpoint of 30 is loaded."""
     one = Incarnation(rank, world, {"paft": PAFT}, None, 0)
-    turns = {"turn": [34, 6, ""], "drifting": True, "rates_squared": 1.0, "signal": None}
+    turns = {"turn": [34, 6, ""], "diverged": True, "rates_squared": 1.0, "signal": None}
     one.session._carrying.carried = {"turns": turns, "offences": {}}
     return one.session.resume(30), one.session._paft._turns.turn.at, one.session._paft._turns.diverged
 

@@ -53,7 +53,7 @@ def turns(background: Background, schedule: SyncSchedule, waits: bool = False) -
 
 
 def state(turn: Turn, signal: Any = None) -> dict[str, Any]:
-    return {"turn": [turn.at, turn.interval, turn.reason], "drifting": True, "rates_squared": 3.0, "signal": signal}
+    return {"turn": [turn.at, turn.interval, turn.reason], "diverged": True, "rates_squared": 3.0, "signal": signal}
 
 
 def test_a_turn_that_lies_behind_becomes_the_first_of_what_is_gone_on_from(background: Background) -> None:
