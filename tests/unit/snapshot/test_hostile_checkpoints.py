@@ -161,7 +161,7 @@ def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original: Path, t
     plan = tier.recover(RecoveryPlan(None, "none", 1, 0, 0, "no version"), "auto", 0, target, TOKEN)
     assert (plan.version, plan.tier, plan.lineage) == (V, "storage", V.lineage + 1)
     assert [event.name for event, _ in alarms] == ["checkpoint.ignored"]
-    assert "not the name of a checkpoint" in alarms[0][1]
+    assert "not a checkpoint name" in alarms[0][1]
     assert name.encode(errors="replace").decode().strip("v?-1") in alarms[0][1] and alarms[0][1].isprintable()
     retention_left = retention.surplus(checkpoint.listing(base), 1, ORIGIN.digest)
     assert retention_left == () and (base / name).exists()
